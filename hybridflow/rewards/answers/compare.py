@@ -1,38 +1,117 @@
-"""Equality of two answers, by their kinds."""
+"""Values of answers by kind, and their equality."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pint
 import sympy
-from sympy import Expr
+from sympy import Basic, Expr, MatrixBase, Rational, Symbol
 
-from hybridflow.rewards.answers import units
-from hybridflow.rewards.answers.equality import UndecidedError, same
-from hybridflow.rewards.answers.symbols import Formula
-from hybridflow.rewards.answers.values import (
-    Builder,
-    Choice,
-    Congruence,
-    Dots,
-    Either,
-    Exact,
-    Items,
-    Named,
-    Quantity,
-    Ratio,
-    Readings,
-    Region,
-    Relation,
-    Value,
-    Word,
-)
+from hybridflow.rewards.answers.equality import Tolerance, UndecidedError, same
+
+Readings = tuple[Any, ...]
+"""Meanings of an answer whose notation leaves its meaning open: values of the kinds below, and SymPy's formulas."""
 
 
-def equal(right: Readings, given: Readings, digits: int) -> bool:
+@dataclass(frozen=True)
+class Word:
+    """Words, a name or a code: equal whatever their case."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A value of a kind that only equals itself: a date, a time of day, an ordinal, a number in another base."""
+
+    kind: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The letter of a choice, perhaps with its text."""
+
+    letter: str
+    content: Readings = ()
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with a unit or a label, such as apples."""
+
+    number: Expr
+    unit: pint.Unit
+    label: str = ""
+
+
+def factor(one: pint.Unit) -> Rational:
+    """Return a unit in base units."""
+    return Rational(*Fraction((1 * one).to_base_units().magnitude).as_integer_ratio())
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several values: in brackets, or between `brackets` that are empty for a list, : for a ratio, | for the conditions
+    of a set, and ... for a sequence that continues as it began."""
+
+    brackets: str
+    items: tuple[Readings, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A set of real numbers, perhaps as the values of a variable."""
+
+    variable: Symbol | None
+    values: sympy.Set
+
+
+@dataclass(frozen=True)
+class Relation:
+    """An equation or inequality, as `difference` compared with zero by `sign`: =, <, <= or !=."""
+
+    sign: str
+    difference: Expr
+    total: Expr | None = None
+    """The number that several variables together are equal to, as in m + n = 11."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A value with its name, as in x = 3 and f(x) = x^2."""
+
+    name: Expr | None
+    values: Readings
+    relation: Relation | None = None
+
+
+@dataclass(frozen=True)
+class Congruence:
+    """An expression's residues by a modulus."""
+
+    expression: Expr | None
+    residues: tuple[Expr, ...]
+    modulus: Expr
+
+
+@dataclass(frozen=True)
+class Either:
+    """A value and its approximations."""
+
+    values: Readings
+
+
+DOTS = Word("...")
+
+
+def equal(right: Readings, given: Readings, tolerance: Tolerance) -> bool:
     """True if an answer is right whatever the right one means.
 
     Raises:
@@ -40,20 +119,20 @@ def equal(right: Readings, given: Readings, digits: int) -> bool:
     """
     for kind in (Word, Exact, Quantity):
         pairs = [[each for each in readings if isinstance(each, kind)] for readings in (right, given)]
-        if any(_equal(one, other, digits) for one in pairs[0] for other in pairs[1]):
+        if any(_equal(one, other, tolerance) for one in pairs[0] for other in pairs[1]):
             return True
     exact = [{each.kind for each in readings if isinstance(each, Exact)} for readings in (right, given)]
     if exact[0] & exact[1]:  # a date is compared with a date
         return False
-    if all(isinstance(each, Formula) and not each.value.free_symbols for each in right):
-        given = (*given, *(each.total for each in given if isinstance(each, Relation) and each.total))
+    if all(isinstance(each, Basic) and not each.free_symbols for each in right):
+        given = (*given, *(each.total for each in given if isinstance(each, Relation) and each.total is not None))
     if len(right) > 1 and not any(isinstance(each, Word) for each in given):
         right = tuple(each for each in right if not isinstance(each, Word))
     verdicts = set()
     undecided: UndecidedError | None = None
     for one in right:
         try:
-            verdicts.add(any_decided(partial(_equal, one, digits=digits), given))
+            verdicts.add(any_decided(partial(_equal, one, tolerance=tolerance), given))
         except UndecidedError as error:
             undecided = error
     if undecided or len(verdicts) > 1:
@@ -75,79 +154,78 @@ def any_decided(check: Callable[[Any], bool], values: Sequence[Any]) -> bool:
     return False
 
 
-def _equal(one: Value, other: Value, digits: int) -> bool:
+def _equal(one: Any, other: Any, tolerance: Tolerance) -> bool:
     for kind, compare in _COMPARISONS.items():
         if isinstance(one, kind):
-            return compare(one, other, digits)
+            return compare(one, other, tolerance)
         if isinstance(other, kind):
-            return compare(other, one, digits)
+            return compare(other, one, tolerance)
     raise TypeError(f"{type(one).__name__} and {type(other).__name__} cannot be compared")
 
 
-def _either(one: Either, other: Value, digits: int) -> bool:
-    return any_decided(lambda each: _equal(each, other, digits), one.values)
+def _either(one: Either, other: Any, tolerance: Tolerance) -> bool:
+    return any_decided(lambda each: _equal(each, other, tolerance), one.values)
 
 
-def _choice(one: Choice, other: Value, digits: int) -> bool:
+def _choice(one: Choice, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Choice):
         if one.letter != other.letter:
             return False
-        return not (one.content and other.content) or equal(one.content, other.content, digits)
+        return not (one.content and other.content) or equal(one.content, other.content, tolerance)
     if one.content:
-        return equal(one.content, (other,), digits)
-    return isinstance(other, Formula) and str(other.value) in (one.letter, one.letter.lower())
+        return equal(one.content, (other,), tolerance)
+    return isinstance(other, Basic) and str(other) in (one.letter, one.letter.lower())
 
 
-def _named(one: Named, other: Value, digits: int) -> bool:
+def _named(one: Named, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Named):
         names = {each for each in (one.name, other.name) if each is not None and each.is_Symbol}
-        if (
-            len(names) == 2 and _is_name(one.name, other.values) and _is_name(other.name, one.values)
-        ):  # AB = CD, CD = AB
-            return True
+        if len(names) == 2 and _is_name(one.name, other.values) and _is_name(other.name, one.values):
+            return True  # AB = CD, CD = AB
         plain = {str(each).partition("_")[0] for each in names}
         alike = len(names) < 2 or (len(plain) == 1 and plain & {str(each) for each in names})  # x_1 and x
-        if alike and equal(one.values, other.values, digits):
+        if alike and equal(one.values, other.values, tolerance):
             return True
-        return bool(one.relation and other.relation) and _relation(one.relation, other.relation, digits)  # type: ignore[arg-type]
+        return (
+            one.relation is not None and other.relation is not None and _equal(one.relation, other.relation, tolerance)
+        )
     if isinstance(other, Relation | Region) and one.relation:
-        return _equal(one.relation, other, digits)
+        return _equal(one.relation, other, tolerance)
     if isinstance(other, Region) and None not in (one.name, other.variable) and one.name != other.variable:
         return False
-    return equal(one.values, (other,), digits)
+    return equal(one.values, (other,), tolerance)
 
 
 def _is_name(name: Expr | None, values: Readings) -> bool:
     return any(isinstance(each, Word) and each.text == str(name).casefold() for each in values)
 
 
-def _relation(one: Relation, other: Value, digits: int) -> bool:
+def _relation(one: Relation, other: Any, tolerance: Tolerance) -> bool:
     """Equal up to a factor, which is positive for inequalities, or with the same solutions."""
     if isinstance(other, Region):
         found = solutions(one)
-        return found is not None and _equal(found, other, digits)
+        return found is not None and _equal(found, other, tolerance)
     if not isinstance(other, Relation) or one.sign != other.sign:
         if isinstance(other, Items) and one.sign in ("<", "<="):
-            return any_decided(lambda each: _items(each, other, digits), _half_lines(one))
+            return any_decided(lambda each: _items(each, other, tolerance), _half_lines(one))
         if isinstance(other, Items) and one.sign == "=" and (roots := _roots(one)):
-            return _items(roots, other, digits)
+            return _items(roots, other, tolerance)
         return False
-    exact = one.difference.exact and other.difference.exact
-    a, b = (sympy.expand(sympy.numer(sympy.together(each.difference.value))) for each in (one, other))
-    if one.sign != "=":
-        a, b = one.difference.value, other.difference.value
+    a, b = one.difference, other.difference
+    if one.sign == "=":
+        a, b = (sympy.expand(sympy.numer(sympy.together(each))) for each in (a, b))
     quotient = sympy.cancel(a / b) if b != 0 else sympy.nan
     if quotient.is_number and quotient != 0:
         return bool(one.sign in ("=", "!=") or quotient.is_positive)
-    if not exact and quotient.free_symbols:
-        return _same_polynomials(a, b, one.sign in ("=", "!="), digits)
-    if one.difference.value.free_symbols != other.difference.value.free_symbols:
+    if tolerance is not None and quotient.free_symbols:
+        return _same_polynomials(a, b, one.sign in ("=", "!="), tolerance)
+    if one.difference.free_symbols != other.difference.free_symbols:
         return False
-    sets = [_roots(each) for each in (one, other)]
-    return sets[0] is not None and sets[1] is not None and _items(sets[0], sets[1], digits)
+    mine, others = _roots(one), _roots(other)
+    return mine is not None and others is not None and _items(mine, others, tolerance)
 
 
-def _same_polynomials(one: Expr, other: Expr, signed: bool, digits: int) -> bool:
+def _same_polynomials(one: Expr, other: Expr, signed: bool, tolerance: Tolerance) -> bool:
     """True if two polynomials with decimals are equal up to a factor, which is positive unless `signed`."""
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if not (one.is_polynomial(*symbols) and other.is_polynomial(*symbols)):
@@ -156,109 +234,95 @@ def _same_polynomials(one: Expr, other: Expr, signed: bool, digits: int) -> bool
     if terms[0].keys() != terms[1].keys():
         return False
     largest = max(terms[0], key=lambda each: abs(terms[0][each]))
-    shares = [{key: Formula(value / each[largest], exact=False) for key, value in each.items()} for each in terms]
+    shares = [{key: value / each[largest] for key, value in each.items()} for each in terms]
     return bool(signed or terms[0][largest] / terms[1][largest] > 0) and all(
-        same(shares[0][each], shares[1][each], digits) for each in shares[0]
+        same(shares[0][each], shares[1][each], tolerance) for each in shares[0]
     )
 
 
 def _roots(relation: Relation) -> Items | None:
     """The solutions of an equation in one variable."""
-    symbols = relation.difference.value.free_symbols
+    symbols = relation.difference.free_symbols
     if relation.sign != "=" or len(symbols) != 1:
         return None
     symbol = symbols.pop()
-    real = sympy.Dummy("x", real=True) if relation.difference.value.has(sympy.Abs) else symbol
-    found = sympy.solve(relation.difference.value.subs(symbol, real), real)
-    return Items("{}", tuple((Formula(each, relation.difference.exact),) for each in found)) if found else None
+    real = sympy.Dummy("x", real=True) if relation.difference.has(sympy.Abs) else symbol
+    found = sympy.solve(relation.difference.subs(symbol, real), real)
+    return Items("{}", tuple((each,) for each in found)) if found else None
 
 
 def _half_lines(relation: Relation) -> list[Items]:
     """An inequality as intervals of each of its variables, such as x > a as (a, oo)."""
-    difference, closed = relation.difference, relation.sign == "<="
     found = []
-    for symbol in difference.value.free_symbols:
-        slope = difference.value.diff(symbol)
-        bound = (
-            (Formula(sympy.expand(symbol - difference.value / slope), difference.exact),) if slope in (1, -1) else ()
-        )
-        if slope == 1:
-            found.append(Items("(]" if closed else "()", ((Formula(-sympy.oo),), bound)))
-        elif slope == -1:
-            found.append(Items("[)" if closed else "()", (bound, (Formula(sympy.oo),))))
+    for symbol in relation.difference.free_symbols:
+        slope = relation.difference.diff(symbol)
+        if slope in (1, -1):
+            bound = sympy.expand(symbol - relation.difference / slope)
+            ends = ((-sympy.oo,), (bound,)) if slope == 1 else ((bound,), (sympy.oo,))
+            closed = {"<": "()", "<=": "(]" if slope == 1 else "[)"}[relation.sign]
+            found.append(Items(closed, ends))
     return found
+
+
+_SIGNS = {"=": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le}
 
 
 def solutions(relation: Relation) -> Region | None:
     """The real solutions of a relation in one variable; None for others."""
-    difference = relation.difference.value
-    symbols = difference.free_symbols
-    if len(symbols) != 1:
+    difference = relation.difference
+    if len(difference.free_symbols) != 1:
         return None
-    (symbol,) = symbols
+    (symbol,) = difference.free_symbols
     real = sympy.Dummy("x", real=True)
-    signs = {"=": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le}
-    found = signs[relation.sign](difference.subs(symbol, real), 0)
+    found = _SIGNS[relation.sign](difference.subs(symbol, real), 0)
     if found in (sympy.true, sympy.false):
         return Region(symbol, sympy.S.Reals if found == sympy.true else sympy.S.EmptySet)
-    values = (
-        found.as_set()
-        if relation.sign != "!="
-        else sympy.Complement(sympy.S.Reals, sympy.solveset(difference.subs(symbol, real), real, sympy.S.Reals))
-    )
-    return Region(symbol, values)
+    return Region(symbol, found.as_set())
 
 
-def _region(one: Region, other: Value, digits: int) -> bool:
+def _region(one: Region, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Items):
         found = as_set(other)
-        return found is not None and _same_sets(one.values, found, digits)
+        return found is not None and _same_sets(one.values, found, tolerance)
     if not isinstance(other, Region) or (None not in (one.variable, other.variable) and one.variable != other.variable):
         return False
-    return _same_sets(one.values, other.values, digits)
+    return _same_sets(one.values, other.values, tolerance)
 
 
-def _same_sets(one: sympy.Set, other: sympy.Set, digits: int) -> bool:
+def _same_sets(one: sympy.Set, other: sympy.Set, tolerance: Tolerance) -> bool:
     if one == other:
         return True
     parts = [sorted(each.args, key=_first) if isinstance(each, sympy.Union) else [each] for each in (one, other)]
-    if len(parts[0]) == len(parts[1]) and all(_same_part(a, b, digits) for a, b in zip(*parts, strict=True)):
+    if len(parts[0]) == len(parts[1]) and all(_same_part(a, b, tolerance) for a, b in zip(*parts, strict=True)):
         return True
-    difference = sympy.SymmetricDifference(one, other)
-    return difference is sympy.S.EmptySet
+    return sympy.SymmetricDifference(one, other) is sympy.S.EmptySet
 
 
 def _first(part: sympy.Set) -> float:
     return float(part.inf) if part.inf.is_number else 0.0
 
 
-def _same_part(one: sympy.Set, other: sympy.Set, digits: int) -> bool:
+def _same_part(one: sympy.Set, other: sympy.Set, tolerance: Tolerance) -> bool:
     if isinstance(one, sympy.Interval) and isinstance(other, sympy.Interval):
         ends = ((one.start, other.start), (one.end, other.end))
         return (one.left_open, one.right_open) == (other.left_open, other.right_open) and all(
-            same(Formula(a, exact=False), Formula(b, exact=False), digits) if a.is_finite and b.is_finite else a == b
-            for a, b in ends
+            same(a, b, tolerance) for a, b in ends
         )
-    if isinstance(one, sympy.FiniteSet) and isinstance(other, sympy.FiniteSet) and len(one) == len(other):
-        pairs = zip(sorted(one.args, key=float), sorted(other.args, key=float), strict=True)
-        return all(same(Formula(a), Formula(b), digits) for a, b in pairs)
     return bool(one == other)
 
 
-def as_set(value: Value) -> sympy.Set | None:
+def as_set(value: Any) -> sympy.Set | None:
     """An interval or a finite set of real numbers as a set; None for anything else."""
     if isinstance(value, Region):
         return value.values
-    if isinstance(value, Named):
-        return as_set(value.values[0])
     if not isinstance(value, Items):
         return None
-    numbers = [each[0].value for each in value.items if isinstance(each[0], Formula)]
-    if len(numbers) != len(value.items) or not all(each.is_extended_real for each in numbers):
+    numbers = [each[0] for each in value.items]
+    if not all(isinstance(each, Expr) and each.is_extended_real for each in numbers):
         return None
     if value.brackets == "{}":
         return sympy.FiniteSet(*numbers)
-    if value.brackets in ("()", "(]", "[)", "[]") and len(numbers) == 2:
+    if value.brackets in ORDERED and len(numbers) == 2:
         begin, end = numbers
         if sympy.Lt(begin, end) == sympy.true:
             return sympy.Interval(begin, end, value.brackets[0] == "(", value.brackets[1] == ")")
@@ -266,179 +330,165 @@ def as_set(value: Value) -> sympy.Set | None:
 
 
 _VECTORS = ("()", "[]", "<>")
+ORDERED = (*_VECTORS, "(]", "[)")
+"""Brackets of tuples, vectors and intervals."""
 
 
-def _items(one: Items, other: Value, digits: int) -> bool:
-    if isinstance(other, Formula) and isinstance(other.value, sympy.MatrixBase):
-        rows = [
-            Items(one.brackets, tuple((Formula(each, other.exact),) for each in row)) for row in other.value.tolist()
-        ]
+def _items(one: Items, other: Any, tolerance: Tolerance) -> bool:
+    marks = {each.brackets for each in (one, other) if isinstance(each, Items)} & _SPECIAL.keys()
+    if marks:
+        return _SPECIAL[marks.pop()](one, other, tolerance)
+    if isinstance(other, MatrixBase):
         if one.brackets not in _VECTORS:
             return False
         if all(isinstance(each[0], Items) for each in one.items):  # [[1, 2], [3, 4]]
-            other = Items(one.brackets, tuple((each,) for each in rows))
-        elif 1 in other.value.shape:
-            other = Items("()", tuple(each for row in rows for each in row.items))
+            rows = (tuple((each,) for each in row) for row in other.tolist())
+            other = Items(one.brackets, tuple((Items(one.brackets, row),) for row in rows))
+        elif 1 in other.shape:
+            other = Items("()", tuple((each,) for each in other))
         else:
             return False
     if not isinstance(other, Items):
-        return len(one.items) == 1 and one.brackets in ("", "{}") and equal(one.items[0], (other,), digits)
+        return len(one.items) == 1 and one.brackets in ("", "{}") and equal(one.items[0], (other,), tolerance)
     for single, whole in ((one, other), (other, one)):  # {(1, 2)} and (1, 2)
-        if len(single.items) == 1 and single.brackets in ("", "{}") and whole.brackets in ("()", "<>", "[]"):
-            return equal(single.items[0], (whole,), digits)
+        if len(single.items) == 1 and single.brackets in ("", "{}") and whole.brackets in _VECTORS:
+            return equal(single.items[0], (whole,), tolerance)
     kinds = {one.brackets, other.brackets}
-    ordered = bool(kinds & {"()", "(]", "[)", "[]", "<>"})
+    ordered = not kinds.isdisjoint(ORDERED)
     vectors = {"()", "<>"} if len(one.items) == 2 else {"()", "<>", "[]"}
     if ordered and not (len(kinds) == 1 or kinds <= vectors | {""}):
         return False
     names = [[each[0].name for each in items.items if isinstance(each[0], Named)] for items in (one, other)]
     ordered = ordered or any(len(set(names[i])) > 1 and not names[1 - i] for i in (0, 1))  # x=1, y=2 and 1, 2
     if "{}" in kinds and not ordered:
-        one, other = (Items("{}", _distinct(each.items, digits)) for each in (one, other))
+        one, other = (Items("{}", _distinct(each.items, tolerance)) for each in (one, other))
     if len(one.items) != len(other.items):
         return False
-    if ordered:
-        found = all(equal(*pair, digits) for pair in zip(one.items, other.items, strict=True))
-    else:
-        found = matched(one.items, other.items, digits)
+    found = (_in_order if ordered else _matched)(one.items, other.items, tolerance)
     if not found and len({str(each).partition("_")[0] for each in (*names[0], *names[1])}) == 1:
         values = [
             [each[0].values if isinstance(each[0], Named) else each for each in items.items] for items in (one, other)
         ]
-        if matched(values[0], values[1], digits):
+        if _matched(values[0], values[1], tolerance):
             raise UndecidedError("the values of x_1 and x_2 in another order, which are roots or two unknowns")
     return found
 
 
-def _distinct(items: tuple[Readings, ...], digits: int) -> tuple[Readings, ...]:
+def _distinct(items: tuple[Readings, ...], tolerance: Tolerance) -> tuple[Readings, ...]:
     found: list[Readings] = []
     for item in items:
-        if not any_decided(lambda each, item=item: equal(each, item, digits), found):  # type: ignore[misc]
+        if not any_decided(partial(equal, item, tolerance=tolerance), found):
             found.append(item)
     return tuple(found)
 
 
-def matched(right: Sequence[Readings], given: Sequence[Readings], digits: int) -> bool:
+def _in_order(right: Sequence[Readings], given: Sequence[Readings], tolerance: Tolerance) -> bool:
+    return len(right) == len(given) and all(equal(*pair, tolerance) for pair in zip(right, given, strict=True))
+
+
+def _matched(right: Sequence[Readings], given: Sequence[Readings], tolerance: Tolerance) -> bool:
     """True if each item of the right answer has one of its own in the given answer."""
     left = list(given)
     for one in right:
-        for index, other in enumerate(left):
-            if equal(one, other, digits):
-                del left[index]
-                break
-        else:
+        index = next((at for at, other in enumerate(left) if equal(one, other, tolerance)), None)
+        if index is None:
             return False
+        del left[index]
     return True
 
 
-def _dots(one: Dots, other: Value, digits: int) -> bool:
-    if not isinstance(other, Dots):
+def _dots(one: Items, other: Any, tolerance: Tolerance) -> bool:
+    if not isinstance(other, Items) or one.brackets != other.brackets:
         return False
     if len(one.items) == len(other.items):
-        return all(equal(*pair, digits) for pair in zip(one.items, other.items, strict=True))
+        return _in_order(one.items, other.items, tolerance)
     summaries = [_progression(each) for each in (one, other)]
     if summaries[0] is None or summaries[1] is None:
         raise UndecidedError("two sequences with dots show different numbers of items")
-    return len(summaries[0]) == len(summaries[1]) and all(
-        same(a, b, digits) for a, b in zip(summaries[0], summaries[1], strict=True)
-    )
+    return _in_order(summaries[0], summaries[1], tolerance)
 
 
-def _progression(sequence: Dots) -> tuple[Formula, ...] | None:
+def _progression(sequence: Items) -> list[Readings] | None:
     """The first item, the difference and, if there is one, the last item of an arithmetic progression."""
     items = [each[0] for each in sequence.items]
-    at = next(index for index, each in enumerate(items) if isinstance(each, Word))
-    shown = [each for each in items[:at] if isinstance(each, Formula)]
-    steps = {sympy.expand(b.value - a.value) for a, b in pairwise(shown)}
-    if len(shown) != at or len(steps) != 1 or len(items) - at > 2:
+    at = items.index(DOTS)
+    shown, last = items[:at], items[at + 1 :]
+    if not all(isinstance(each, Expr) for each in shown):
         return None
-    last = [each for each in items[at + 1 :] if isinstance(each, Formula)]
-    return (shown[0], Formula(steps.pop()), *last)
+    steps = {sympy.expand(b - a) for a, b in pairwise(shown)}
+    return [(each,) for each in (shown[0], *steps, *last)] if len(steps) == 1 and len(last) < 2 else None
 
 
-def _ratio(one: Ratio, other: Value, digits: int) -> bool:
-    if isinstance(other, Formula) and len(one.parts) == 2:
-        return same(Formula(one.parts[0].value / one.parts[1].value, one.parts[0].exact), other, digits)
-    if not isinstance(other, Ratio) or len(one.parts) != len(other.parts):
+def _ratio(one: Items, other: Any, tolerance: Tolerance) -> bool:
+    if isinstance(other, Expr) and len(one.items) == 2:
+        return same(one.items[0][0] / one.items[1][0], other, tolerance)
+    if not isinstance(other, Items) or one.brackets != other.brackets:
         return False
-    shares = [
-        [Formula(each.value / parts[0].value, each.exact) for each in parts] for parts in (one.parts, other.parts)
-    ]
-    return all(same(a, b, digits) for a, b in zip(*shares, strict=True))
+    mine, others = ([(each[0] / ratio.items[0][0],) for each in ratio.items] for ratio in (one, other))
+    return _in_order(mine, others, tolerance)
 
 
-def _quantity(one: Quantity, other: Value, digits: int) -> bool:
-    if isinstance(other, Formula):
-        return not isinstance(other.value, sympy.MatrixBase) and same(one.number, other, digits)
-    if not isinstance(other, Quantity):
+def _builder(one: Items, other: Any, tolerance: Tolerance) -> bool:
+    if not isinstance(other, Items) or one.brackets != other.brackets:
         return False
-    (factor, dimension), (factor2, dimension2) = (units.strip(each.unit) for each in (one, other))
-    if dimension == dimension2:
-        scaled = [Formula(n.number.value * f, n.number.exact) for n, f in ((one, factor), (other, factor2))]
-        return same(scaled[0], scaled[1], digits)
-    if 1 in (dimension, dimension2):
-        return same(one.number, other.number, digits)
-    labels = any(str(each).startswith("label") for each in dimension.free_symbols | dimension2.free_symbols)
-    if labels and same(one.number, other.number, digits):
-        raise UndecidedError("the same number of differently named things")
-    return False
-
-
-def _congruence(one: Congruence, other: Value, digits: int) -> bool:
-    if not isinstance(other, Congruence) or not same(one.modulus, other.modulus, digits):
-        return False
-    if one.expression and other.expression and not same(one.expression, other.expression, digits):
-        return False
-    modulus = one.modulus.value
-    sides = [{sympy.expand(each.value) % modulus for each in side.residues} for side in (one, other)]
-    return sides[0] == sides[1]
-
-
-def _builder(one: Builder, other: Value, digits: int) -> bool:
-    if not isinstance(other, Builder):
-        return False
-    if len(one.conditions) == len(other.conditions) and matched(one.conditions, other.conditions, digits):
+    if len(one.items) == len(other.items) and _matched(one.items, other.items, tolerance):
         return True
     raise UndecidedError("two sets have different conditions")
 
 
-def _word(one: Word, other: Value, digits: int) -> bool:
-    del digits
-    return isinstance(other, Word) and one.text == other.text
+_SPECIAL = {"...": _dots, ":": _ratio, "|": _builder}
 
 
-def _exact(one: Exact, other: Value, digits: int) -> bool:
-    del digits
+def _quantity(one: Quantity, other: Any, tolerance: Tolerance) -> bool:
+    if isinstance(other, Expr):
+        return same(one.number, other, tolerance)
+    if not isinstance(other, Quantity):
+        return False
+    kinds = [(each.unit.dimensionality, each.label) for each in (one, other)]
+    if kinds[0] == kinds[1]:
+        return same(one.number * factor(one.unit), other.number * factor(other.unit), tolerance)
+    plain = any(not dimension and not label for dimension, label in kinds)
+    if (plain or one.label or other.label) and same(one.number, other.number, tolerance):
+        if plain:
+            return True
+        raise UndecidedError("the same number of differently named things")
+    return False
+
+
+def _congruence(one: Congruence, other: Any, tolerance: Tolerance) -> bool:
+    if not isinstance(other, Congruence) or not same(one.modulus, other.modulus, tolerance):
+        return False
+    if one.expression and other.expression and not same(one.expression, other.expression, tolerance):
+        return False
+    sides = [{sympy.expand(each) % one.modulus for each in side.residues} for side in (one, other)]
+    return sides[0] == sides[1]
+
+
+def _exact(one: Exact, other: Any, tolerance: Tolerance) -> bool:
+    del tolerance
     if not isinstance(other, Exact) or one.kind != other.kind:
         return False
     if one.kind == "based" and one.value != other.value and one.value[0] == other.value[0]:
         raise UndecidedError("the same number in two bases")
-    if one.kind == "time":
+    if one.kind == "time" and not (one.value[-1] and other.value[-1]):
         times = [(each.value[0] % 12, *each.value[1:3]) for each in (one, other)]
-        if one.value[:3] != other.value[:3] and times[0] == times[1] and not (one.value[3] and other.value[3]):
+        if one.value[:3] != other.value[:3] and times[0] == times[1]:
             raise UndecidedError("a time of day without its half of the day")
         return bool(one.value[:3] == other.value[:3])
     return one == other
 
 
-def _formula(one: Formula, other: Value, digits: int) -> bool:
-    return isinstance(other, Formula) and same(one, other, digits)
-
-
-_COMPARISONS: dict[type, Callable[[Any, Any, int], bool]] = {
+_COMPARISONS: dict[type, Callable[[Any, Any, Tolerance], bool]] = {
     Either: _either,
     Choice: _choice,
     Named: _named,
     Relation: _relation,
     Region: _region,
-    Dots: _dots,
     Items: _items,
-    Builder: _builder,
     Congruence: _congruence,
     Exact: _exact,
-    Ratio: _ratio,
     Quantity: _quantity,
-    Word: _word,
-    Formula: _formula,
+    Word: lambda one, other, tolerance: one == other,
+    Basic: lambda one, other, tolerance: isinstance(other, Basic) and same(one, other, tolerance),
 }
 """Comparisons of a value of a kind with one of any kind that stands below it."""
