@@ -3,9 +3,9 @@
     reward:
       functions: [{name: math, path: math, workers: 4, on_failure: drop, arguments: {extract: boxed}}]
 
-Runs in the processes of reward functions. A sample has no verdict if its comparison takes too long, or if the right
-answer is not completely understood or can be meant in two ways. It gets no reward then, and `on_failure` applies. It is
-never a wrong answer.
+Runs in the processes of reward functions. A sample has no verdict if the right answer is not completely understood,
+takes too long by itself, or can be meant in two ways. It gets no reward then, and `on_failure` applies. A response is
+wrong that is not completely understood, or takes too long to compare: a policy cannot make a sample have no verdict.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ anywhere, the first of: the last \\boxed{}, the text after "answer is", the last
 _TAG, _END_OF_TAG = TAGS
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"(\\boxed)\s+(-?[\w.]*\w)")
+"""A box without braces, which has all of a number or a word in it."""
 _MOST_CHARACTERS = 10_000
 """Of an answer: what is longer is none."""
 _QUICK_S = 0.5
@@ -52,6 +54,10 @@ class _TooLongError(NoVerdictError):
     """It took too long."""
 
 
+class _SlowResponseError(_TooLongError):
+    """The right answer was read and evaluated in time, and the response was not compared with it."""
+
+
 class Mathematics:
     """`score` as a function of rewards: within the limit of each call. Arguments and errors as of `score`."""
 
@@ -70,7 +76,7 @@ class Mathematics:
     def __call__(
         self, generated_texts: Sequence[str], *, answers: Sequence[Any], timeout_s: float
     ) -> list[float | Exception]:
-        """Compare so many answers within so many seconds; those that are not compared by then have no verdict."""
+        """Compare so many answers within so many seconds; those that are not tried by then have no verdict."""
         return score(generated_texts, answers, **self._arguments, timeout_s=timeout_s)
 
 
@@ -87,8 +93,8 @@ def score(
 
     Equal are exact numbers and formulas of the same value, and numbers with decimals that agree in so many digits; sets
     whatever their order; intervals with the same ends; several answers if each is there and no other. Units are
-    converted, and one that only one answer has is left out. An answer that is not completely understood is wrong. Slow
-    comparisons come last.
+    converted, and one that only one answer has is left out. A response is wrong if it is not completely understood, or
+    not compared within the limit while the right answer alone is read and evaluated. Slow comparisons come last.
 
     Args:
         generated_texts: B of them.
@@ -113,13 +119,14 @@ def score(
     for limit_s in sorted({min(_QUICK_S, sample_timeout_s), sample_timeout_s}):
         for key in [key for key in questions if isinstance(verdicts.get(key, _TooLongError()), _TooLongError)]:
             if end - time.monotonic() <= limit_s:
-                verdicts[key] = _TooLongError(f"no time was left for it within {timeout_s:g} s (timeout_s)")
+                if not isinstance(verdicts.get(key), _SlowResponseError):
+                    verdicts[key] = _TooLongError(f"no time was left for it within {timeout_s:g} s (timeout_s)")
                 continue
             try:
                 verdicts[key] = float(_comparer.ask(limit_s, key[0], questions[key], digits))
             except NoVerdictError as error:
                 verdicts[key] = error
-    return [verdicts[key] for key in keys]
+    return [0.0 if isinstance(verdicts[key], _SlowResponseError) else verdicts[key] for key in keys]
 
 
 def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
@@ -153,19 +160,29 @@ class _Comparer:
         self._connection: Any = None
         self._prepared = False
 
-    def ask(self, limit_s: float, *question: Any) -> bool:
-        """Whether an answer is right. Raises NoVerdictError."""
+    def ask(self, limit_s: float, given: str | None, answer: Any, digits: int) -> bool:
+        """True if an answer is right. Raises NoVerdictError."""
         if self._process is None or not self._process.is_alive():
             self._start()
+        end = time.monotonic() + limit_s
+        checked = False
         try:
-            self._connection.send(question)
-            verdict = self._connection.recv() if self._connection.poll(limit_s) else None
+            self._connection.send((given, answer, digits))
+            while self._connection.poll(max(0.0, end - time.monotonic())):
+                verdict = self._connection.recv()
+                if verdict is not None:
+                    break
+                checked = True
+            else:
+                self.end()
+                raise (_SlowResponseError if checked else _TooLongError)(
+                    f"no verdict within {limit_s:g} s (sample_timeout_s)"
+                )
         except (EOFError, OSError):
             self.end()
+            if checked:  # the response's fault
+                return False
             raise NoVerdictError("the process that compares answers died, perhaps of its memory") from None
-        if verdict is None:
-            self.end()
-            raise _TooLongError(f"no verdict within {limit_s:g} s (sample_timeout_s)")
         if isinstance(verdict, str):
             raise NoVerdictError(verdict)
         return bool(verdict)
@@ -196,56 +213,68 @@ class _Comparer:
 
 
 def _compare(connection: Any, others_end: Any) -> None:
-    """Answer questions until the other end closes."""
+    """Answer questions until the other end closes: None once the right answer is evaluated, and then the verdict."""
     others_end.close()
     while True:
         try:
-            question = connection.recv()
+            given, answer, digits = connection.recv()
         except EOFError:
             return
         try:
-            verdict: bool | str = _is_right(*question)
+            if _is_readable(answer):
+                connection.send(None)
+            verdict: bool | str = _is_right(given, answer, digits)
         except NoVerdictError as error:
             verdict = str(error)
         except Exception as error:  # of the library, which promises none
-            verdict = f"the comparison with {question[1]!r} failed: {type(error).__name__}: {error}"
+            verdict = f"the comparison with {answer!r} failed: {type(error).__name__}: {error}"
         connection.send(verdict)
 
 
 _comparer = _Comparer()
 
 
+def _is_readable(answer: Any) -> bool:
+    """True if a right answer, or one of several, can be read and evaluated by itself."""
+    from hybridflow.rewards.answers import kinds
+
+    answers = answer if isinstance(answer, list) else [answer]
+    return any(isinstance(each, str | int | float) and kinds.is_readable(_result(each)) for each in answers)
+
+
 def _is_right(text: str | None, answer: Any, digits: int) -> bool:
+    """True if any right answer is equal. Raises NoVerdictError if none is, and one gives no verdict."""
     from hybridflow.rewards.answers import kinds
     from hybridflow.rewards.answers.equality import UndecidedError
     from hybridflow.rewards.answers.text import UnreadableError
 
-    if isinstance(answer, list):
-        if not answer:
-            raise NoVerdictError("the list of right answers is empty")
-        verdicts: list[bool | NoVerdictError] = []
-        for each in answer:
-            try:
-                verdicts.append(_is_right(text, each, digits))
-            except NoVerdictError as error:
-                verdicts.append(error)
-        errors = [each for each in verdicts if isinstance(each, NoVerdictError)]
-        if errors and True not in verdicts:
-            raise errors[0]
-        return True in verdicts
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
-        raise NoVerdictError(f"the right answer is {answer!r}, expected text, a number, or a list of these")
-    try:
-        right = str(answer).rpartition(_RESULT)[2]
-        return kinds.is_right(right, "" if text is None or len(text) > _MOST_CHARACTERS else text, digits)
-    except UnreadableError as error:
-        raise NoVerdictError(f"the right answer {answer!r} cannot be read: {error}") from None
-    except UndecidedError as error:
-        raise NoVerdictError(f"the right answer {answer!r} can be meant in two ways: {error}") from None
+    if answer == []:
+        raise NoVerdictError("the list of right answers is empty")
+    given = "" if text is None or len(text) > _MOST_CHARACTERS else text
+    errors = []
+    for each in answer if isinstance(answer, list) else [answer]:
+        if isinstance(each, bool) or not isinstance(each, str | int | float) or each != each:
+            raise NoVerdictError(f"the right answer is {each!r}, expected text, a number, or a list of these")
+        try:
+            if kinds.is_right(_result(each), given, digits):
+                return True
+        except UnreadableError as error:
+            errors.append(NoVerdictError(f"the right answer {each!r} cannot be read: {error}"))
+        except UndecidedError as error:
+            errors.append(NoVerdictError(f"the right answer {each!r} can be meant in two ways: {error}"))
+    if errors:
+        raise errors[0]
+    return False
+
+
+def _result(answer: str | float) -> str:
+    """Return the text of a right answer, of a solution of GSM8K what stands behind its mark."""
+    return str(answer).rpartition(_RESULT)[2]
 
 
 def _boxed(text: str) -> str | None:
     """The content of the last \\boxed{} that is not empty, and of those right before it: \\boxed{1} and \\boxed{2}."""
+    text = _BARE_BOX.sub(r"\1{\2}", text)
     boxes = {each.end() - 1: each.start() for each in _BOX.finditer(text)}
     opened: list[tuple[int, int] | None] = []
     found: list[tuple[int, int, str]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from hybridflow.rewards import mathematics
+from hybridflow.rewards.answers import kinds
 from hybridflow.rewards.answers.equality import UndecidedError
 from hybridflow.rewards.answers.kinds import is_right
 from hybridflow.rewards.answers.text import UnreadableError
@@ -22,7 +24,7 @@ from tests.support.work import growth
 
 LINES = [line for line in Path(__file__).with_name("answers.txt").read_text().splitlines() if line[:2] != "# "]
 PAIRS = [tuple(line.rsplit(" | ", 2)) for line in LINES]
-HANGING = r"\boxed{\prod_{k=1}^{10^{9}} (k^2+k+1)}"
+HANGING = r"\prod_{k=1}^{10^{9}} (k^2+k+1)"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,7 +35,7 @@ def _ended() -> Iterator[None]:
 
 
 def test_there_are_as_many_pairs_as_the_page_says() -> None:
-    assert len(PAIRS) == len(set(PAIRS)) == 1326
+    assert len(PAIRS) == len(set(PAIRS)) == 1339
     assert {verdict for *_, verdict in PAIRS} == {"=", "!", "?"}
 
 
@@ -74,6 +76,10 @@ def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
         ("boxed", r"\boxed{1, \boxed{2}}", "1, 2"),
         ("boxed", r"\boxed{1} \\ \boxed{2}", "1, 2"),
         ("boxed", "\\boxed{7\u200b}", "7"),
+        ("boxed", r"It is \boxed 7.", "7"),
+        ("boxed", r"$\boxed -12$", "-12"),
+        ("boxed", r"\boxed{The answer is 7}", "7"),
+        ("boxed", r"\boxed{\text{The final answer is } 7}", "7"),
         ("last_line", "I add.\nThe answer is 42.\n\n", "42"),
         ("last_line", "12 + 61 = 73", "73"),
         ("last_line", "She makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18", "18"),
@@ -195,20 +201,48 @@ def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [question[:2] for question in asked] == [("7", "7"), ("8", "7"), ("7", 7), (None, "7")]
 
 
-def test_a_comparison_that_hangs_is_ended_and_the_others_are_made() -> None:
+def test_a_response_that_hangs_is_wrong_and_the_others_are_compared() -> None:
     began = time.monotonic()
     before = set(psutil.Process().children())
-    found = score([HANGING, r"\boxed{1}", HANGING, r"\boxed{2}"], ["1", "1", "3", "1"], sample_timeout_s=1.0)
+    texts = [rf"\boxed{{{HANGING}}}", r"\boxed{1}", rf"\boxed{{{HANGING}}}", r"\boxed{2}"]
+    found = score(texts, ["1", "1", "3", "1"], sample_timeout_s=1.0)
     assert 2 <= time.monotonic() - began < 20
-    assert found[1] == 1.0 and found[3] == 0.0
-    assert all(str(each) == "no verdict within 1 s (sample_timeout_s)" for each in (found[0], found[2]))
+    assert found == [0.0, 1.0, 0.0, 0.0]
     assert len(set(psutil.Process().children()) - before) <= 1  # what hung is gone
 
 
-def test_what_hangs_takes_no_verdict_from_others_and_no_more_than_the_call_has() -> None:
+def test_a_right_answer_that_hangs_gives_no_verdict() -> None:
+    found = score([r"\boxed{1}", r"\boxed{1}", r"\boxed{2}"], [HANGING, "1", [HANGING, "1"]], sample_timeout_s=1.0)
+    assert found[1] == 1.0
+    assert {str(found[0]), str(found[2])} == {"no verdict within 1 s (sample_timeout_s)"}
+
+
+def test_a_process_that_dies_of_a_response_makes_it_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(right: str, given: str, digits: int) -> bool:
+        os._exit(1)
+
+    mathematics._comparer.end()
+    with monkeypatch.context() as patch:
+        patch.setattr(kinds, "is_right", end)
+        assert score([r"\boxed{1}"], ["1"]) == [0.0]
+        patch.setattr(kinds, "is_readable", lambda right: os._exit(1))
+        (found,) = score([r"\boxed{1}"], ["1"])
+        assert isinstance(found, NoVerdictError) and "died, perhaps of its memory" in str(found)
+    mathematics._comparer.end()
+
+
+def test_responses_that_hang_are_wrong_and_take_no_more_than_the_call_has() -> None:
     towers = [rf"\boxed{{\prod_{{k=1}}^{{10^{{{each}}}}} (k^2+k+1)}}" for each in range(9, 13)]
     began = time.monotonic()
     found = score([*towers, r"\boxed{1}", r"\boxed{2}"], ["1"] * 6, sample_timeout_s=4.0, timeout_s=12.0)
+    assert time.monotonic() - began < 12
+    assert found == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_right_answers_that_hang_take_no_more_than_the_call_has() -> None:
+    towers = [rf"\prod_{{k=1}}^{{10^{{{each}}}}} (k^2+k+1)" for each in range(9, 13)]
+    began = time.monotonic()
+    found = score([r"\boxed{1}"] * 6, [*towers, "1", "2"], sample_timeout_s=4.0, timeout_s=12.0)
     assert time.monotonic() - began < 12
     assert found[4:] == [1.0, 0.0]
     assert {str(each) for each in found[:4]} == {
@@ -225,9 +259,9 @@ def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str) -> None:
         function["failure_value"] = -0.5
     arguments = {"arguments": {"sample_timeout_s": 1.0}}
     config = RewardConfig.model_validate({"functions": [function | arguments]})
-    texts = [r"\boxed{\frac12}", HANGING, r"\boxed{3}", "nothing"]
+    texts = [r"\boxed{\frac12}", r"\boxed{7}", r"\boxed{3}", rf"\boxed{{{HANGING}}}"]
     with RewardFunctions(config) as rewards:
-        found = rewards.evaluate(texts, ["p"] * 4, ["0.5", "7", "3", "3"])
+        found = rewards.evaluate(texts, ["p"] * 4, ["0.5", HANGING, "3", "3"])
     assert found.dropped.tolist() == [False, policy == "drop", False, False]
     kept = [value for value, dropped in zip(found.total.tolist(), found.dropped.tolist(), strict=True) if not dropped]
     assert kept == ([1.0, 1.0, 0.0] if policy == "drop" else [1.0, -0.5, 1.0, 0.0])
