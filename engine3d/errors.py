@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""What names and values of damaged files may hold, and what a terminal would obey."""
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
+    code: f"\\u{code:04x}" for code in (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
+"""Characters of names and values of files that a terminal would obey: controls, line ends, directions of text."""
 
 
 LOST_PART = "it lost its ranks on another host"
@@ -33,7 +35,8 @@ def first_line(error: BaseException) -> str:
 
 
 def visible(text: str) -> str:
-    """Text with each control character but tab and line end as `\\x..`."""
+    """Text with each control character but tab and line end as `\\x..`, and each mark of a direction as
+    `\\u....`."""
     return text.translate(_VISIBLE)
 
 

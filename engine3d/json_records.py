@@ -44,8 +44,9 @@ def record_of[T](kind: type[T], value: object) -> T:
     Raises:
         JsonError: a field is missing, unknown, or of another type.
     """
+    dataclass: Any = kind
     try:
-        record: T = _adapter(kind).validate_python(value, extra="forbid")
+        record: T = _adapter(dataclass).validate_python(value, extra="forbid")
     except ValidationError as error:
         raise JsonError(first_error(error)) from None
     return record

@@ -169,7 +169,7 @@ def checksum(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with naming(path), path.open("rb", buffering=0) as file:
         return _checksum(file.fileno())
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
 from engine3d.settings import MOST_SAMPLES, Settings
 from hybridflow.algorithms.registry import known
 from hybridflow.cluster.devices.device_map import DeviceMap
@@ -89,7 +89,10 @@ class PPOConfig(Settings):
     recipe: Path | dict[str, Any] | None = None
     """All other settings: a recipe file, or its content as a mapping."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *unnamed: object, **settings: Any) -> None:
+        if unnamed:
+            given = shortened(repr(unnamed[0]))
+            raise SettingsError([f"{type(self).__name__}({given}): expected settings by name, such as recipe={given}"])
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -109,9 +112,9 @@ TrainerConfig = PPOConfig
 """The same settings under the name that guides give them where they map roles to devices."""
 
 
-def get_ppo_config(**settings: Any) -> PPOConfig:
-    """A `PPOConfig` of the defaults but for what is given."""
-    return PPOConfig(**settings)
+def get_ppo_config(*unnamed: object, **settings: Any) -> PPOConfig:
+    """A `PPOConfig` of the defaults but for what is given by name."""
+    return PPOConfig(*unnamed, **settings)
 
 
 def mini_batches(batch_size: int, mini_batch_size: int) -> int:

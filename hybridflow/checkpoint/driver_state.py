@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine3d.durable import naming
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from hybridflow.batch.sample_batch import SampleBatch
@@ -184,7 +185,8 @@ class RunState:
             facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
         for name in _OF_SETS:
             facts[name] = {key: dataclasses.asdict(each) for key, each in facts[name].items()}
-        (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
+        with naming(directory / DRIVER):
+            (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
         if self.kept:
             write_tensors(directory / _KEPT, self.kept)
             written.append(directory / _KEPT)

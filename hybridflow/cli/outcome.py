@@ -64,4 +64,6 @@ def told(error: OSError) -> str:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror is not None:
+        return told(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

@@ -70,7 +70,7 @@ def status(parsed: argparse.Namespace) -> int:
         if len(runs) > 1:
             print(f"{visible(run.name)}:")
         for line in _status(checked_run(run), time.time()):
-            print(f"  {line}" if len(runs) > 1 else line)
+            print(visible(f"  {line}" if len(runs) > 1 else line))
     return 0
 
 
@@ -145,7 +145,7 @@ def _failure_of(directory: Path, parsed: argparse.Namespace) -> FirstFailure:
 
 
 def _shown(log: Log, line: bytes) -> str:
-    return f"{log.name}: {_text(line)}"
+    return f"{visible(log.name)}: {_text(line)}"
 
 
 def _text(line: bytes) -> str:
@@ -170,10 +170,10 @@ def _status(directory: Path, now: float) -> Iterator[str]:
     else:
         yield f"{directory}: not running; it ended in {at}"
     for number, earlier in enumerate(read_earlier(directory), 1):
-        yield visible(f"start {number} failed in {earlier.phase}, {_clock(earlier.at)}: {earlier.cause}")
+        yield f"start {number} failed in {earlier.phase}, {_clock(earlier.at)}: {earlier.cause}"
     failure = read_failure(directory)
     if failure is not None:
-        yield from map(visible, failure.lines())
+        yield from failure.lines()
     record = _newest_step(directory / METRICS)
     if record is None:
         yield f"no step in {METRICS} yet"
@@ -207,7 +207,7 @@ def _result(directory: Path) -> Iterator[str]:
     yield f"{_duration(record.ended - record.starts[0].at)} after its start" + (
         f", resumed {resumed} time{'s' if resumed > 1 else ''}" if resumed else ""
     )
-    yield from map(visible, record.results)
+    yield from record.results
 
 
 def _without_warnings(lines: Sequence[str]) -> Sequence[str]:

@@ -134,8 +134,13 @@ def check_recipe(
             host_bytes = machine_bytes() if host_bytes is None else host_bytes
         attempt(partial(check_memory, gpu_bytes=gpu_bytes, host_bytes=host_bytes), recipe, devices, specs)
     if errors:
-        raise SettingsError(errors)
+        raise SettingsError(_without_repeats(errors))
     return warnings
+
+
+def _without_repeats(errors: Sequence[str]) -> list[str]:
+    """The errors without those of held-out sets that repeat one of the training prompts."""
+    return [each for each in errors if not (each.startswith("evaluation.") and each.partition(": ")[2] in errors)]
 
 
 def check_nobody_else(recipe: Recipe) -> None:

@@ -36,6 +36,7 @@ from typing import Any
 OPTIONAL_COLUMNS = ("prompts", "answers")
 MOST_FIGURES = 32
 """Figures of each sample, by name, that a function may give beside its numbers."""
+_OF_MESSAGES = "; it gets texts, not messages as of TRL: completion in place of completion[0]['content']"
 LOST_CONNECTION = 113
 """Exit code where the user's code has closed the socket to the parent."""
 _FIGURE = re.compile(r"[A-Za-z]\w{0,59}", re.ASCII)
@@ -267,7 +268,8 @@ def _call(function: Callable[..., Any], columns: Sequence[str], request: dict[st
         sample = _failing_sample(function, columns, request, type(error), deadline)
         where = "" if sample is None else f" on sample {first + sample} ({texts[sample][:60]!r})"
         expected = "a number" if len(texts) == 1 else f"{len(texts)} numbers"
-        raise RewardError(f"raised {_describe(error)}{where}; expected {expected}") from None
+        hint = _OF_MESSAGES if str(error).startswith("string indices must be integers") else ""
+        raise RewardError(f"raised {_describe(error)}{where}; expected {expected}{hint}") from None
 
 
 def _failing_sample(

@@ -148,7 +148,7 @@ def keep_cause(directory: Path, cause: str, *, host: str | None = None) -> None:
 def keep_earlier(directory: Path, failures: Sequence[FirstFailure]) -> None:
     """Keep in the run's directory what it failed of before it was started again, each time. Raises OSError."""
     for number, failure in enumerate(failures, 1):
-        (directory / EARLIER_FAILURE.format(number)).write_text(json.dumps(asdict(failure), indent=1) + "\n")
+        replace_file(directory / EARLIER_FAILURE.format(number), json.dumps(asdict(failure), indent=1) + "\n")
 
 
 def read_earlier(directory: Path) -> list[FirstFailure]:

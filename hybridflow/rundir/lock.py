@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
 import shutil
 import time
 from pathlib import Path
@@ -126,9 +127,10 @@ def hold(directory: Path, setting: str) -> TextIO:
         UserError: another process holds it, or it cannot be written to; names the setting that it comes from.
     """
     try:
-        lock = (directory / LOCK).open("w")
+        # Without waiting for the other end, should it be a named pipe.
+        lock = os.fdopen(os.open(directory / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666), "w")
     except OSError as error:
-        raise UserError(f"{setting}: cannot write to {directory}: {error.strerror}") from None
+        raise UserError(f"{setting}: cannot write to {directory / LOCK}: {error.strerror}") from None
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -279,6 +279,7 @@ def test_rewards() -> None:
             lambda: recipe_of(PPOConfig(algorithm="dapo"), prompts=Path("p"), number=9, passes=1, reward="length"),
             "num_epochs=1 with algorithm.dynamic_sampling=true, where a step draws as many prompts as it needs; expe",
         ),
+        (lambda: get_ppo_config("x.yaml"), "PPOConfig('x.yaml'): expected settings by name, such as recipe='x.yaml'"),
         (lambda: make_recipe(PPOConfig(), Given(), gpus=0), "no model, expected a HuggingFace directory as model="),
     ],
 )  # fmt: skip

@@ -94,3 +94,15 @@ def test_what_cannot_be_written_says_why_and_writes_nothing(
         [line] = capsys.readouterr().err.splitlines()
         assert said in line, line
         assert not (tmp_path / "new").exists()
+
+
+def test_a_reward_that_cannot_be_imported_is_told_once(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = lines(tmp_path / "own.jsonl", {"question": "2+2=?", "answer": "4"})
+    written(tmp_path / "new", "--model", str(model), "--data", data)
+    (tmp_path / "new" / "reward.py").write_text("1 +")
+    capsys.readouterr()
+    assert main(["check", str(tmp_path / "new" / "recipe.yaml"), f"run_dir={tmp_path}/runs"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hybridflow: reward 'own' ")

@@ -322,3 +322,10 @@ def test_settings_of_failures_that_cannot_be_are_refused(settings: dict[str, obj
 
 def test_a_failure_is_one_line() -> None:
     assert str(RewardFailure("mine", 3, "raised ValueError")) == "reward 'mine' raised ValueError"
+
+
+def test_a_function_for_lists_of_messages_is_told_that_it_gets_texts(tmp_path: Path) -> None:
+    source = "def reward(completions, **fields):\n    return [len(each[0]['content']) for each in completions]\n"
+    line = r"it gets texts, not messages as of TRL: completion in place of completion\[0\]\['content'\]"
+    with pytest.raises(UserError, match=line):
+        evaluated(["a", "bb"], function(tmp_path, source=source))

@@ -20,6 +20,7 @@ from hybridflow.rundir.file_names import FAILURE, HOSTS, METRICS, PHASE, RECIPE,
 from hybridflow.rundir.first_failure import FirstFailure, read_failure
 from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeat
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
+from hybridflow.rundir.lock import LOCK, hold
 from hybridflow.rundir.run_record import RunStart, read_run_record
 from hybridflow.rundir.watching import Place, read_place
 
@@ -200,3 +201,25 @@ def test_an_identity_is_read_with_bounds(tmp_path: Path) -> None:
     (tmp_path / RUN_IDENTITY).write_text("x" * 5000)
     with pytest.raises(FileError, match="5,000 bytes, expected at most 4,096"):
         run_identity(tmp_path)
+
+
+@pytest.mark.parametrize("command", [["status"], ["logs"]])
+def test_what_a_terminal_would_obey_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (tmp_path / RECIPE).write_text("name: x\n")
+    (tmp_path / METRICS).write_text(json.dumps({"phase": "e\x1b[2J\u202e", "step": 3, "\x1b]0;t\x07\r": 1}) + "\n")
+    (tmp_path / FAILURE).write_text(json.dumps({"cause": "a\rb\u2066", "phase": "\x9b", "at": 1, "since": 1}))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "ac\x1btor-0.log").write_text("one\x1b[31m\u202etwo\n")
+    assert main([*command, str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", printed)
+    assert "one\\x1b[31m\\u202etwo" in printed
+    assert command == ["logs"] or "a\\x0db\\u2066" in printed
+
+
+def test_the_lock_of_a_run_may_be_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(UserError, match=rf"^name: cannot write to {tmp_path}/\.lock: No such device or address$"):
+        hold(tmp_path, "name")
