@@ -68,13 +68,13 @@ def read_record[T](path: Path, kind: type[T], most_bytes: int = MOST_CONFIG_BYTE
         raise FileError(path, f"damaged: {error}") from None
 
 
-def first_error(error: ValidationError) -> str:
-    """The first of the errors of a validation: field, expected value and value, in words of JSON."""
+def first_error(error: ValidationError, *above: str) -> str:
+    """The first of the errors of a validation: field below `above`, expected value and value, in words of JSON."""
     first = error.errors(include_url=False)[0]
-    name, kind, context = ".".join(map(str, first["loc"])), first["type"], first.get("ctx", {})
+    name, kind, context = ".".join(map(str, (*above, *first["loc"]))), first["type"], first.get("ctx", {})
     if kind == "missing":
         return f"it has no {name}"
-    if kind == "unexpected_keyword_argument":
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{shortened(name)} is no field of it"
     return f"{name}: {_reason(kind, context, first)}" if name else _reason(kind, context, first)
 
@@ -83,8 +83,9 @@ def _reason(kind: str, context: Any, first: Any) -> str:
     if kind in ("value_error", "assertion_error"):
         return str(context["error"])
     if kind in _BOUNDS:
-        words, bound = _BOUNDS[kind]
-        return f"expected {words} {context[bound]:g}, found {shortened(repr(first['input']))}"
+        words, name = _BOUNDS[kind]
+        bound = f"{context[name]:,}" if isinstance(context[name], int) else f"{context[name]:g}"
+        return f"expected {words} {bound}, found {shortened(repr(first['input']))}"
     if kind == "literal_error":
         return f"expected {context['expected']}, found {shortened(repr(first['input']))}"
     if kind == "string_unicode":

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from engine3d.durable import bring_to_disk, naming
 from engine3d.errors import EngineError, UserError
 from engine3d.input_files import MOST_LIST_BYTES, FileError, JsonError, parse_json, read_bytes
+from engine3d.json_records import first_error
 
 FORMAT = 5
 """Of manifests and of what they describe; readers refuse a higher one. Format 1 has no state of the algorithm. Before
@@ -377,9 +378,7 @@ def _read(directory: Path) -> Manifest:
     try:
         manifest = _MANIFESTS.validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise _NotWhole(f"{MANIFEST} is damaged: {key}: {first['msg']}") from None
+        raise _NotWhole(f"{MANIFEST} is damaged: {first_error(error)}") from None
     if not manifest.files:
         raise _NotWhole(f"{MANIFEST} is damaged: it lists no file")
     paths = [entry.path for entry in manifest.files]

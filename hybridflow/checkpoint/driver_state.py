@@ -22,6 +22,7 @@ from torch import Tensor
 from engine3d.durable import naming
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
+from engine3d.json_records import first_error
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch, write_tensors
 from hybridflow.checkpoint.evaluation_result import Measured
@@ -226,9 +227,8 @@ class RunState:
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            key = ".".join(map(str, (error.title, *first["loc"])))
-            raise UserError(f"{path} is not the state of a run's driver: {key}: {first['msg']}") from None
+            reason = first_error(error, error.title)
+            raise UserError(f"{path} is not the state of a run's driver: {reason}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = shortened(" ".join(str(error).split()), 300)
             raise UserError(f"{path} is not the state of a run's driver: {reason}") from None

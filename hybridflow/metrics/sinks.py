@@ -140,8 +140,11 @@ def begin_lines(path: Path, resume_from_step: int | None) -> None:
 def _parse(path: Path, line: str) -> Record:
     try:
         fields = parse_json(line)
-        return Record(fields.pop("phase"), fields.pop("step"), fields)
-    except (ValueError, KeyError, AttributeError):
+        phase, step = fields.pop("phase"), fields.pop("step")
+        if not isinstance(phase, str) or not isinstance(step, int):
+            raise ValueError
+        return Record(phase, step, fields)
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise UserError(f"{path} holds {line.strip()[:60]!r}, expected an object with phase and step") from None
 
 

@@ -148,7 +148,7 @@ def _figures(run: Path) -> dict[int, dict[str, Any]]:
             record = parse_json(line)
             if record["phase"] == "train":
                 found[int(record["step"])] = record
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise UserError(f"{path} holds {line.strip()[:60]!r}, expected an object with phase and step") from None
     return found
 
@@ -225,7 +225,7 @@ def _digests(run: Path) -> dict[int, tuple[str, ...]]:
                 try:
                     event = parse_json(line)
                     found[int(event["step"])] = tuple(map(str, event["digests"]))
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, OverflowError):
                     raise UserError(f"{path} holds {line.strip()[:60]!r}, expected an event with its step") from None
     return found
 

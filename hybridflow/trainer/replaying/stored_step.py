@@ -51,7 +51,7 @@ class StepFacts:
             if len(facts.get("batches", [0])) != 1:
                 raise ValueError(f"the step has learned from {len(facts['batches'])} batches, expected one")
             return cls(int(facts["step"]), int(facts["version"]), file.metadata.num_rows, tuple(schema.names))
-        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise _unreadable(path, error) from None
 
 

@@ -248,7 +248,7 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
         ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "[[9, 1]]"}, "sampler.returned: draw 9"),
         ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "[[1, 64]]"}, "sampler.returned: draw 1"),
         ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "{}"}, "sampler.returned: expected a list"),
-        ("first_evaluation", {"step": 3}, "first_evaluation.subject"),
+        ("first_evaluation", {"step": 3}, "it has no first_evaluation.subject"),
         ("inputs", {"seed": 1}, "inputs.seed"),
         ("algorithm", {"kl": {"coefficient": None}}, "algorithm.kl.coefficient"),
         ("random", {"python": [], "numpy": [], "torch": 1}, "random.torch"),

@@ -15,6 +15,7 @@ from engine3d.input_files import FileError, JsonError, parse_json
 from engine3d.json_records import record_of
 from hybridflow.checkpoint.resume import RUN_IDENTITY, run_identity
 from hybridflow.cli.main import main
+from hybridflow.metrics.sinks import begin_lines
 from hybridflow.rundir.evaluation_texts import EvaluationText
 from hybridflow.rundir.file_names import FAILURE, HOSTS, METRICS, PHASE, RECIPE, RUN_RECORD
 from hybridflow.rundir.first_failure import FirstFailure, read_failure
@@ -223,3 +224,12 @@ def test_the_lock_of_a_run_may_be_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK)
     with pytest.raises(UserError, match=rf"^name: cannot write to {tmp_path}/\.lock: No such device or address$"):
         hold(tmp_path, "name")
+
+
+@pytest.mark.parametrize(
+    "line", ["null", "[1]", "5", "{}", '{"phase": 1, "step": 1}', '{"phase": "train", "step": "x"}', '{"step": 1e999}']
+)
+def test_a_resumption_names_a_line_of_metrics_that_is_no_record(tmp_path: Path, line: str) -> None:
+    (tmp_path / METRICS).write_text(f"{line}\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl holds '.*', expected an object with phase and step$"):
+        begin_lines(tmp_path / METRICS, 3)

@@ -129,6 +129,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 5' not in line))
     assert "metrics.jsonl of the run in" in refusal(run, 6) and "has no step 5, which is needed" in refusal(run, 6)
+    (run / "metrics.jsonl").write_text('{"phase": "train", "step": 1e999}\n')
+    assert "expected an object with phase and step" in refusal(run, 5)
     (run / "metrics.jsonl").unlink()
     assert "metrics.jsonl=false" in refusal(run, 5)
 
