@@ -8,13 +8,12 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine3d.checkpoint.manifest import read_whole, verify_hint
-from engine3d.checkpoint.metadata import read_metadata
+from engine3d.checkpoint.metadata import StoredChunk, read_metadata
 from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.errors import UserError
 
@@ -33,8 +32,6 @@ class SavedTensors:
     """
 
     def __init__(self, checkpoint: Path, role: str) -> None:
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         manifest = read_whole(checkpoint)
         if role not in manifest.roles:
             raise UserError(f"checkpoint {checkpoint} has no {role}, only {', '.join(manifest.roles)}")
@@ -42,15 +39,13 @@ class SavedTensors:
         self._checksums = PieceChecksums(self._directory)
         metadata = read_metadata(checkpoint, manifest, role)
         self.shapes: dict[str, tuple[int, ...]] = {
-            key: tuple(stored.size)
-            for key, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and "/" in key
+            key: tensor.shape for key, tensor in metadata.tensors.items() if "/" in key
         }
         """Of every tensor, by its key, such as "weight/lm_head.weight"."""
-        self._pieces: dict[str, list[tuple[Any, Any]]] = {key: [] for key in self.shapes}
-        for index, info in metadata.storage_data.items():
-            if index.fqn in self._pieces and index.offset is not None:
-                self._pieces[index.fqn].append((info, index.offset))
+        self._chunks: dict[str, list[StoredChunk]] = {key: [] for key in self.shapes}
+        for stored in metadata.stored:
+            if stored.key in self._chunks:
+                self._chunks[stored.key].append(stored)
 
     def read(self, key: str) -> Tensor:
         """The whole tensor, in the dtype in which it was saved.
@@ -59,27 +54,27 @@ class SavedTensors:
             UserError: what was saved of it cannot be read, or is damaged.
         """
         whole: Tensor | None = None
-        for info, offset in sorted(self._pieces[key], key=lambda piece: (piece[0].relative_path, piece[0].offset)):
-            values = self._read_piece(key, info)
+        for stored in sorted(self._chunks[key], key=lambda stored: (stored.file, stored.start)):
+            values = self._read_chunk(stored)
             if whole is None:
                 whole = torch.empty(self.shapes[key], dtype=values.dtype)
             part = whole
-            for dimension, (start, size) in enumerate(zip(offset, values.shape, strict=True)):
+            for dimension, (start, size) in enumerate(zip(stored.offset, values.shape, strict=True)):
                 part = part.narrow(dimension, start, size)
             part.copy_(values)
         if whole is None:
             raise UserError(f"checkpoint {self._checkpoint}: {self._directory.name} has no pieces of {key}")
         return whole
 
-    def _read_piece(self, key: str, info: Any) -> Tensor:
-        file = info.relative_path
+    def _read_chunk(self, stored: StoredChunk) -> Tensor:
+        file = stored.file
         named = f"checkpoint {self._checkpoint}: {self._directory.name}/{file}"
         try:
             with (self._directory / file).open("rb") as stream:
-                stream.seek(info.offset)
-                data = stream.read(info.length)
-            if self._checksums.covers(file) and (why := self._checksums.compare(file, info.offset, [data])):
-                raise UserError(f"{named} {why} ({key}); {verify_hint(self._checkpoint)}")
+                stream.seek(stored.start)
+                data = stream.read(stored.length)
+            if self._checksums.covers(file) and (why := self._checksums.compare(file, stored.start, [data])):
+                raise UserError(f"{named} {why} ({stored.key}); {verify_hint(self._checkpoint)}")
             values: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             return values
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:

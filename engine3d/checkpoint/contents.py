@@ -8,19 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from engine3d.checkpoint.hf import MODEL, model_files
 from engine3d.checkpoint.manifest import MANIFEST, Manifest, is_step_directory, step_directory
-from engine3d.checkpoint.metadata import METADATA, difference, read_metadata
+from engine3d.checkpoint.metadata import METADATA, Metadata, difference, read_metadata
 from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
-_WEIGHT = "weight/"
 
 
 def contradictions_within(directory: Path, manifest: Manifest) -> Iterator[str]:
@@ -48,51 +42,34 @@ def _of_role(directory: Path, manifest: Manifest, role: str) -> Iterator[str]:
     described = read_metadata(directory, manifest, role)
     if (line := _misplaced(directory, manifest, role, described)) is not None:
         yield line
-    tensors = _weights(described)
     own = model_files(directory, role)
     model = own if own.is_dir() else directory / MODEL
     if not (model / "config.json").is_file():
         yield f"{model.name}/config.json is missing"
         return
     spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
-    if found := difference(spec, {name: tuple(stored.size) for name, stored in tensors.items()}):
+    if found := difference(spec, {name: tensor.shape for name, tensor in described.weights.items()}):
         yield f"{role}/ does not fit {model.name}/config.json: {found}"
 
 
 def _misplaced(directory: Path, manifest: Manifest, role: str, described: Metadata) -> str | None:
     """The first tensor whose pieces do not make it up, or first piece that its file cannot have."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     sizes = {entry.path: entry.size for entry in manifest.files}
     checksums = PieceChecksums(directory / role)
     known: dict[str, set[tuple[int, int]]] = {}
     there: dict[str, set[tuple[int, ...]]] = {}
-    for index, info in (described.storage_data or {}).items():
-        file, last = f"{role}/{info.relative_path}", info.offset + info.length
-        if not 0 <= info.offset <= last <= sizes.get(file, -1):
-            return f"{role}/{METADATA} places {index.fqn} at bytes {info.offset:,} to {last:,} of {file}, outside it"
-        if checksums.covers(info.relative_path):
-            if info.relative_path not in known:
-                pieces = checksums.of_file(info.relative_path)
-                known[info.relative_path] = {(piece.start, piece.length) for piece in pieces}
-            if (info.offset, info.length) not in known[info.relative_path]:
-                return f"{file} has no piece at bytes {info.offset:,} to {last:,}, where {METADATA} places {index.fqn}"
-        if index.offset is not None:
-            there.setdefault(index.fqn, set()).add(tuple(index.offset))
-    for key, stored in described.state_dict_metadata.items():
-        if not isinstance(stored, TensorStorageMetadata):
-            continue
-        elements = sum(prod(chunk.sizes) for chunk in stored.chunks)
-        if elements != prod(stored.size) or {tuple(chunk.offsets) for chunk in stored.chunks} != there.get(key, set()):
+    for stored in described.stored:
+        file, key, first, last = f"{role}/{stored.file}", stored.key, stored.start, stored.stop
+        if not 0 <= first <= last <= sizes.get(file, -1):
+            return f"{role}/{METADATA} places {key} at bytes {first:,} to {last:,} of {file}, outside it"
+        if checksums.covers(stored.file):
+            if stored.file not in known:
+                known[stored.file] = {(piece.start, piece.length) for piece in checksums.of_file(stored.file)}
+            if (first, stored.length) not in known[stored.file]:
+                return f"{file} has no piece at bytes {first:,} to {last:,}, where {METADATA} places {key}"
+        there.setdefault(key, set()).add(stored.offset)
+    for key, tensor in described.tensors.items():
+        elements = sum(prod(chunk.shape) for chunk in tensor.chunks)
+        if elements != prod(tensor.shape) or {chunk.offset for chunk in tensor.chunks} != there.get(key, set()):
             return f"{role}/{METADATA} has not all pieces of {key}"
     return None
-
-
-def _weights(described: Metadata) -> dict[str, Any]:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    return {
-        key.removeprefix(_WEIGHT): stored
-        for key, stored in described.state_dict_metadata.items()
-        if key.startswith(_WEIGHT) and isinstance(stored, TensorStorageMetadata)
-    }

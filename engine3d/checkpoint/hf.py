@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from engine3d.checkpoint.manifest import (
     verify_hint,
     write_manifest,
 )
-from engine3d.checkpoint.metadata import difference, read_metadata
+from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
 from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.checkpoint.verify import check_described
 from engine3d.errors import EngineError, UserError
@@ -215,48 +214,43 @@ class _SavedTensors:
     """
 
     def __init__(self, checkpoint: Path, manifest: Manifest, role: str, *, verify: bool) -> None:
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         self._checkpoint = checkpoint
         self._directory = checkpoint / role
         self._checksums = PieceChecksums(self._directory)
         self._verify = verify
         self._metadata = read_metadata(checkpoint, manifest, role)
-        self._stored = {
-            key.removeprefix(_WEIGHT): stored
-            for key, stored in self._metadata.state_dict_metadata.items()
-            if key.startswith(_WEIGHT) and isinstance(stored, TensorStorageMetadata)
-        }
 
     def check(self, spec: ModelSpec, folder: str) -> None:
         """Refuse tensors that are not those of the model whose config is in a folder, or not whole."""
-        if found := difference(spec, {name: tuple(stored.size) for name, stored in self._stored.items()}):
+        weights = self._metadata.weights
+        if found := difference(spec, {name: tensor.shape for name, tensor in weights.items()}):
             whose = f"checkpoint {self._checkpoint}: {self._directory.name}/ does not fit {folder}/config.json"
             raise UserError(f"{whose}: {found}")
-        for name, stored in self._stored.items():
-            there = sum(prod(chunk.sizes) for chunk in stored.chunks)
-            if there != prod(stored.size):
+        for name, tensor in weights.items():
+            elements, there = prod(tensor.shape), sum(prod(chunk.shape) for chunk in tensor.chunks)
+            if there != elements:
                 raise UserError(
-                    f"checkpoint {self._checkpoint}: tensor {name} has {prod(stored.size)} elements, its pieces {there}"
+                    f"checkpoint {self._checkpoint}: tensor {name} has {elements} elements, its pieces {there}"
                 )
 
     def pieces(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Every piece: its tensor's name, its place in the tensor, its values. Files are read from their beginning."""
-        by_file: dict[str, list[tuple[Any, str, torch.Size]]] = {}
-        for index, info in self._metadata.storage_data.items():
-            name = index.fqn.removeprefix(_WEIGHT)
-            if index.fqn.startswith(_WEIGHT) and index.offset is not None:
-                by_file.setdefault(info.relative_path, []).append((info, name, index.offset))
+        by_file: dict[str, list[StoredChunk]] = {}
+        for stored in self._metadata.stored:
+            if stored.key.startswith(_WEIGHT) and stored.key in self._metadata.tensors:
+                by_file.setdefault(stored.file, []).append(stored)
         for file, pieces in sorted(by_file.items()):
             try:
                 with (self._directory / file).open("rb") as stream:
-                    for info, name, offset in sorted(pieces, key=lambda piece: piece[0].offset):
-                        stream.seek(info.offset)
-                        data = stream.read(info.length)
-                        self._compare(file, info.offset, data, name)
+                    for stored in sorted(pieces, key=lambda stored: stored.start):
+                        name = stored.key.removeprefix(_WEIGHT)
+                        stream.seek(stored.start)
+                        data = stream.read(stored.length)
+                        self._compare(file, stored.start, data, name)
                         values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
                         del data
-                        box = tuple((first, first + size) for first, size in zip(offset, values.shape, strict=True))
+                        bounds = zip(stored.offset, values.shape, strict=True)
+                        box = tuple((first, first + size) for first, size in bounds)
                         yield name, box, values
             except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
                 raise self._damaged(file, f"cannot be read ({' '.join(str(error).split())})") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleFacts, read_manifest, visible_damage
 from engine3d.checkpoint.metadata import read_metadata
+from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError, amount, one_line
 from engine3d.input_files import MOST_LIST_BYTES, FileError, read_json_object
 
@@ -92,19 +93,12 @@ def _tensor_lines(directory: Path, manifest: Manifest, role: str) -> list[str]:
 
 
 def _kinds(directory: Path, manifest: Manifest, role: str) -> Iterator[_Kind]:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    described = read_metadata(directory, manifest, role).state_dict_metadata
+    tensors = read_metadata(directory, manifest, role).tensors
     for kind in _KINDS:
-        found = [
-            stored
-            for key, stored in described.items()
-            if key.startswith(f"{kind}/") and isinstance(stored, TensorStorageMetadata)
-        ]
+        found = [tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")]
         if found:
-            nbytes = sum(prod(stored.size) * stored.properties.dtype.itemsize for stored in found)
-            dtypes = frozenset(str(stored.properties.dtype).removeprefix("torch.") for stored in found)
-            yield _Kind(kind, len(found), nbytes, dtypes)
+            nbytes = sum(prod(tensor.shape) * ITEMSIZES[tensor.dtype] for tensor in found)
+            yield _Kind(kind, len(found), nbytes, frozenset(tensor.dtype for tensor in found))
 
 
 def _by_folder(manifest: Manifest) -> dict[str, list[FileEntry]]:

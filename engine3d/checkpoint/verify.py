@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 
 from engine3d.checkpoint.manifest import FileEntry, Hash, Manifest, read_manifest, verify_hint, visible_damage
-from engine3d.checkpoint.metadata import METADATA, read_metadata
+from engine3d.checkpoint.metadata import METADATA, StoredChunk, read_metadata
 from engine3d.checkpoint.piece_checksums import PieceChecksum, PieceChecksums
 from engine3d.errors import UserError
 
@@ -35,15 +35,6 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """One piece of a tensor, or another object, in a file."""
-
-    key: str
-    start: int
-    stop: int
-
-
 def verify_checkpoint(directory: Path, *, threads: int = 8) -> list[Damage]:
     """Read all of a checkpoint.
 
@@ -59,7 +50,7 @@ def verify_checkpoint(directory: Path, *, threads: int = 8) -> list[Damage]:
     """
     manifest = read_manifest(directory)
     reasons = _reasons(directory, manifest.files, threads)
-    stored: dict[str, list[_Stored]] = {}
+    stored: dict[str, list[StoredChunk]] = {}
     unreadable: list[Damage] = []
     for role in manifest.roles:
         path = f"{role}/{METADATA}"
@@ -184,16 +175,15 @@ def _read(file: FileIO, block: memoryview, stop: int | None, *hashes: Hash) -> N
             each.update(block[:count])
 
 
-def _stored(directory: Path, manifest: Manifest, role: str) -> dict[str, list[_Stored]]:
+def _stored(directory: Path, manifest: Manifest, role: str) -> dict[str, list[StoredChunk]]:
     """What lies in the files of a role, in the order of each file."""
-    found: dict[str, list[_Stored]] = {}
-    for index, info in read_metadata(directory, manifest, role).storage_data.items():
-        stored = _Stored(index.fqn, info.offset, info.offset + info.length)
-        found.setdefault(f"{role}/{info.relative_path}", []).append(stored)
+    found: dict[str, list[StoredChunk]] = {}
+    for stored in read_metadata(directory, manifest, role).stored:
+        found.setdefault(f"{role}/{stored.file}", []).append(stored)
     return {path: sorted(pieces, key=lambda piece: piece.start) for path, pieces in found.items()}
 
 
-def _lost(path: Path, stored: Sequence[_Stored], entry: FileEntry) -> tuple[str, ...]:
+def _lost(path: Path, stored: Sequence[StoredChunk], entry: FileEntry) -> tuple[str, ...]:
     try:
         size = path.stat().st_size
     except OSError:
@@ -201,5 +191,5 @@ def _lost(path: Path, stored: Sequence[_Stored], entry: FileEntry) -> tuple[str,
     return _keys([piece for piece in stored if piece.stop > size] if size < entry.size else stored)
 
 
-def _keys(stored: Sequence[_Stored]) -> tuple[str, ...]:
+def _keys(stored: Sequence[StoredChunk]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(piece.key for piece in stored))

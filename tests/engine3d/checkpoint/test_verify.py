@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from engine3d.checkpoint.inspect import inspect_checkpoint
 from engine3d.checkpoint.manifest import MANIFEST, RoleFacts, read_manifest, write_manifest
-from engine3d.checkpoint.metadata import METADATA, read_metadata
+from engine3d.checkpoint.metadata import METADATA, Chunk, ChunkedTensor, StoredChunk, read_metadata
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
 from engine3d.errors import UserError
 from tests.support.small_checkpoints import describe, make_checkpoint_of_tensors
@@ -177,8 +179,39 @@ def test_metadata_is_what_torch_reads(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path)
     found = read_metadata(directory, read_manifest(directory), "actor")
     expected = FileSystemReader(directory / "actor").read_metadata()
-    assert found.state_dict_metadata == expected.state_dict_metadata
-    assert found.storage_data == expected.storage_data
+    tensors = {
+        key: ChunkedTensor(
+            tuple(entry.size),
+            str(entry.properties.dtype).removeprefix("torch."),
+            tuple(Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks),
+        )
+        for key, entry in expected.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    assert found.tensors == tensors
+    assert len(tensors) == 5
+    assert found.stored == tuple(
+        StoredChunk(index.fqn, tuple(index.offset or ()), info.relative_path, info.offset, info.length)
+        for index, info in expected.storage_data.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state_dict_metadata": None},
+        {"state_dict_metadata": {1: BytesStorageMetadata(), 2: MetadataIndex("a")}},
+        {"storage_data": {"weight/a": None}},
+        {"storage_data": {MetadataIndex("a"): _StorageInfo("__0_0.distcp", "0", 1)}},
+        {"storage_data": {MetadataIndex("a", (0,)): _StorageInfo("__0_0.distcp", 0, True)}},
+    ],
+)
+def test_metadata_of_other_types_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    directory = make_checkpoint_of_tensors(tmp_path)
+    metadata = FileSystemReader(directory / "actor").read_metadata()
+    (directory / "actor" / METADATA).write_bytes(pickle.dumps(replace(metadata, **changes)))
+    write_manifest(directory, describe(directory))
+    assert verify_checkpoint(directory) == [Damage(f"actor/{METADATA}", "does not describe tensors", ())]
 
 
 def test_a_manifest_that_forgets_files_of_a_role(tmp_path: Path) -> None:
