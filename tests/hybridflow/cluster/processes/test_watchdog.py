@@ -32,6 +32,18 @@ def wait_until(condition: object, limit_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+def start_watchdog(directory: Path, lines: str = "") -> subprocess.Popen[bytes]:
+    """Start the watchdog of a session of Ray in a directory that is made for it, and write lines to it."""
+    directory.mkdir()
+    command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(lines.encode())
+    process.stdin.flush()
+    return process
+
+
 def test_a_process_has_ended_when_all_its_threads_have(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdin=subprocess.PIPE, stdout=log)
@@ -68,9 +80,7 @@ def test_who_only_looks_at_the_files_of_a_run_is_not_of_it(looks: str, tmp_path:
 
 def test_what_asks_all_processes_of_a_job_to_end_does_not_end_it(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    directory.mkdir()
-    command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process = start_watchdog(directory)
     ignored = 1 << (signal.SIGTERM - 1)
     status = Path(f"/proc/{process.pid}/status")
     wait_until(lambda: int(status.read_text().partition("SigIgn:\t")[2].split()[0], 16) & ignored)
@@ -86,19 +96,13 @@ def test_what_asks_all_processes_of_a_job_to_end_does_not_end_it(tmp_path: Path)
 def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
     case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    directory, run = tmp_path / "ray", tmp_path / "run of a name"
-    directory.mkdir()
+    run = tmp_path / "run of a name"
     if case != "without its directory":
         run.mkdir()
     part = subprocess.Popen(["sleep", "60"])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    end = f"{watchdog.END}\n" if case == "with one" else ""
+    process = start_watchdog(tmp_path / "ray", f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n{end}")
     assert process.stdin is not None
-    process.stdin.write(f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n".encode())
-    if case == "with one":
-        process.stdin.write(f"{watchdog.END}\n".encode())
-    process.stdin.flush()
     time.sleep(0.5)
     part.kill()
     part.wait()
@@ -122,15 +126,10 @@ def test_a_part_that_is_ended_after_the_driver_is_not_the_cause(
     seen_first: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     directory, run = tmp_path / "ray", tmp_path / "run"
-    directory.mkdir()
     run.mkdir()
     part = subprocess.Popen(["sleep", "60"])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    process = start_watchdog(directory, f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n")
     assert process.stdin is not None
-    process.stdin.write(f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n".encode())
-    process.stdin.flush()
     time.sleep(0.5)
     process.send_signal(signal.SIGSTOP if seen_first == "both" else signal.SIGCONT)
     if seen_first != "a part":
