@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from engine3d.models.quantised import QUANTISATION_KEYS
 from engine3d.models.rope import read_rope
 from engine3d.models.rules import Box, LocalParameter, Piece
 from engine3d.models.sizes import Sizes
+from engine3d.startup.lazy_imports import attributes_later
 
 if TYPE_CHECKING:
     from engine3d.models.build import build_model
@@ -45,25 +45,26 @@ __all__ = [
 ]
 
 # Imported when first asked for: rules and plans need neither Megatron nor safetensors.
-_LATER = {
-    "build_model": "build",
-    "check_finite_weights": "weights",
-    "check_weights": "weights",
-    "export_weights": "weights",
-    "initialise_random": "random_weights",
-    "load_weights": "weights",
-    "weight_notes": "weights",
-}
+_later = attributes_later(
+    __name__,
+    {
+        "build_model": "build",
+        "check_finite_weights": "weights",
+        "check_weights": "weights",
+        "export_weights": "weights",
+        "initialise_random": "random_weights",
+        "load_weights": "weights",
+        "weight_notes": "weights",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        if name == "build_model":
-            from engine3d.platform import platform
+    if name == "build_model":
+        from engine3d.platform import platform
 
-            platform.prepare_training()  # before Megatron-Core is imported
-        return getattr(importlib.import_module(f"engine3d.models.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        platform.prepare_training()  # before Megatron-Core is imported
+    return _later(name)
 
 
 _MOST_EXPERTS = 131_072

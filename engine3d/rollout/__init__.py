@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine3d.startup.lazy_imports import attributes_later
 
 if TYPE_CHECKING:
     from engine3d.rollout.config import RolloutConfig, SamplingConfig
@@ -15,17 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["EngineMember", "EnginePart", "Generation", "RolloutConfig", "RolloutEngine", "SamplingConfig"]
 
 # Imported when first asked for: settings need no engine.
-_LATER = {
-    "EngineMember": "member",
-    "EnginePart": "part",
-    "Generation": "host.messages",
-    "RolloutConfig": "config",
-    "RolloutEngine": "engine",
-    "SamplingConfig": "config",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"engine3d.rollout.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes_later(
+    __name__,
+    {
+        "EngineMember": "member",
+        "EnginePart": "part",
+        "Generation": "host.messages",
+        "RolloutConfig": "config",
+        "RolloutEngine": "engine",
+        "SamplingConfig": "config",
+    },
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine3d.startup.lazy_imports import attributes_later
 
 if TYPE_CHECKING:
     from engine3d.serving.config import ServerConfig
@@ -12,10 +13,4 @@ if TYPE_CHECKING:
 __all__ = ["CompletionServer", "ServerConfig"]
 
 # Imported when first asked for: settings need no server.
-_LATER = {"CompletionServer": "server", "ServerConfig": "config"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"engine3d.serving.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes_later(__name__, {"CompletionServer": "server", "ServerConfig": "config"})

@@ -1,17 +1,24 @@
 """Libraries imported at their first use, for modules whose settings are read without them.
 
-`from engine3d.startup.lazy_imports import torch` stands for `import torch`, and `dist` for `torch.distributed`. Their
-names serve in functions and annotations. A module that needs one while it is imported itself, as a base class or a
-default, imports the library.
+`from engine3d.startup.lazy_imports import torch` stands for `import torch`, `dist` for `torch.distributed`, and `pa`
+for `pyarrow`. Their names serve in functions and annotations. A module that needs one while it is imported itself, as
+a base class or a default, imports the library.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from engine3d.startup import is_on
+
 if TYPE_CHECKING:
+    import pyarrow as pa
     import torch as torch
     import torch.distributed as dist
 
@@ -26,5 +33,47 @@ class LazyModule(ModuleType):
         return importlib.import_module, (self.__name__,)
 
 
+def attributes_later(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a package that imports its modules when their names are asked for.
+
+    Args:
+        package: its complete name.
+        modules: the module in the package that has each name.
+    """
+
+    def get(name: str) -> Any:
+        if name in modules:
+            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
+
+
+@contextmanager
+def functions_later(module: str, *names: str) -> Iterator[None]:
+    """Let what is imported in the block take functions of a module that is only imported when one of them is called.
+
+    Args:
+        module: its complete name.
+        names: of the functions, all that is taken of it.
+    """
+    if module in sys.modules or not is_on():
+        yield
+        return
+    stand_in = ModuleType(module)
+    for name in names:
+        setattr(stand_in, name, partial(_call, module, name))
+    sys.modules[module] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
+def _call(module: str, name: str, *arguments: Any, **named: Any) -> Any:
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function(*arguments, **named)
+
+
 if not TYPE_CHECKING:
-    torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
+    pa, torch, dist = map(LazyModule, ("pyarrow", "torch", "torch.distributed"))
