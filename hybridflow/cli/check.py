@@ -70,11 +70,10 @@ def _check(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> int:
         host_bytes=_bytes(parsed.host_gb),
         must_fit=not parsed.memory,
         here=nodes is None,
-        every_import=True,
+        dry_run=True,
         recipes=recipes,
     )
     for name, recipe in recipes.items():
-        _print_resumption(recipe)
         _check_rest(parsed, recipe, nodes, f"actor {name}" if name else "")
     print(f"{parsed.recipe}: nothing wrong found")
     for recipe in recipes.values() if nodes is None else ():
@@ -83,14 +82,6 @@ def _check(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> int:
         except UserError as error:
             print(f"hybridflow train would refuse it now: {error}")
     return 0
-
-
-def _print_resumption(recipe: Recipe) -> None:
-    """The checkpoint that the run would resume from, and those that are damaged."""
-    from hybridflow.checkpoint.resume import find_resumption
-
-    for line in find_resumption(recipe)[1]:
-        print(line)
 
 
 def _check_rest(parsed: argparse.Namespace, recipe: Recipe, nodes: Sequence[Node] | None, actor: str) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
+from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from hybridflow.checkpoint.compatibility import check_accepted
@@ -49,7 +48,7 @@ def check_recipe(
     host_bytes: int | None = None,
     must_fit: bool = True,
     here: bool | None = None,
-    every_import: bool = False,
+    dry_run: bool = False,
 ) -> list[str]:
     """Check placement, layouts, model files, prompts, checkpoints, reward functions and sinks of a recipe.
 
@@ -61,11 +60,12 @@ def check_recipe(
         gpu_bytes: memory of each GPU; if None, what this machine's largest has, and unknown of other nodes.
         host_bytes: memory of each node; if None, what this machine has, and unknown of other nodes.
         here: whether this machine is one of the nodes; if None, where none are given.
-        every_import: import all libraries that roles import on GPUs of this machine, see `check_imports`.
+        dry_run: nothing starts afterwards: import all libraries that roles import on GPUs of this machine, see
+            `check_imports`, and return what a run would log of its resumption.
         must_fit: whether to refuse models that a GPU or a node has no room for, whatever the engines take.
 
     Returns:
-        What only makes the run slower, and prompts that are too long for it, a line each.
+        What only makes the run slower, prompts that are too long for it, and the resumption, a line each.
 
     Raises:
         SettingsError: with one line for every error found.
@@ -85,7 +85,7 @@ def check_recipe(
     attempt(check_used, recipe.network, 1 if cluster is None else len(cluster), recipe.placement.cluster)
     encoded: EncodedPrompts | None = None
     spec = attempt(initial_spec, recipe)
-    attempt(check_checkpoints, recipe, spec)
+    resumption = attempt(check_checkpoints, recipe, spec) or []
     specs = {"actor": spec}
     for role in recipe.models:
         specs[role], notes = attempt(check_model, recipe, role, spec) or (None, [])
@@ -113,7 +113,7 @@ def check_recipe(
         if here:
             warnings += attempt(check_libraries, recipe, devices, spec) or []
             if devices is not None:
-                attempt(partial(check_imports, every=every_import), recipe, devices)
+                attempt(partial(check_imports, every=dry_run), recipe, devices)
         encoded = attempt(encoded_prompts, recipe, spec, layouts)
         if encoded is not None:
             warnings += [*encoded.notes, *store_notes(recipe, encoded.lengths.sequence)]
@@ -135,7 +135,7 @@ def check_recipe(
         attempt(partial(check_memory, gpu_bytes=gpu_bytes, host_bytes=host_bytes), recipe, devices, specs)
     if errors:
         raise SettingsError(_without_repeats(errors))
-    return warnings
+    return [*warnings, *resumption] if dry_run else warnings
 
 
 def _without_repeats(errors: Sequence[str]) -> list[str]:
@@ -162,21 +162,23 @@ def check_run_directory(recipe: Recipe, spec: ModelSpec | None) -> None:
     """
     made = 0
     if recipe.model.create is not None and spec is not None:
-        made = spec.parameter_count() * getattr(torch, recipe.model.create.dtype).itemsize
+        made = spec.parameter_count() * ITEMSIZES[recipe.model.create.dtype]
     check_writable("run_dir", recipe.directory)
     check_room("run_dir", recipe.directory, made, "the initial model")
 
 
-def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> None:
-    """Where checkpoints are to be written, and the one that the run is to go on after.
+def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> list[str]:
+    """Check where checkpoints are to be written, and the one to resume from.
+
+    Returns:
+        Lines on the resumption, see `find_resumption`.
 
     Raises:
         UserError: naming the setting, and every difference between recipe and checkpoint.
     """
     check_accepted(recipe)
     check_checkpoint_directory(recipe)
-    if spec is not None:
-        find_resumption(recipe)
+    return find_resumption(recipe)[1] if spec is not None else []
 
 
 def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
