@@ -12,9 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine3d.checkpoint.manifest import (
     FileEntry,
@@ -34,6 +32,11 @@ from engine3d.models import ModelSpec, check_weights, load_model_spec
 from engine3d.models.rules import Box
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
+from engine3d.startup.lazy_imports import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 MODEL = "model"
 """The folder of a checkpoint with the config and the tokenizer of the actor's model."""

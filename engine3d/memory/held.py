@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-
+from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import local_parameters
@@ -82,7 +81,7 @@ def held_by_rank(
         trainable: false for a model without gradients and optimizer.
         transformer_engine: whether the model is built from Transformer Engine's layers.
     """
-    itemsize = getattr(torch, config.dtype).itemsize
+    itemsize = ITEMSIZES[config.dtype]
     of_element = element_bytes(config)
     dense, experts = buffer_rules(spec.rules, layout)
     found = Held()

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
+from engine3d.dtypes import ITEMSIZES
 from engine3d.models.family import ModelSpec
 from engine3d.models.sizes import Sizes
 from engine3d.reshard.describe.shards import Buffer, Place, Shards
 from engine3d.reshard.plan.aliases import find_aliases
 from engine3d.rollout.config import RolloutConfig
 from engine3d.startup.imports import quick_imports
+from engine3d.startup.lazy_imports import torch
 
 PREFIX_TOKENS = 128 * 1024
 """Tokens of a prefix whose keys and values SGLang makes at a time: its SGLANG_MAX_KV_CHUNK_CAPACITY."""
@@ -138,4 +138,4 @@ def absorbed_weights(sizes: Sizes, tp: int, itemsize: int) -> int:
 
 
 def _nbytes(buffer: Buffer) -> int:
-    return prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize
+    return prod(buffer.shape) * ITEMSIZES[buffer.dtype]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Coordinates, Layout
 from engine3d.memory.activations import (
     gradients_of_experts,
@@ -16,8 +15,6 @@ from engine3d.memory.activations import (
     saved_by_layer,
     saved_for_balance,
 )
-from engine3d.models.experts.room import SLACK
-from engine3d.models.experts.ways import CopyingWay
 from engine3d.models.family import ModelSpec
 from engine3d.training.config import TrainConfig
 
@@ -52,7 +49,7 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
         config: dtype, recomputation, sequence parallelism.
         tokens: of the largest micro-batch.
     """
-    itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
+    itemsize, cut = ITEMSIZES[config.dtype], {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
     how, room = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}, _room(spec, layout, config)
     saved = [
@@ -90,14 +87,16 @@ def peer_memory(spec: ModelSpec, layout: Layout, config: TrainConfig, *, tokens:
     """
     if not config.has_expert_copies(spec.sizes, layout):
         return 0
+    from engine3d.models.experts.ways import CopyingWay  # imports torch
+
     of_rank = -(-tokens // layout.tp)  # experts in one step have their tokens cut over tp
     of_piece = -(-of_rank // CopyingWay.PIECES)
-    return CopyingWay.TENSORS * layout.ep * of_piece * spec.sizes.hidden * getattr(torch, config.dtype).itemsize
+    return CopyingWay.TENSORS * layout.ep * of_piece * spec.sizes.hidden * ITEMSIZES[config.dtype]
 
 
 def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int) -> Working:
     """Of log-probs or values without gradients; arguments as in `update_peak`."""
-    itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
+    itemsize, cut = ITEMSIZES[config.dtype], {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
     one_step, room = config.has_one_step_experts(spec.sizes, layout), _room(spec, layout, config)
     saved = [
@@ -114,14 +113,18 @@ def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: Tra
 
 def _room(spec: ModelSpec, layout: Layout, config: TrainConfig) -> float:
     """For rows of experts, over those that there are where ranks have as many each."""
-    return 1 + SLACK if config.has_rows_ahead(spec.sizes, layout) else 1.0
+    if not config.has_rows_ahead(spec.sizes, layout):
+        return 1.0
+    from engine3d.models.experts.room import SLACK  # imports torch
+
+    return 1 + SLACK
 
 
 def _head(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, tokens: int, *, backward: bool) -> int:
     """The end of the last stage; the gradient of the logits takes their place."""
     if at.pp != layout.pp - 1 or spec.value_head:
         return 0
-    itemsize = getattr(torch, config.dtype).itemsize
+    itemsize = ITEMSIZES[config.dtype]
     width, hidden = spec.padded_vocabulary(layout) // layout.tp, spec.sizes.hidden
     together = tokens if config.logits_tokens is None else min(tokens, config.logits_tokens)
     weight_gradient = width * hidden if backward else 0

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
-import torch
-
 from engine3d.errors import UserError
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import HFTensor
 from engine3d.models.safetensors_files import ExportFiles
 from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
+from engine3d.startup.lazy_imports import torch
 
 _ROWS_BYTES = 64 << 20
 _EMBEDDINGS = ".embed_tokens.weight"

@@ -11,9 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from engine3d.durable import bring_to_disk, naming
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
@@ -23,6 +20,7 @@ from engine3d.models.quantised import QUANTISATION_KEYS, check_not_quantised, na
 from engine3d.models.rules import Box, LocalParameter
 from engine3d.models.safetensors_files import DTYPES, INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
 from engine3d.platform import platform
+from engine3d.startup.lazy_imports import dist, torch
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TOKENIZER_FILES = (
@@ -286,22 +284,23 @@ def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory:
     for name in TOKENIZER_FILES:
         if spec.directory is not None and (spec.directory / name).is_file():
             shutil.copyfile(spec.directory / name, partial / name)
+    config = exported_config(spec, str(dtype).removeprefix("torch."))
     with naming(partial / "config.json"):
-        (partial / "config.json").write_text(json.dumps(exported_config(spec, dtype), indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in (*partial.iterdir(), partial):  # else the name may be on the disk before what it holds
         bring_to_disk(path)
     partial.rename(directory)
     bring_to_disk(directory.parent)
 
 
-def exported_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
+def exported_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """The config.json of an export: the model's own, with the dtype and the kind of head that the files have.
 
     Exports are not quantised, and have no layers for multi-token prediction.
     """
     absent = (*QUANTISATION_KEYS, "num_nextn_predict_layers")
     config = {key: value for key, value in spec.hf_config.items() if key not in absent}
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if spec.value_head:
         labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         family = spec.family

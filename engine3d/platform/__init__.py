@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import torch
+import ctypes
 
 from engine3d.platform.interface import DeviceMemory, Platform, distribution_version
+from engine3d.startup.lazy_imports import torch
 
 __all__ = ["DeviceMemory", "Platform", "distribution_version", "platform"]
 
 
 def _detect() -> Platform:
-    if torch.cuda.is_available():
+    if _has_driver() and torch.cuda.is_available():
         from engine3d.platform.cuda.cuda_platform import CudaPlatform
 
         return CudaPlatform()
     from engine3d.platform.cpu.cpu_platform import CpuPlatform
 
     return CpuPlatform()
+
+
+def _has_driver() -> bool:
+    """True if CUDA's driver is installed; torch, which takes a second to import, sees no GPU without it."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 platform: Platform = _detect()

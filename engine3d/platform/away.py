@@ -6,7 +6,7 @@ import mmap
 import os
 import tempfile
 
-import torch
+from engine3d.startup.lazy_imports import torch
 
 
 class AwayMemory:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from engine3d.startup.lazy_imports import torch
 
 Column = NDArray[np.int64]
 

@@ -13,14 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import ProcessGroup, Store
-
 from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
+from engine3d.startup.lazy_imports import dist, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +215,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def peer_memory(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
+    def peer_memory(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
         """Memory of this process's current device that all ranks of a group write into; called by all of them.
 
         Args:
@@ -227,7 +225,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def peer_exchange(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
+    def peer_exchange(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
         """Between all ranks of a group, of at most so many bytes of all parts together; called by all of them.
 
         Args:
@@ -236,7 +234,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
+    def wire(self, store: dist.Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
         """Connect the participants of transfers; a group apart from any that the processes have.
 
         Args:

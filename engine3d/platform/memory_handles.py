@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
-import torch
+from engine3d.startup.lazy_imports import torch
 
 
 @dataclass(frozen=True, slots=True)

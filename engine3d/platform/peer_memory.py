@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from engine3d.startup.lazy_imports import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 WORD_BYTES = 16
 
-Copy = tuple[Tensor, Tensor]
+type Copy = tuple[Tensor, Tensor]
 """Of the second into the first, which are alike; one of them is of another rank."""
 
 

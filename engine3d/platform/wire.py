@@ -7,10 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
-from torch.distributed import PrefixStore, Store
-
 from engine3d.errors import EngineError
+from engine3d.startup.lazy_imports import dist, torch
 
 
 class WireError(EngineError):
@@ -104,17 +102,17 @@ class Wire(ABC):
         """Break all connections at once."""
 
 
-def meet(store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Store:
+def meet(store: dist.Store, names: Sequence[str], rank: int, timeout_s: float) -> dist.Store:
     """Wait until all participants have come, and return the part of the store that is for making connections.
 
     Raises:
         WireError: with the names of those who have not come in time.
     """
     _gather(store, "here", "come", names, rank, timeout_s)
-    return PrefixStore("connections", store)
+    return dist.PrefixStore("connections", store)
 
 
-def all_connected(store: Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
+def all_connected(store: dist.Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
     """Wait until all participants are connected: one that has nothing to send would otherwise close its end while
     another still connects to it.
 
@@ -124,7 +122,7 @@ def all_connected(store: Store, names: Sequence[str], rank: int, timeout_s: floa
     _gather(store, "connected", "connect", names, rank, timeout_s)
 
 
-def _gather(store: Store, prefix: str, verb: str, names: Sequence[str], rank: int, timeout_s: float) -> None:
+def _gather(store: dist.Store, prefix: str, verb: str, names: Sequence[str], rank: int, timeout_s: float) -> None:
     keys = [f"{prefix}/{number}" for number in range(len(names))]
     store.set(keys[rank], "")
     deadline = time.monotonic() + timeout_s

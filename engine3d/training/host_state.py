@@ -9,14 +9,15 @@ from functools import partial
 from itertools import chain
 from math import prod
 from threading import Event, Thread, main_thread
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import EngineError, amount, first_line
 from engine3d.platform import platform
+from engine3d.startup.lazy_imports import torch
 from engine3d.training.optimizer import of_buffers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PART_BYTES = 1 << 29
 """Of the state that is moved at once: a copy's time is then all transfer. The state of a large parameter is more."""
@@ -75,7 +76,7 @@ class _Part:
         for parameter in self.every():
             state = states.get(parameter, {})
             for name, tensor in state.items():
-                if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
                     self.slots.append(_Slot(state, name, self.nbytes, tensor.shape, tensor.dtype))
                     self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self.host is None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from engine3d.errors import UserError
 from engine3d.platform import platform
+from engine3d.startup.lazy_imports import torch
 from engine3d.training.config import TrainConfig
 
 _FLOAT32, _BFLOAT16 = 4, 2

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from engine3d.errors import EngineError, UserError
 from engine3d.input_files import check_regular
 from hybridflow.batch.sample_batch import SampleBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PADDED = "pad_token_id"
 """Metadata of files of padded rows, as checkpoints before format 4 have them."""
@@ -24,6 +26,8 @@ def write_batch(path: Path, batch: SampleBatch) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a file of tensors. Raises EngineError where the disk does not take it."""
+    from safetensors.torch import save_file  # imports torch
+
     # Copies, because the format takes no two tensors of one memory.
     copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     try:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine3d.checkpoint.manifest import checksum
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec, load_model_spec
@@ -224,7 +222,7 @@ def _without_paths(sources: Any) -> Any:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    config = exported_config(spec, torch.float32)
+    config = exported_config(spec, "float32")
     return {name: value for name, value in config.items() if name not in _COSMETIC}
 
 

@@ -7,28 +7,30 @@ import dataclasses
 import json
 import random
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import numpy as np
-import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from engine3d.durable import naming
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from engine3d.json_records import first_error
+from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch, write_tensors
 from hybridflow.checkpoint.evaluation_result import Measured
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.data.sampler import RATES, RETURNED, check_state
 from hybridflow.rollout.buffered_groups import BufferedGroups
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DRIVER = "driver.json"
 _EVALUATIONS = ("first_evaluation", "last_evaluation")
@@ -44,6 +46,7 @@ _OLD_BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
 """Files up to format 4, which has a batch that was generated ahead as `buffer`, and a stream's groups as `stream`."""
 
 
+_TORCH_STATE_BYTES, _TORCH_STATE_WORDS = 5056, 624
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -243,14 +246,28 @@ def _required(kind: type, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _check_random(found: RandomState) -> None:
-    """Raise ValueError for what is no state of the generators. Those of this process stay as they are."""
-    before = RandomState.capture()
+    """Raise ValueError for what is no state of the generators."""
     try:
-        found.restore()
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        version, words, gauss = found.python
+        random.Random().setstate((version, tuple(words), gauss))
+        name, keys, position, has_gauss, cached = found.numpy
+        np.random.RandomState().set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        _check_torch_state(base64.b64decode(found.torch))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"random: {error}") from None
-    finally:
-        before.restore()
+
+
+def _check_torch_state(state: bytes) -> None:
+    """Check a state of torch's generator as `set_state` does it (ATen's CPUGeneratorImpl.cpp), without torch.
+
+    Raises:
+        ValueError: it has another size, or places of random numbers that are not there.
+    """
+    if len(state) != _TORCH_STATE_BYTES:
+        raise ValueError(f"torch: {len(state):,} bytes, expected {_TORCH_STATE_BYTES:,}")
+    left, seeded, position = struct.unpack_from("<iiQ", state, 8)  # after the seed
+    if not (seeded and 0 < left <= _TORCH_STATE_WORDS and position <= _TORCH_STATE_WORDS):
+        raise ValueError("torch: not the state of a Mersenne Twister")
 
 
 def _read_groups(directory: Path, facts: dict[str, Any]) -> BufferedGroups | None:
@@ -286,6 +303,8 @@ def _read_kept(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         return {}
     check_regular(path)
+    from safetensors.torch import load_file  # imports torch
+
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -294,7 +313,8 @@ def _read_kept(path: Path) -> dict[str, Tensor]:
 
 def _checked(kind: type, name: str, value: Any) -> Any:
     """What JSON holds of a field, as the field has it. Raises ValidationError, titled `name`, for another type."""
-    hints = get_type_hints(kind, include_extras=True) | {"sampler": dict[str, int]}  # whose text was taken out
+    hints = get_type_hints(kind, localns={"Tensor": object}, include_extras=True)
+    hints["sampler"] = dict[str, int]  # whose text was taken out
     if name not in hints:
         raise KeyError(name)
     of_dataclass = any(map(dataclasses.is_dataclass, (hints[name], *get_args(hints[name]))))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-
-import torch
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from engine3d.models import ModelSpec, initialise_random, load_model_spec, model_spec
+from engine3d.startup.lazy_imports import torch
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import CreateModel
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.data.tokenizer import load_tokenizer, make_character_tokenizer, make_chat_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def initial_spec(recipe: Recipe) -> ModelSpec:

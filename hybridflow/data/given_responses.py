@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from hybridflow.data.config import OverlongPolicy, SameResponses
@@ -18,6 +17,9 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import RemarkCounts, Remarks, lines, of_prompt, of_response, placed
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer import cut, encode_prompt, encode_text, ended, middle_cut
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine3d.errors import UserError, shortened
+from engine3d.startup.lazy_imports import functions_later
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer_files import check_tokenizer_files, check_vocabularies, one_reason
+
+with functions_later("transformers.modeling_gguf_pytorch_utils", "load_gguf_checkpoint"):  # it imports torch
+    from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, END_OF_MESSAGE = "<pad>", "<bos>", "<eos>", "<|end|>"
 CHAT_CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))

@@ -6,10 +6,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import shortened
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
@@ -22,6 +21,9 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.planning.evaluation_sets import encode_sets, set_notes
 from hybridflow.planning.prompt_check import check_token_ids
 from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, prompt_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BARS = 40
 _BINS = 10

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
@@ -20,6 +19,9 @@ from hybridflow.data.remarks import lines
 from hybridflow.planning.prompts import memory_notes
 from hybridflow.planning.reward_check import OUTPUT_LINES, check_answers, check_special_tokens
 from hybridflow.rewards.functions import RewardFunctions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:

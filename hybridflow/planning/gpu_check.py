@@ -8,7 +8,6 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
-from engine3d.models.experts.grouped_products import CAPABILITY
 from engine3d.platform import platform
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.devices.nvml import answer
@@ -73,6 +72,8 @@ def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[s
     other = gpu_without_one_step_experts(devices) if spec.sizes.experts and wanted else None
     if other is None:
         return []
+    from engine3d.models.experts.grouped_products import CAPABILITY  # imports torch
+
     for role, config in configs.items():
         layout = config.layout.layout(len(devices[role]))
         for setting, is_set in (
@@ -92,7 +93,12 @@ def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[s
 
 def gpu_without_one_step_experts(devices: Devices) -> str | None:
     """The first of this machine's GPUs that has no kernel for experts in one step, with its compute capability."""
-    for index, name in used_gpus(devices).items():
+    gpus = used_gpus(devices)
+    if not gpus:
+        return None
+    from engine3d.models.experts.grouped_products import CAPABILITY  # imports torch
+
+    for index, name in gpus.items():
         capability = answer(name, lambda reader, gpu: reader.capability(gpu))
         if capability is not None and capability[0] != CAPABILITY:
             return f"GPU {index} of this machine has compute capability {capability[0]}.{capability[1]}"

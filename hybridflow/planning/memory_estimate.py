@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from engine3d.checkpoint.plan import plan_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
@@ -34,14 +32,11 @@ from engine3d.memory.overhead import (
 )
 from engine3d.memory.serving import PREFIX_TOKENS, prompt_tokens
 from engine3d.models import ModelSpec, load_model_spec
-from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.launch import most_requests
-from engine3d.rollout.scheduler.cascade_attention import table_bytes
-from engine3d.rollout.scheduler.peer_collectives import PEER_MEMORY
+from engine3d.startup.lazy_imports import torch
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import JudgeModel
@@ -338,6 +333,12 @@ def _gpu(
 
 
 def _engine_workspace(recipe: Recipe, spec: ModelSpec, *, on_gpu: bool) -> int:
+    # These import torch, which the other half of a ledger does without.
+    from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
+    from engine3d.rollout.launch import most_requests
+    from engine3d.rollout.scheduler.cascade_attention import table_bytes
+    from engine3d.rollout.scheduler.peer_collectives import PEER_MEMORY
+
     config = recipe.rollout.engine
     requests = most_requests(config)
     workspace = engine_workspace(

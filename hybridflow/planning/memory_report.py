@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
+from engine3d.startup.lazy_imports import torch
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.initial_model import initial_spec

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import torch
-
 from engine3d.errors import UserError, amount
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec, weight_notes
 from engine3d.platform import platform
 from engine3d.rollout.served import check_served
+from engine3d.startup.lazy_imports import torch
 from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ScoringModel

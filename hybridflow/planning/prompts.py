@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from hybridflow.algorithms.kto import KTOSettings
@@ -23,6 +22,9 @@ from hybridflow.data.remarks import RemarkCounts, lines, of_prompt, of_response,
 from hybridflow.data.sampler import PromptOrder, SourceOrder
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def prompt_limit(recipe: Recipe) -> int:

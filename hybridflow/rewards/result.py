@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
+from engine3d.startup.lazy_imports import torch
 from hybridflow.rewards.config import RewardFunctionConfig
 from hybridflow.rewards.process_handle import CallError
 from hybridflow.rewards.scoring import Scoring
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

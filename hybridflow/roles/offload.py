@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
-from hybridflow.roles.groups import ModelGroup, RolloutGroup
 
-Offloaded = ModelGroup | RolloutGroup
+if TYPE_CHECKING:
+    from hybridflow.roles.groups import ModelGroup, RolloutGroup
+
+type Offloaded = ModelGroup | RolloutGroup
 """A group that can leave its devices."""
 
 

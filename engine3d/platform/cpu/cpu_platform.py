@@ -10,12 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import ProcessGroup, Store
-
 from engine3d.platform.away import AwayMemory, FileMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
-from engine3d.platform.cpu import megatron as megatron_cpu
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.cpu import sampling
 from engine3d.platform.cpu.gloo_wire import GlooWire
@@ -25,6 +21,7 @@ from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 from engine3d.startup import leave_out
+from engine3d.startup.lazy_imports import dist, torch
 
 _FOR_GPUS = ("flash_attn", "flashinfer", "cutlass", "quack")
 """Kernels that run on no CPU. Megatron-Core and SGLang import them where they are installed, which takes seconds of
@@ -50,6 +47,8 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def prepare_training(self) -> None:
+        from engine3d.platform.cpu import megatron as megatron_cpu  # its classes are torch's
+
         megatron_cpu.answer_for_cuda()
 
     def synchronize(self) -> None:
@@ -140,13 +139,13 @@ class CpuPlatform(Platform):
 
         return run if targets else _nothing
 
-    def peer_memory(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
+    def peer_memory(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
         return CpuPeerMemory(group, nbytes)
 
-    def peer_exchange(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
+    def peer_exchange(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
         return CpuPeerExchange(group, nbytes)
 
-    def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
+    def wire(self, store: dist.Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
         return GlooWire(store, names, rank, timeout_s)
 
 

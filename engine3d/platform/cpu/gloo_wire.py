@@ -10,11 +10,9 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
-import torch
-from torch.distributed import ProcessGroupGloo, Store, Work
-
 from engine3d.errors import first_line
 from engine3d.platform.wire import Exchange, Wire, WireError, all_connected, meet
+from engine3d.startup.lazy_imports import dist, torch
 
 _CLOSED_HERE = "Application timeout"
 _TIMED_OUT = "Timed out"
@@ -29,13 +27,13 @@ class GlooWire(Wire):
         WireError: not all participants came or connected in time.
     """
 
-    def __init__(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
         super().__init__(names, rank, timeout_s)
         limit = timedelta(seconds=timeout_s)
         connections = meet(store, names, rank, timeout_s)
         try:
             # torch's stubs leave out what a backend can do.
-            self._group: Any = ProcessGroupGloo(connections, rank, len(names), limit)
+            self._group: Any = dist.ProcessGroupGloo(connections, rank, len(names), limit)
         except RuntimeError as error:
             others = self.called([peer for peer in range(self.size) if peer != rank])
             raise WireError(f"gloo was not set up with {others}: {_cause(error)}") from error
@@ -46,7 +44,7 @@ class GlooWire(Wire):
     def _exchange(
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
     ) -> Exchange:
-        works: list[tuple[int, Work]] = []
+        works: list[tuple[int, dist.Work]] = []
         self._exchanges += 1
         for tensor, sizes, begin in (
             (incoming, incoming_sizes, self._group.recv),
@@ -70,7 +68,7 @@ class GlooWire(Wire):
 
 
 class _GlooExchange(Exchange):
-    def __init__(self, wire: GlooWire, waiting: ThreadPoolExecutor, works: list[tuple[int, Work]]) -> None:
+    def __init__(self, wire: GlooWire, waiting: ThreadPoolExecutor, works: list[tuple[int, dist.Work]]) -> None:
         self._wire = wire
         self._waiting = waiting
         self._works = works

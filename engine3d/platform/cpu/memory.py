@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 from engine3d.errors import EngineError
 from engine3d.platform.memory_handles import CpuMemoryHandle, MemoryHandle, SharedStorages
+from engine3d.startup.lazy_imports import torch
 
 _SHARED_MEMORY = Path("/dev/shm")
 

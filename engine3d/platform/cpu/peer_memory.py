@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-import torch.distributed as dist
-
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.peer_memory import Copy, PeerExchange, PeerMemory, sum_in_order
+from engine3d.startup.lazy_imports import dist, torch
 
 
 class CpuPeerMemory(PeerMemory):

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-import torch
+from engine3d.startup.lazy_imports import torch
 
 # Read by our SGLang plugin (engine3d.rollout.scheduler.plugin), in SGLang's main process.
 START_METHOD_VARIABLE = "ENGINE3D_SGLANG_START_METHOD"

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
+from engine3d.dtypes import ITEMSIZES
 from engine3d.models.rules import Box
 
 
@@ -44,7 +43,7 @@ class Buffer:
 
     @property
     def itemsize(self) -> int:
-        return getattr(torch, self.dtype).itemsize
+        return ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

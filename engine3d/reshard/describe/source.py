@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm, prod
 
-import torch
-
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import LocalParameter, ModelRules, local_parameters
 from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
 from engine3d.reshard.describe.strided import contiguous_strides
+from engine3d.startup.lazy_imports import torch
 
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from engine3d.errors import EngineError
+from engine3d.startup.lazy_imports import torch
 
 LEAST_EXPERTS = 3
 """Of a token: with fewer SGLang adds them up by other functions, or not at all."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.meta
-from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import FileError, read_text
@@ -16,6 +15,9 @@ from hybridflow.data.files.completeness import MARKER, Form, Probe, forms_of, sh
 from hybridflow.data.files.config import ChatConfig, Learned
 from hybridflow.data.files.messages import Message, Tools, read_messages
 from hybridflow.data.tokenizer import encode_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _OF_TRANSFORMERS = frozenset(
     {

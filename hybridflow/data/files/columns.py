@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from engine3d.errors import UserError
 from engine3d.input_files import JsonError, parse_json
+from engine3d.startup.lazy_imports import pa
 
 SAMPLE_ROWS = 16
 """Rows whose bytes decide if a column is of texts."""

@@ -7,11 +7,9 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.csv
-
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import AS_UTF8, MOST_LINE_BYTES
+from engine3d.startup.lazy_imports import pa
 from hybridflow.data.files.text_files import line_of_other_text
 
 _HEADER_BYTES = 1 << 16
@@ -29,17 +27,19 @@ def batches(path: Path, name: str, delimiters: str, rows: int) -> Iterator[pa.Re
     Raises:
         UserError: it cannot be read.
     """
-    parse = pa.csv.ParseOptions(delimiter=_delimiter(path, delimiters), newlines_in_values=True)
-    read = pa.csv.ReadOptions(block_size=MOST_LINE_BYTES)  # a row has to lie in one or two of them
+    from pyarrow import csv as arrow_csv  # only here, as other formats do without
+
+    parse = arrow_csv.ParseOptions(delimiter=_delimiter(path, delimiters), newlines_in_values=True)
+    read = arrow_csv.ReadOptions(block_size=MOST_LINE_BYTES)  # a row has to lie in one or two of them
     try:
-        with pa.csv.open_csv(path, read_options=read, parse_options=parse) as opened:
+        with arrow_csv.open_csv(path, read_options=read, parse_options=parse) as opened:
             names = opened.schema.names
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UserError(f"{name}: column {twice!r} is named twice in the first line")
-        texts = pa.csv.ConvertOptions(
+        texts = arrow_csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False, quoted_strings_can_be_null=False
         )
-        with pa.csv.open_csv(path, read_options=read, parse_options=parse, convert_options=texts) as opened:
+        with arrow_csv.open_csv(path, read_options=read, parse_options=parse, convert_options=texts) as opened:
             for batch in opened:
                 yield from (batch.slice(begin, rows) for begin in range(0, len(batch), rows))
     except (pa.ArrowException, UnicodeDecodeError) as error:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.messages import Tools, read_messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TRIES = 8
 """Texts that are cut at tokens may have other tokens beside what follows them."""

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 import tokenizers
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError, shortened
 from hybridflow.data.answers import AnswerCounts
@@ -33,6 +32,9 @@ from hybridflow.data.prompts import text_hash
 from hybridflow.data.remarks import RemarkCounts, of_prompt
 from hybridflow.data.tokenizer import cut, encode_prompts_together, encode_text
 from hybridflow.errors.log import log
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FORM = 6
 """Of the files in the cache; a change of what is written there is another number."""

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from engine3d.checkpoint.manifest import checksum
 from engine3d.durable import bring_to_disk
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import FileError, check_regular
+from engine3d.startup.lazy_imports import pa
 from hybridflow.data.files import csv_files
 from hybridflow.data.files.columns import SAMPLE_ROWS, Columns
 from hybridflow.data.files.config import COMPRESSED, SUFFIXES, FileSource, Format

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, json_kind, open_regular, parse_json
+from engine3d.startup.lazy_imports import pa
 from hybridflow.data.files.columns import Columns
 from hybridflow.data.files.messages import from_json
 

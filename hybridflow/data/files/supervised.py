@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
@@ -28,6 +27,9 @@ from hybridflow.data.prompts import Prompts, text_hash
 from hybridflow.data.remarks import RemarkCounts, of_prompt, of_response
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer import encode_prompt, encode_text, ended
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _STARTS, _LEARNED = "starts.bin", "learned.bin"
 _NAMES = (TOKENS, ENDS, _STARTS, _LEARNED, HASHES)

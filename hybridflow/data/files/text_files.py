@@ -8,9 +8,8 @@ import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-
 from engine3d.errors import UserError
+from engine3d.startup.lazy_imports import pa
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BLOCK = 1 << 24

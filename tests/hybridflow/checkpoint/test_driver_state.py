@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -280,6 +282,35 @@ def test_a_state_that_lacks_something_is_refused_by_its_name(tmp_path: Path, nam
     del facts[name]
     (tmp_path / "driver.json").write_text(json.dumps(facts))
     with pytest.raises(UserError, match=rf"driver\.json is not the state of a run's driver: it has no {name}$"):
+        RunState.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "replacement", "is_accepted"),
+    [
+        (0, b"\x07\x00", True),  # the seed
+        (8, (0).to_bytes(4, "little"), False),  # random numbers left
+        (8, (624).to_bytes(4, "little"), True),
+        (8, (625).to_bytes(4, "little"), False),
+        (12, (0).to_bytes(4, "little"), False),  # not seeded
+        (16, (624).to_bytes(8, "little"), True),  # the next one
+        (16, (625).to_bytes(8, "little"), False),
+        (24, b"\xff" * 8, True),  # a word
+        (5056, b"\x00", False),  # a byte too many
+    ],
+)
+def test_a_state_of_torchs_generator_is_refused_as_torch_refuses_it(
+    tmp_path: Path, first: int, replacement: bytes, is_accepted: bool
+) -> None:
+    state = bytearray(torch.Generator().manual_seed(3).get_state().numpy().tobytes())
+    state[first : first + len(replacement)] = replacement
+    a_state().write(tmp_path)
+    facts = json.loads((tmp_path / "driver.json").read_text())
+    facts["random"]["torch"] = base64.b64encode(state).decode()
+    (tmp_path / "driver.json").write_text(json.dumps(facts))
+    with nullcontext() if is_accepted else pytest.raises(RuntimeError):
+        torch.Generator().set_state(torch.frombuffer(state, dtype=torch.uint8))
+    with nullcontext() if is_accepted else pytest.raises(UserError, match=r"driver: random: torch: "):
         RunState.read(tmp_path)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from hybridflow.cli.main import _COMMANDS as COMMANDS
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.report.stored_texts import TextOf
+from tests.support import resumable
 from tests.support.small_checkpoints import make_checkpoint
 from tests.support.stored_samples import make_run
 
@@ -25,7 +27,8 @@ for command in sys.argv[1:]:
         main([command, "--help"])
     print(command, *(name for name in {heavy!r} if name in sys.modules))
 """
-RECIPE = Path(__file__).parents[3] / "launch" / "recipes" / "several-hosts.yaml"
+RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+RECIPE = RECIPES / "several-hosts.yaml"
 _RUN = """
 import contextlib, io, json, sys
 from hybridflow.cli.main import main
@@ -51,28 +54,64 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the demo's recipe."""
+    return resumable.make_checkpoint(resumable.a_recipe(tmp_path_factory.mktemp("saved")), 2)
+
+
+def _imported(words: str, **paths: Path) -> tuple[list[str], str]:
+    """The heavy libraries that a command imports, which succeeds, and its output."""
+    arguments = [word.format(**paths) for word in words.split()]
+    command = [sys.executable, "-c", _RUN.format(heavy=HEAVY), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, check=True)
+    code, imported, output = json.loads(done.stdout.splitlines()[-1])
+    assert not code, done.stderr
+    assert output
+    return imported, output
+
+
 @pytest.mark.parametrize(
     "words",
     [
         "--help",
-        "samples RUN",
-        "status RUN",
-        "logs RUN",
-        "report RUN",
-        "checkpoint list RUN",
-        "checkpoint verify --help",
+        "samples {run}",
+        "status {run}",
+        "logs {run}",
+        "report {run}",
+        "checkpoint list {run}",
+        "checkpoint inspect {saved}",
+        "checkpoint verify {saved}",
         "launch slurm --help",
-        "launch slurm RECIPE --nodes 2 --dry-run",
+        "launch slurm {recipe} --nodes 2 --dry-run",
         "settings train.optimizer",
     ],
 )
-def test_a_command_that_reads_files_imports_no_library_of_models(words: str, run: Path) -> None:
-    arguments = [{"RUN": str(run), "RECIPE": str(RECIPE)}.get(word, word) for word in words.split()]
-    command = [sys.executable, "-c", _RUN.format(heavy=HEAVY), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, check=True)
-    code, imported, output = json.loads(done.stdout.splitlines()[-1])
-    assert (code or 0, imported) == (0, []), done.stderr
-    assert output
+def test_a_command_that_reads_files_imports_no_library_of_models(words: str, run: Path, saved: Path) -> None:
+    imported, _ = _imported(words, run=run, saved=saved, recipe=RECIPE)
+    assert imported == []
+
+
+WITHOUT_CUDA = pytest.mark.skipif(find_library("cuda") is not None, reason="where CUDA is, torch looks for GPUs")
+
+
+@WITHOUT_CUDA
+@pytest.mark.parametrize("name", ["demo", "ppo", "chat", "qwen3-30b-a3b-4xh200"])
+def test_check_imports_transformers_alone_for_the_tokenizer(name: str, tmp_path: Path) -> None:
+    imported, output = _imported("check {recipe} run_dir={runs}", recipe=RECIPES / f"{name}.yaml", runs=tmp_path)
+    assert (imported, output.splitlines()[-1]) == (
+        ["transformers"],
+        f"{RECIPES / name}.yaml: nothing wrong found",
+    )
+
+
+@WITHOUT_CUDA
+def test_check_of_a_resumption_imports_transformers_alone(saved: Path) -> None:
+    overrides = " ".join(["run_dir={runs}", "name=small", "resume={saved}", *resumable.SMALL])
+    imported, output = _imported(
+        f"check {{recipe}} {overrides}", recipe=RECIPES / "demo.yaml", runs=saved.parents[2], saved=saved
+    )
+    assert (imported, output.splitlines()[0]) == (["transformers"], f"resume: after step 2, from {saved}")
 
 
 def test_help_of_every_command_imports_no_library_of_models() -> None:
