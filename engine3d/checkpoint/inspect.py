@@ -75,14 +75,16 @@ def _driver_facts(facts: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, int | float | str):
             yield f"{key.replace('_', ' ')} {value}"
     algorithm = facts.get("algorithm")
-    groups = {"prompts": facts.get("sampler")} | (algorithm if isinstance(algorithm, dict) else {})
-    for name, group in groups.items():
-        if isinstance(group, dict):
-            yield f"{name.replace('_', ' ')} {', '.join(f'{key} {value}' for key, value in group.items())}"
+    states = {"prompts": facts.get("sampler")} | (algorithm if isinstance(algorithm, dict) else {})
+    for name, state in states.items():
+        if isinstance(state, dict):
+            yield f"{name.replace('_', ' ')} {', '.join(f'{key} {value}' for key, value in state.items())}"
     if isinstance(best := facts.get("best"), dict):
         yield f"best checkpoint step {best.get('step')}, {best.get('metric')} {best.get('value')}"
-    if isinstance(facts.get("buffer"), list):
-        yield f"rollout batches held {len(facts['buffer'])}"
+    groups = facts.get("groups")
+    ledger = groups.get("ledger") if isinstance(groups, dict) else None
+    if isinstance(ledger, dict) and isinstance(buffered := ledger.get("groups"), list):
+        yield f"buffered groups {len(buffered):,}"
 
 
 def _tensor_lines(directory: Path, manifest: Manifest, role: str) -> list[str]:

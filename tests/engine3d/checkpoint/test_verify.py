@@ -243,8 +243,7 @@ def test_what_inspect_tells(tmp_path: Path) -> None:
     assert lines[:4] == [
         f"checkpoint {directory}",
         "step 12, saved 2026-01-02T03:04:05+00:00",
-        "driver: step 12, policy version 13, prompts count 64, position 32, kl controller coefficient 0.25, "
-        "rollout batches held 0",
+        "driver: step 12, policy version 13, prompts count 64, position 32, kl controller coefficient 0.25",
         "actor: 1,000 parameters, optimizer step 12; trained in bfloat16 on 4 ranks, tp=2 dp=2",
     ]
     assert lines[4:6] == ["  weight 4 tensors, 32.77 kB of float32", "  exp_avg 1 tensors, 8.19 kB of float32"]
@@ -252,6 +251,8 @@ def test_what_inspect_tells(tmp_path: Path) -> None:
     assert f"  actor/: 2, {actor / 1e3:.2f} kB" in lines
     assert f"files: 5, {sum(sizes.values()) / 1e3:.2f} kB" in lines
     assert lines[-1] == "software: torch 1.2.3"
+    (directory / "driver.json").write_text('{"step": 12, "groups": {"ledger": {"groups": [{}, {}], "returned": []}}}')
+    assert inspect_checkpoint(directory).splitlines()[2] == "driver: step 12, buffered groups 2"
     (directory / "actor" / "__0_0.distcp").unlink()
     (directory / "driver.json").write_text("{")
     lines = inspect_checkpoint(directory).splitlines()
