@@ -163,10 +163,6 @@ def _equal(one: Any, other: Any, tolerance: Tolerance) -> bool:
     raise TypeError(f"{type(one).__name__} and {type(other).__name__} cannot be compared")
 
 
-def _either(one: Either, other: Any, tolerance: Tolerance) -> bool:
-    return any_decided(lambda each: _equal(each, other, tolerance), one.values)
-
-
 def _choice(one: Choice, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Choice):
         if one.letter != other.letter:
@@ -180,8 +176,9 @@ def _choice(one: Choice, other: Any, tolerance: Tolerance) -> bool:
 def _named(one: Named, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Named):
         names = {each for each in (one.name, other.name) if each is not None and each.is_Symbol}
-        if len(names) == 2 and _is_name(one.name, other.values) and _is_name(other.name, one.values):
-            return True  # AB = CD, CD = AB
+        words = [(Word(str(each.name).casefold()), which.values) for each, which in ((one, other), (other, one))]
+        if len(names) == 2 and all(word in values for word, values in words):  # AB = CD, CD = AB
+            return True
         plain = {str(each).partition("_")[0] for each in names}
         alike = len(names) < 2 or (len(plain) == 1 and plain & {str(each) for each in names})  # x_1 and x
         if alike and equal(one.values, other.values, tolerance):
@@ -196,15 +193,8 @@ def _named(one: Named, other: Any, tolerance: Tolerance) -> bool:
     return equal(one.values, (other,), tolerance)
 
 
-def _is_name(name: Expr | None, values: Readings) -> bool:
-    return any(isinstance(each, Word) and each.text == str(name).casefold() for each in values)
-
-
 def _relation(one: Relation, other: Any, tolerance: Tolerance) -> bool:
     """Equal up to a factor, which is positive for inequalities, or with the same solutions."""
-    if isinstance(other, Region):
-        found = solutions(one)
-        return found is not None and _equal(found, other, tolerance)
     if not isinstance(other, Relation) or one.sign != other.sign:
         if isinstance(other, Items) and one.sign in ("<", "<="):
             return any_decided(lambda each: _items(each, other, tolerance), _half_lines(one))
@@ -292,14 +282,10 @@ def _region(one: Region, other: Any, tolerance: Tolerance) -> bool:
 def _same_sets(one: sympy.Set, other: sympy.Set, tolerance: Tolerance) -> bool:
     if one == other:
         return True
-    parts = [sorted(each.args, key=_first) if isinstance(each, sympy.Union) else [each] for each in (one, other)]
+    parts = [sorted(each.args, key=lambda part: part.inf) if each.is_Union else [each] for each in (one, other)]
     if len(parts[0]) == len(parts[1]) and all(_same_part(a, b, tolerance) for a, b in zip(*parts, strict=True)):
         return True
     return sympy.SymmetricDifference(one, other) is sympy.S.EmptySet
-
-
-def _first(part: sympy.Set) -> float:
-    return float(part.inf) if part.inf.is_number else 0.0
 
 
 def _same_part(one: sympy.Set, other: sympy.Set, tolerance: Tolerance) -> bool:
@@ -479,7 +465,7 @@ def _exact(one: Exact, other: Any, tolerance: Tolerance) -> bool:
 
 
 _COMPARISONS: dict[type, Callable[[Any, Any, Tolerance], bool]] = {
-    Either: _either,
+    Either: lambda one, other, tolerance: any_decided(lambda each: _equal(each, other, tolerance), one.values),
     Choice: _choice,
     Named: _named,
     Relation: _relation,

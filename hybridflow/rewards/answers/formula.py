@@ -35,7 +35,7 @@ _FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
     **{f"arc{name}": getattr(sympy, f"a{name}") for name in (*_ANGLES, "sinh", "cosh", "tanh")},
     **{"abs": sympy.Abs, "ceil": sympy.ceiling, "Re": sympy.re, "Im": sympy.im, "arg": sympy.arg},
     **{"ln": sympy.log, "log": lambda x: sympy.log(x) / LOG_BASE, "lg": lambda x: sympy.log(x) / sympy.log(10)},
-    "det": lambda x: x.det(),
+    "det": lambda x: x.det() if isinstance(x, sympy.MatrixBase) else sympy.Function("det")(x),
 }
 _SEVERAL = {"max": sympy.Max, "min": sympy.Min, "gcd": sympy.gcd, "lcm": sympy.lcm}
 _CONSTANTS = {"pi": sympy.pi, "infty": sympy.oo, "imath": sympy.I}
@@ -45,7 +45,8 @@ _NAME = re.compile(rf"(?<![\\A-Za-z])(?:\\text\{{ ?({NAMES}) ?\}}|({NAMES})(?![A
 _TEXT = re.compile(r"\\text\{ ?(\d+(?:\.\d+)?|[A-Za-z]|%) ?\}")
 _GAP = re.compile(r"(?<![A-Za-z\d]) | (?![A-Za-z\d])")
 _ARGUMENT = re.compile(
-    r"(\\(?:(?:frac|binom)(?:\{(?:[^{}]|\{[^{}]*\})*\})?|sqrt(?:\[[^\[\]]*\])?)) ?(\d|[A-Za-z]|\\[a-z]+)"
+    r"(\\(?:(?:frac|binom)(?:\{(?:[^{}]|\{[^{}]*\})*\})?|sqrt(?:\[[^\[\]]*\])?|vec|hat|bar|overline|tilde|dot|math(?:bb|cal)))"
+    r" ?(\d|[A-Za-z](?![A-Za-z])|(?<= )[A-Za-z]|(?<=[\d}\]])[A-Za-z]|\\[a-z]+)"
 )
 _DIFFERENTIAL = re.compile(r"(?<!\\)d ?(\\theta|[A-Za-z])(?![A-Za-z])")
 _BARS = (  # those of a pair stand around what neither begins with a bar nor ends with an operator

@@ -289,13 +289,15 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
     last = value[0]
     if name is not None:
         relation = None
-        if isinstance(last, Expr) and isinstance(name, Symbol):
+        if isinstance(last, Expr) and not isinstance(last, MatrixBase) and isinstance(name, Symbol):
             relation = Relation("=", name - last)
         if isinstance(name, str):  # of a segment, and not of what the question asks for, such as Area
             name = Symbol(name) if name.isupper() else None
         return Named(name, value, relation)
     first = values[0][0]
     if isinstance(first, Expr) and isinstance(last, Expr) and (first.free_symbols or last.free_symbols):
+        if isinstance(first, MatrixBase) or isinstance(last, MatrixBase):
+            raise UnreadableError("an equation of matrices")
         several = len(first.free_symbols) > 1 and first == sympy.Add(*first.free_symbols)
         total = last if last.is_number and several else None
         return Relation("=", first - last, total)
@@ -309,6 +311,8 @@ def _name(text: str) -> Any:
     plain = words.plain(text)
     if words.word(plain):
         return plain
+    if re.fullmatch(r"P ?\([^()]+\)", plain):  # of an event
+        return Symbol(plain)
     try:
         found = formula(text)
     except UnreadableError:

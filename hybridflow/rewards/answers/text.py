@@ -33,6 +33,10 @@ _SPACE = re.compile(
     r"\\h?phantom\s*\{[^{}A-Za-z]*\}|\\[hv]space\*?\s*\{[^{}]*\}|(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])"
     r"|\\(?:thin|med|thick)?space(?![A-Za-z])|~|\\\\(?=\s*$)"
 )
+_SYSTEM = re.compile(
+    r"\\left ?\\\{ ?\\begin ?\{(array|aligned|matrix)\}(?:\{[lcr]*\})?(.*?)\\end ?\{\1\} ?\\right ?\.?", re.DOTALL
+)
+"""Equations behind a brace."""
 _TEXTS = r"text(?:normal|rm|bf|it|sf|tt|sc)?|mathrm|mbox|hbox|operatorname\*?"
 _FONT = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathnormal|pmb|symbf)\s*(?=\{)")
 TEXT = re.compile(r"\\text\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -73,6 +77,7 @@ def normalise(text: str) -> str:
     for _ in range(3):  # a box in dollars in a box
         text = _unwrapped(text.strip().rstrip(".").strip() if not text.endswith("...") else text.strip())
     text = _SPELLING.sub(_spelled, text)
+    text = _SYSTEM.sub(r"\\begin{cases}\2\\end{cases}", text)
     text = re.sub(r"\\text\s*\{\s*,?\s*(and|or|mod|to)\s*\}", r" \1 ", _FONT.sub("", _DRESS.sub("", text)))
     text = re.sub(r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty", text)
     text = _THOUSANDS.sub(lambda found: _grouped(found, text), text)
