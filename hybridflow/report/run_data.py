@@ -199,7 +199,7 @@ def read_texts(path: Path) -> list[Mapping[str, Any]]:
 def _text(path: Path, line: bytes) -> Mapping[str, Any]:
     try:
         fields = parse_json(line)
-        if not isinstance(fields, dict) or not set(fields) >= _SAMPLE_KEYS:
+        if not isinstance(fields, dict) or not set(fields) >= _SAMPLE_KEYS or not isinstance(fields["step"], int):
             raise ValueError
     except ValueError:
         raise UserError(f"{path}: {line[:60]!r} is no sample, expected an object with prompt and response") from None

@@ -673,6 +673,11 @@ def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path, capsys: pytest.Capt
         ),
         ("samples.jsonl", "[1]\n", "{run}/samples.jsonl: b'[1]\\n' is no sample, expected an object with prompt"),
         ("samples.jsonl", '{"phase": "train"}\n', '{run}/samples.jsonl: b\'{{"phase": "train"}}\\n\' is no sample'),
+        (
+            "samples.jsonl",
+            '{"phase": "", "step": [], "prompt": "", "response": "", "answer": "", "reward": 0, "version": 0}\n',
+            '{run}/samples.jsonl: b\'{{"phase": "", "step": [], ',
+        ),
         ("recipe.yaml", "a: [", "{run}/recipe.yaml:1: "),
         ("recipe.yaml", "- a\n", "{run}/recipe.yaml: expected keys and values, found a list"),
         ("timeline.json", "{}", "{run}/timeline.json is no timeline of a run"),
