@@ -165,7 +165,7 @@ def measure_hosts(directory: Path, failure: str) -> dict[str, Any]:
     from tests.support.hosts import make_hosts
     from tests.support.hosts.launching import start_agents
 
-    settings = ["warmup=null", "trainer.steps=1000", "trainer.eval_before_train=false"]
+    settings = ["warmup=null", "trainer.steps=1000", "evaluation.eval.before_train=false"]
     settings += ["placement.actor=cpu:0-1", "placement.rollout=cpu:4,8"]
     directory.mkdir(parents=True)
     load = os.getloadavg()[0]

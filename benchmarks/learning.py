@@ -33,6 +33,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hybridflow.config.actors import load_recipes
 from hybridflow.report.drawing import draw
 from hybridflow.report.page import svg
 from hybridflow.report.plots import Band, Line, LinePlot
@@ -124,7 +125,9 @@ def _run(
 ) -> bool:
     """Train, and keep what was learned; whether that succeeded."""
     name = f"{kept_by}-{seed}"
-    arguments = [str(recipe), f"seed={seed}", f"trainer.eval_interval={interval}", "trainer.export=false", *settings]
+    sets = dict.fromkeys(name for each in load_recipes(recipe).values() for name in each.sets)
+    intervals = (f"evaluation.{each}.interval={interval}" for each in sets)
+    arguments = [str(recipe), f"seed={seed}", *intervals, "trainer.export=false", *settings]
     log = directory / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -40,7 +40,7 @@ A recipe is a YAML file. Every setting can be given on the command line too, by 
 
     hybridflow train launch/recipes/demo.yaml seed=2 train.layout.ep=1 train.layout.tp=2
 
-A value is YAML: `reward.functions='[{{name: mine, path: "my_rewards.py:score"}}]'`, `trainer.eval_interval=null`.
+A value is YAML: `reward.functions='[{{name: mine, path: "my_rewards.py:score"}}]'`, `checkpoint.save_interval=null`.
 Unknown keys are refused; for names that other systems use, the line says what the setting is called here.
 
 `base: demo.yaml` in a recipe, relative to its file, takes all settings of that recipe; what follows comes on top. All
@@ -55,7 +55,6 @@ _SAME = {
     "critic": "reference",
     "evaluation.NAME.data": "data.files.train",
     "evaluation.NAME.reward": "reward",
-    "evaluation.NAME.sampling": "trainer.eval_sampling",
     "cost_critic": "reference",
     "cost": "reward",
     "cost_model": "reward_model",

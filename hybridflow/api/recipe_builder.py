@@ -19,6 +19,7 @@ from hybridflow.api.config import PPOConfig, mini_batches
 from hybridflow.config.machine_defaults import machine_defaults
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import Key, SettingsError, build_settings, read_with_bases
+from hybridflow.metrics.names import EVAL
 
 _KEYS: dict[str, Key] = {
     "algorithm": ("algorithm", "name"),
@@ -214,7 +215,7 @@ def _defaults(
         yield ("trainer", "mini_batches"), 1
     yield from machine_defaults(base.get, gpus)
     if not has_own_evaluation:
-        yield ("trainer", "eval_prompts"), _EVALUATED
+        yield ("evaluation", EVAL, "prompts"), _EVALUATED
 
 
 def _put_given(base: Base, config: PPOConfig, given: Given) -> None:

@@ -13,10 +13,11 @@ from engine3d.platform import platform
 from hybridflow.api.config import PPOConfig
 from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
 from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
-from hybridflow.checkpoint.evaluation_result import Measured, summary
+from hybridflow.checkpoint.set_results import MeasuredSet, summary_of_sets
 from hybridflow.config.known_names import API_NAMES
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
+from hybridflow.metrics.names import EVAL
 from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.rundir.file_names import EXPORT
 from hybridflow.trainer.attached_cluster import check_cluster_of
@@ -30,28 +31,28 @@ class Trained:
     Args:
         directory: of the run, with its metrics and logs.
         model: HuggingFace directory of the trained model; None if the recipe has `trainer.export=false`.
-        first, last: evaluation, of which each says what it measured and after which step; None where there was none.
+        first, last: measurement of each held-out set, by its name; that of `eval_prompts` is `eval`.
     """
 
     directory: Path
     model: Path | None
-    first: Measured | None
-    last: Measured | None
+    first: Mapping[str, MeasuredSet]
+    last: Mapping[str, MeasuredSet]
 
     @property
     def reward_before(self) -> float | None:
-        """What the first evaluation measured."""
-        return self.first.value if self.first is not None else None
+        """Value of the first measurement of the set `eval`; None where there was none."""
+        return self.first[EVAL].value if EVAL in self.first else None
 
     @property
     def reward_after(self) -> float | None:
-        """What the last evaluation measured, if it is another than the first."""
-        return self.last.value if self.last is not None and self.last != self.first else None
+        """Value of the last measurement of the set `eval`, if it is another than the first."""
+        return self.last[EVAL].value if EVAL in self.last and self.last[EVAL] != self.first[EVAL] else None
 
     @property
     def evaluated(self) -> str:
-        """What was measured, of which prompts and after which steps, as the run's last lines say it."""
-        return "\n".join(summary(self.first, self.last))
+        """The measurements, their prompts and steps, as in the run's last lines."""
+        return "\n".join(summary_of_sets(self.first, self.last))
 
 
 class RLTrainer:

@@ -42,7 +42,6 @@ _SINCE: dict[str, Any] = {
     "data.pairs": None,
     **{f"data.pairs.chat.{name}": value for name, value in ChatConfig().model_dump(mode="json").items()},
     "trainer.epochs_of_data": None,
-    "trainer.eval_before_train": True,
     "evaluation": {},
     "metrics.samples_per_step": 0,
     "metrics.sample_characters": 1000,
@@ -54,7 +53,7 @@ _SINCE: dict[str, Any] = {
 """What a checkpoint's recipe means that is older than these settings."""
 
 _OF_NO_RESULT = (
-    "checkpoint.", "limits.", "network.", "samples.", "trainer.eval_beside",
+    "checkpoint.", "limits.", "network.", "samples.", "trainer.async_evaluation",
     "model.create.config.", "model.create.tokenizer",
 )  # fmt: skip
 """Settings that a resumed run may change without a word, or that are compared otherwise."""

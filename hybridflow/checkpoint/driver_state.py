@@ -24,7 +24,6 @@ from engine3d.json_records import first_error
 from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch, write_tensors
-from hybridflow.checkpoint.evaluation_result import Measured
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.data.sampler import RATES, RETURNED, check_state
 from hybridflow.rollout.buffered_groups import BufferedGroups
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DRIVER = "driver.json"
-_EVALUATIONS = ("first_evaluation", "last_evaluation")
-_OF_SETS = ("first_of_sets", "last_of_sets")
+_MEASURED = ("first_measured", "last_measured")
 _KEPT = "kept.safetensors"
-_WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
+_EARLIER = ("accuracy_before", "accuracy_after", "first_evaluation", "last_evaluation", "first_of_sets", "last_of_sets")
+"""Evaluations as earlier versions have kept them, which count as none."""
 _REPLAY = "replay.safetensors"
 _GROUPS = {"ended": "groups-ended.safetensors", "begun": "groups-begun.safetensors"}
 _IN_FILES = ("groups", "replay", "kept")
@@ -87,17 +86,14 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the evaluations of a run have measured.
+    """The evaluations of a run.
 
     Args:
-        first, last: of the prompts of evaluation that the data have; None where there was none yet.
-        first_of_sets, last_of_sets: of each held-out set, by its name.
+        first, last: measurement of each held-out set, by its name.
     """
 
-    first: Measured | None = None
-    last: Measured | None = None
-    first_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
-    last_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
+    first: dict[str, MeasuredSet] = field(default_factory=dict)
+    last: dict[str, MeasuredSet] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,7 @@ class RunState:
         sampler: `PromptSampler.state_dict()` of the training prompts: whole numbers, and texts.
         updates: optimizer steps of the training steps, skipped ones included.
         steps_without_update: steps in a row whose gradients were not finite.
-        first_evaluation, last_evaluation: None where there was none yet.
-        first_of_sets, last_of_sets: the first and the last measurement of each held-out set, by its name.
+        first_measured, last_measured: the first and the last measurement of each held-out set, by its name.
         best: the best checkpoint once this one is whole; None where none is the best.
         random: of the driver's generators.
         run: identity of the run that was saved.
@@ -131,16 +126,14 @@ class RunState:
     sampler: dict[str, int | str]
     updates: _Count
     steps_without_update: _Count
-    first_evaluation: Measured | None
-    last_evaluation: Measured | None
     random: RandomState
     run: str
     inputs: dict[str, str]
     groups: BufferedGroups | None = None
     algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
     replay: SampleBatch | None = None
-    first_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
-    last_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
+    first_measured: dict[str, MeasuredSet] = field(default_factory=dict)
+    last_measured: dict[str, MeasuredSet] = field(default_factory=dict)
     best: Best | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
     evaluation_due: bool = False
@@ -148,7 +141,7 @@ class RunState:
     @property
     def measurements(self) -> Measurements:
         """What was measured up to here."""
-        return Measurements(self.first_evaluation, self.last_evaluation, self.first_of_sets, self.last_of_sets)
+        return Measurements(self.first_measured, self.last_measured)
 
     def evaluated(self, measurements: Measurements, samples_drawn: int) -> RunState:
         """The state after the evaluation of its step, where that was due.
@@ -160,10 +153,8 @@ class RunState:
         return replace(
             self,
             samples_drawn=samples_drawn,
-            first_evaluation=measurements.first,
-            last_evaluation=measurements.last,
-            first_of_sets=measurements.first_of_sets,
-            last_of_sets=measurements.last_of_sets,
+            first_measured=measurements.first,
+            last_measured=measurements.last,
             evaluation_due=False,
         )
 
@@ -185,9 +176,8 @@ class RunState:
                     write_batch(written[-1], samples)
                     facts["groups"][name] = _GROUPS[name]
         facts["random"] = dataclasses.asdict(self.random)
-        for name in (*_EVALUATIONS, "best"):
-            facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
-        for name in _OF_SETS:
+        facts["best"] = dataclasses.asdict(self.best) if self.best is not None else None
+        for name in _MEASURED:
             facts[name] = {key: dataclasses.asdict(each) for key, each in facts[name].items()}
         with naming(directory / DRIVER):
             (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
@@ -198,8 +188,7 @@ class RunState:
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
-        """What `write` wrote; in a checkpoint of format 1 the algorithm had no state, and up to format 2 accuracies
-        were kept without what was measured and when, which counts as no evaluation.
+        """Read what `write` wrote; in a checkpoint of format 1 the algorithm had no state.
 
         Raises:
             UserError: it is not there, or not what this version writes.
@@ -214,9 +203,7 @@ class RunState:
             if kept not in (None, _REPLAY):
                 raise ValueError(f"replay: {shortened(repr(kept))}, expected {_REPLAY}")
             replay = read_batch(directory / _REPLAY) if kept is not None else None
-            if facts.keys() >= _WITHOUT_SUBJECT:
-                facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
-                facts |= dict.fromkeys(_EVALUATIONS)
+            facts = {name: fact for name, fact in facts.items() if name not in _EARLIER}
             texts = {name: facts["sampler"].pop(name) for name in (RATES, RETURNED) if name in facts["sampler"]}
             for name, text in texts.items():
                 if not isinstance(text, str):
@@ -241,8 +228,7 @@ def _required(kind: type, facts: Mapping[str, Any]) -> list[str]:
     """The names of what the version that wrote `facts` has written."""
     fields = dataclasses.fields(kind)
     without_default = [each.name for each in fields if each.default is MISSING and each.default_factory is MISSING]
-    names = [name for name in without_default if name not in _EVALUATIONS]
-    return names if "buffer" in facts else ["groups", *names]
+    return without_default if "buffer" in facts else ["groups", *without_default]
 
 
 def _check_random(found: RandomState) -> None:

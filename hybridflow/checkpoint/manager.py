@@ -191,7 +191,7 @@ class Checkpoints:
             EngineError: a save failed, and the recipe says that the run is to stop then.
         """
         self.wait()
-        state = replace(state, best=best_of(self._settings.keep_best, self.best, state.last_of_sets, state.step))
+        state = replace(state, best=best_of(self._settings.keep_best, self.best, state.last_measured, state.step))
         self._save = save = _Save(step_directory(self._root, state.step), trained, state)
         try:
             with Timer(save.figures, metrics.CHECKPOINT_STALL):
@@ -210,14 +210,14 @@ class Checkpoints:
             measurements: with those of the evaluation.
             samples_drawn: with the ids of its responses.
         """
-        best = best_of(self._settings.keep_best, self.best, measurements.last_of_sets, step)
+        best = best_of(self._settings.keep_best, self.best, measurements.last, step)
         if self._save is not None and self.begun(step):
             self._save.state = replace(self._save.state.evaluated(measurements, samples_drawn), best=best)
         elif self._settings.save_interval is not None and self.has(step):
             self.best = best
             directory = step_directory(self._root, step)
             try:
-                write_results(directory, measurements.last_of_sets, best)
+                write_results(directory, measurements.last, best)
             except OSError as error:
                 log.warning(f"{directory / RESULTS} cannot be written: {error.strerror}")
 

@@ -1,4 +1,4 @@
-"""What was measured of the held-out sets of a run, and which checkpoint is the best by one of their figures."""
+"""Measurements of a run's held-out sets, and the best checkpoint by one of their figures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ from engine3d.checkpoint.inspect import DRIVER
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.metrics import names as metrics
+from hybridflow.metrics.evaluation_statistics import ACCURACY, PREFERENCE, REWARD, SCORE, Measure
 from hybridflow.rundir.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from hybridflow.config.evaluation import PlannedSet
-    from hybridflow.config.roles import JudgeModel, ScoringModel
+    from hybridflow.config.recipe import Recipe
     from hybridflow.config.run import BestConfig
     from hybridflow.data.prompts import Prompts
 
 RESULTS = "evaluation.json"
-"""What was measured of a checkpoint's step once the checkpoint was whole: `last_of_sets` and `best` of driver.json."""
+"""What was measured of a checkpoint's step once the checkpoint was whole: `last_measured` and `best` of driver.json."""
+
+_HELD_OUT_ACCURACY = "held-out accuracy"
+_WORDS: Mapping[Measure, tuple[str, str]] = {
+    ACCURACY: ("accuracy", "prompts"),
+    REWARD: ("mean reward", "prompts"),
+    SCORE: ("mean reward model score", "prompts"),
+    PREFERENCE: ("preference accuracy", "examples"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class MeasuredSet:
 
     Args:
         identity: of its prompts, answers, rewards and sampling; two measurements compare only where it is the same.
+        measure: the figure that sums it up.
         step: after which training step; 0 before the first.
         prompts: that have a response in the figures.
         samples: responses to each that were asked for.
@@ -42,10 +52,27 @@ class MeasuredSet:
     """
 
     identity: str
+    measure: Measure
     step: int
     prompts: int
     samples: int
     figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float:
+        """The figure that sums it up."""
+        return self.figures[self.measure]
+
+    @property
+    def subject(self) -> str:
+        """The figure and its prompts, in words."""
+        learned = int(self.figures.get(metrics.SET_TRAINING, 0))
+        if self.measure == ACCURACY and not learned:
+            return _HELD_OUT_ACCURACY
+        kind = {0: "held-out ", self.prompts: "training "}.get(learned, "")
+        some = "" if kind else f" ({learned} of them training prompts)"
+        what, of = _WORDS[self.measure]
+        return f"{what} of {self.prompts} {kind}{of}{some}"
 
     def metrics(self, name: str) -> dict[str, float]:
         """The figures by the names of their metrics, for the set of this name."""
@@ -69,25 +96,24 @@ class Best:
     identity: str
 
 
-def set_identity(
-    planned: PlannedSet, prompts: Prompts, model: ScoringModel | None, judge: JudgeModel | None = None
-) -> str:
-    """What identifies all that the figures of a set depend on beside the weights.
+def set_identity(recipe: Recipe, planned: PlannedSet, prompts: Prompts) -> str:
+    """Identify all that the figures of a set depend on beside the weights.
 
     Args:
+        recipe: of the run.
         planned: the set.
         prompts: of it.
-        model: that scores the responses of a set without functions.
-        judge: that functions of the set ask, if they do.
     """
     from hybridflow.config.judge_identity import asked_judge_identity  # imports torch
 
     rewards: list[Any] = []
-    if planned.reward is not None:
+    if planned.pairs:
+        rewards = [recipe.algorithm.name]
+    elif planned.reward is not None:
         functions = planned.reward.functions
         rewards = [(each.name, each.path, each.weight, each.arguments) for each in functions]
-        rewards += asked_judge_identity(functions, judge)
-    elif model is not None:
+        rewards += asked_judge_identity(functions, recipe.judge)
+    elif (model := recipe.scoring.get("reward")) is not None:
         rewards = [str(model.path.absolute())]
     answers = [example.answer for example in prompts.examples]
     sampling, settings = planned.sampling.model_dump(mode="json"), planned.settings
@@ -120,8 +146,8 @@ def best_of(
     """
     if settings is None:
         return None
-    measured = sets.get(settings.set_name)
-    figure = settings.metric.removeprefix(metrics.of_set(settings.set_name, ""))
+    name, figure = settings.set_and_figure
+    measured = sets.get(name)
     if before is not None and before.metric != settings.metric:
         before = None
     if measured is None or measured.step != step or not math.isfinite(measured.figures.get(figure, math.nan)):
@@ -132,14 +158,14 @@ def best_of(
     return before
 
 
-def write_results(checkpoint: Path, last_of_sets: Mapping[str, MeasuredSet], best: Best | None) -> None:
+def write_results(checkpoint: Path, last_measured: Mapping[str, MeasuredSet], best: Best | None) -> None:
     """Add to a whole checkpoint what the evaluation of its step has measured, which was due when it was saved.
 
     Raises:
         OSError: it cannot be written.
     """
     facts = {
-        "last_of_sets": {name: dataclasses.asdict(each) for name, each in last_of_sets.items()},
+        "last_measured": {name: dataclasses.asdict(each) for name, each in last_measured.items()},
         "best": dataclasses.asdict(best) if best is not None else None,
     }
     replace_file(checkpoint / RESULTS, json.dumps(facts, indent=1) + "\n")
@@ -175,17 +201,17 @@ def measured_at(checkpoint: Path) -> dict[str, MeasuredSet]:
     """
     facts = _driver_facts(checkpoint)
     try:
-        found = {name: MeasuredSet(**each) for name, each in facts.get("last_of_sets", {}).items()}
+        found = {name: MeasuredSet(**each) for name, each in facts.get("last_measured", {}).items()}
     except (TypeError, AttributeError):
-        raise UserError(f"{checkpoint / DRIVER}: last_of_sets is damaged, expected what a run writes") from None
+        raise UserError(f"{checkpoint / DRIVER}: last_measured is damaged, expected what a run writes") from None
     return {name: each for name, each in found.items() if each.step == facts["step"]}
 
 
 def value_of(checkpoint: Path, metric: str) -> float | None:
-    """A metric of a set, `eval/NAME/FIGURE`, that was measured at the step of a checkpoint; None where it was not."""
-    _, name, figure = metric.split("/", 2)
-    measured = measured_at(checkpoint).get(name)
-    return measured.figures.get(figure) if measured is not None else None
+    """A metric of a set that was measured at the step of a checkpoint; None where it was not."""
+    found = metrics.set_of(metric)
+    measured = measured_at(checkpoint).get(found[0]) if found is not None else None
+    return measured.figures.get(found[1]) if found is not None and measured is not None else None
 
 
 def compared_with_run(name: str, here: MeasuredSet, run: MeasuredSet, temperature: float) -> str:
@@ -218,16 +244,18 @@ def _drawn_again(temperature: float) -> str:
 
 
 def summary_of_sets(first: Mapping[str, MeasuredSet], last: Mapping[str, MeasuredSet]) -> list[str]:
-    """What the first and the last measurement of each set say, in a line each."""
+    """Sum up the first and the last measurement of each set, in a line each."""
     lines = []
     for name, end in last.items():
-        begin = first.get(name, end)
-        figure = f"mean@{end.samples}"
-        whole = f"{name}: {figure} {_with_interval(end, figure)}, {end.prompts} prompts, step {end.step}"
-        if begin.step != end.step and begin.identity == end.identity and figure in begin.figures:
+        begin, subject = first.get(name, end), end.subject if name == metrics.EVAL else f"{name}, {end.subject}"
+        count = f", {end.prompts} prompts" if end.subject == _HELD_OUT_ACCURACY else ""
+        value = _with_interval(end, end.measure)
+        whole = f"{subject}: {value}{count}, step {end.step}"
+        if begin.step != end.step and (begin.identity, begin.measure) == (end.identity, end.measure):
+            points = f" ({100 * (end.value - begin.value):+.1f} points)" if "accuracy" in end.measure else ""
             whole = (
-                f"{name}: {figure} {_with_interval(begin, figure)} -> {_with_interval(end, figure)}, {end.prompts} "
-                f"prompts, step {begin.step} -> step {end.step}"
+                f"{subject}: {_with_interval(begin, begin.measure)} -> {value}{points}{count}, step {begin.step} -> "
+                f"step {end.step}"
             )
         elif begin.step != end.step:
             whole += "; not compared with the first, which was measured otherwise"

@@ -97,7 +97,11 @@ def _show(plan: EvaluationPlan, found: Evaluated) -> None:
     for name, planned in plan.recipe.sets.items():
         measured = found.sets[name]
         head = [name, f"{measured.prompts:,}", str(measured.samples)]
-        for figure in (*figure_names(measured.samples, votes=planned.votes), LENGTH, TRUNCATED):
+        for figure in (
+            *figure_names(measured.samples, votes=planned.votes, measure=planned.measure),
+            LENGTH,
+            TRUNCATED,
+        ):
             if (value := measured.figures.get(figure)) is not None:
                 low, high = measured.figures.get(f"{figure}{LOW}"), measured.figures.get(f"{figure}{HIGH}")
                 interval = f"{low:.4f} to {high:.4f}" if low is not None and high is not None else ""

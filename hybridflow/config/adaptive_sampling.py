@@ -16,7 +16,7 @@ from engine3d.settings import MOST_TOKENS, Settings
 _ONE_TEMPERATURE = "log-probs, ratio and KL of a batch are of one temperature; expected rollout.sampling.temperature"
 _ONE_DISTRIBUTION = (
     "its tokens would be of another distribution than the policy's, whose log-probs are learned from; expected none of "
-    "it, or trainer.eval_sampling"
+    "it, or evaluation.NAME.sampling"
 )
 
 

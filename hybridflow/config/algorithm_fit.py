@@ -23,10 +23,10 @@ def misfits(
     """What does not go together, a line each."""
     if rollout.stream is not None or trainer.max_staleness > 1:
         yield from stream_misfits(algorithm, trainer, rollout)
-    if trainer.eval_beside and rollout.stream is not None:
+    if trainer.async_evaluation and rollout.stream is not None:
         yield (
-            "trainer.eval_beside=true with rollout.stream, whose engines respond to prompts of further steps while "
-            "models learn; expected false, or no stream"
+            "trainer.async_evaluation=true with rollout.stream, whose engines respond to prompts of further steps "
+            "while models learn; expected false, or no stream"
         )
     if traced := trainer.traced_rollout_steps:
         setting = f"trainer.profile.rollout_steps={traced}"

@@ -12,9 +12,6 @@ from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import PlacementConfig, TrainerConfig
 from hybridflow.data.config import DataConfig
 
-_OF_ENGINES = ("eval_samples", "eval_temperature", "eval_sampling", "eval_beside")
-"""Settings of the trainer that are of what engines generate."""
-
 
 def engine_errors(
     algorithm: AlgorithmSettings,
@@ -53,10 +50,8 @@ def engine_errors(
         yield f"rollout.{found[0]} is set with {why}; expected rollout=null, or none of it"
     for name in rewards:
         yield f"{name} is set with {why}; expected null, or none of it"
-    for setting in _OF_ENGINES:
-        default = type(trainer).model_fields[setting].default
-        if getattr(trainer, setting) != default:
-            yield f"trainer.{setting} is set with {why}; expected none of it: an evaluation is of held-out pairs"
+    if trainer.async_evaluation:
+        yield f"trainer.async_evaluation=true with {why}; expected false: an evaluation is of held-out pairs"
     if data.source in ("jsonl", "files"):
         yield f"data.source={data.source} with {why}; expected data.source=pairs, or arithmetic"
 

@@ -12,46 +12,65 @@ from pydantic import Field, ValidationError, field_validator
 from engine3d.rollout.config import Alterations, SamplingConfig
 from engine3d.settings import MOST_SAMPLES, MOST_TOKENS, Settings
 from hybridflow.config.roles import RolloutRole
-from hybridflow.config.run import CheckpointConfig, TrainerConfig
+from hybridflow.config.run import CheckpointConfig
+from hybridflow.data.config import DataConfig
 from hybridflow.data.files.config import FileSource
 from hybridflow.metrics import names as metrics
-from hybridflow.metrics.evaluation_statistics import LENGTH, TRUNCATED, figure_names
+from hybridflow.metrics.evaluation_statistics import (
+    ACCURACY,
+    LENGTH,
+    PREFERENCE,
+    PREFERENCE_LOSS,
+    PREFERENCE_MARGIN,
+    REWARD,
+    SCORE,
+    TRUNCATED,
+    Measure,
+    figure_names,
+)
 from hybridflow.rewards.config import RewardConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _SCORER = "evaluation."
-"""What the name of a set follows in that of its own reward functions, among those of the run."""
+"""Prefix of a set's name in that of its own reward functions, among those of the run."""
+_EXACT_MATCH = "arithmetic"
+"""The builtin reward that is 1 for a text that is exactly the answer and 0 for any other: its mean is an accuracy."""
+_OF_PAIRS = ("prompts", "interval", "before_train")
+"""Settings of a set that is measured without engines."""
 
 
 class EvaluationSet(Settings):
-    """A held-out set, measured in a run and by `hybridflow evaluate`; its figures are `eval/NAME/...`."""
+    """A held-out set, measured in a run and by `hybridflow evaluate`; its figures are `eval/NAME/...`, those of the set
+    `eval` are `eval/...`. The set `eval` is there without being named where `data` holds out prompts: with its
+    defaults."""
 
-    data: FileSource
+    data: FileSource | None = None
+    """Files of its prompts; null for the set `eval` alone, whose prompts are those that `data` holds out."""
     reward: RewardConfig | None = None
     """The reward functions of this set; those of the run if null."""
     prompts: int | None = Field(None, ge=1)
     """Only the first prompts; all of them if null."""
     samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     """Responses to each prompt: k of `mean@k`, `pass@k` and `maj@k`."""
-    temperature: float | None = Field(None, ge=0)
-    """Of these responses; `trainer.eval_temperature` if null. 0 takes the most likely token, for one response alone."""
+    temperature: float = Field(0.0, ge=0)
+    """Temperature of these responses. 0 takes the most likely token, for one response alone."""
     max_new_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Most tokens of a response; as in `rollout.sampling` if null."""
-    sampling: Alterations | None = None
-    """What else they are drawn by; as in `trainer.eval_sampling` if null."""
+    sampling: Alterations = Alterations()
+    """Other settings of their sampling; the rest is as in `rollout.sampling`."""
     passing: float = 1.0
     """Smallest reward of a response that passes."""
     interval: int | None = Field(None, ge=1)
-    """Steps between measurements; `trainer.eval_interval` if null. There is one after the last step in any case."""
-    before_train: bool | None = None
-    """Measure before the first step; `trainer.eval_before_train` if null."""
+    """Steps between measurements; none if null. There is one after the last step in any case."""
+    before_train: bool = True
+    """Measure before the first step."""
     texts: int = Field(16, ge=0, le=1024)
     """Prompts of which the responses are kept as texts, for the report; evenly from the whole set."""
 
     @field_validator("data", mode="after")
     @classmethod
-    def _has_no_share(cls, data: FileSource) -> FileSource:
-        if data.weight != FileSource.model_fields["weight"].default:
+    def _has_no_share(cls, data: FileSource | None) -> FileSource | None:
+        if data is not None and data.weight != FileSource.model_fields["weight"].default:
             raise ValueError(
                 "weight is set, which is of training prompts; expected none in a set, all of which is measured"
             )
@@ -65,18 +84,16 @@ class PlannedSet:
     Args:
         name: of the set.
         settings: its own.
-        sampling: how its responses are drawn.
-        reward: the functions that score them; None where the reward model does.
-        interval: steps between measurements; None for none but the last.
-        before_train: whether it is measured before the first step.
+        sampling: of its responses.
+        reward: the functions that score them; None where the reward model does, or where there are no responses.
+        pairs: True if it is measured on pairs of `data`, without engines.
     """
 
     name: str
     settings: EvaluationSet
     sampling: SamplingConfig
     reward: RewardConfig | None
-    interval: int | None
-    before_train: bool
+    pairs: bool = False
 
     @property
     def scorer(self) -> str | None:
@@ -87,46 +104,70 @@ class PlannedSet:
 
     @property
     def votes(self) -> bool:
-        """Whether its responses vote for `maj@k`: where functions see their texts."""
+        """True if its responses vote for `maj@k`: where functions see their texts."""
         return self.reward is not None
+
+    @property
+    def measure(self) -> Measure:
+        """The figure that sums it up."""
+        if self.pairs:
+            return PREFERENCE
+        if self.reward is None:
+            return SCORE
+        exact = [(each.path, each.weight) for each in self.reward.functions] == [(_EXACT_MATCH, 1.0)]
+        return ACCURACY if exact else REWARD
 
     @property
     def metrics(self) -> list[str]:
         """The names of its figures, without the ends of intervals."""
-        figures = [*figure_names(self.settings.samples, votes=self.votes), LENGTH, TRUNCATED]
+        figures = [PREFERENCE, PREFERENCE_LOSS, PREFERENCE_MARGIN]
+        if not self.pairs:
+            names = figure_names(self.settings.samples, votes=self.votes, measure=self.measure)
+            figures = [*names, LENGTH, TRUNCATED]
         return [metrics.of_set(self.name, figure) for figure in figures]
 
     def due(self, step: int, last: int) -> bool:
-        """Whether it is measured after a step; 0 is before the first."""
+        """True if it is measured after a step; 0 is before the first."""
         if step == 0:
-            return self.before_train
-        return step == last or (self.interval is not None and step % self.interval == 0)
+            return self.settings.before_train
+        interval = self.settings.interval
+        return step == last or (interval is not None and step % interval == 0)
 
 
 def planned_sets(
-    sets: Mapping[str, EvaluationSet], trainer: TrainerConfig, rollout: RolloutRole, reward: RewardConfig | None
+    given: Mapping[str, EvaluationSet | None],
+    data: DataConfig,
+    rollout: RolloutRole,
+    reward: RewardConfig | None,
+    *,
+    pairs: bool,
 ) -> dict[str, PlannedSet]:
     """Every set of a recipe with what it takes from the rest of it.
+
+    Args:
+        given: the sets by name; None takes one away, also the set `eval` that is there without being named.
+        data, rollout, reward: of the recipe.
+        pairs: True if sets are measured on pairs of `data`, without engines.
 
     Raises:
         ValueError: tokens cannot be drawn so; names the set.
     """
+    unnamed = {metrics.EVAL: EvaluationSet()} if data.holds_out_prompts and metrics.EVAL not in given else {}
     return {
         name: PlannedSet(
             name=name,
             settings=each,
-            sampling=_sampling(name, each, trainer, rollout),
-            reward=each.reward or reward,
-            interval=each.interval or trainer.eval_interval,
-            before_train=trainer.eval_before_train if each.before_train is None else each.before_train,
+            sampling=_sampling(name, each, rollout),
+            reward=None if pairs else each.reward or reward,
+            pairs=pairs,
         )
-        for name, each in sets.items()
+        for name, each in {**given, **unnamed}.items()
+        if each is not None
     }
 
 
-def _sampling(name: str, given: EvaluationSet, trainer: TrainerConfig, rollout: RolloutRole) -> SamplingConfig:
-    own = (given.sampling or trainer.eval_sampling).model_dump()
-    own["temperature"] = trainer.eval_temperature if given.temperature is None else given.temperature
+def _sampling(name: str, given: EvaluationSet, rollout: RolloutRole) -> SamplingConfig:
+    own = given.sampling.model_dump() | {"temperature": given.temperature}
     own["max_new_tokens"] = given.max_new_tokens or rollout.sampling.max_new_tokens
     try:
         return SamplingConfig(**rollout.sampling.model_dump() | own)
@@ -134,33 +175,58 @@ def _sampling(name: str, given: EvaluationSet, trainer: TrainerConfig, rollout: 
         raise ValueError(f"evaluation.{name}: {error.errors()[0]['ctx']['error']}") from None
 
 
-def set_errors(sets: Mapping[str, PlannedSet], rollout: RolloutRole) -> Iterator[str]:
+def set_errors(sets: Mapping[str, PlannedSet], data: DataConfig, rollout: RolloutRole, algorithm: str) -> Iterator[str]:
     """What cannot be measured so, a line each.
 
     Args:
         sets: of the recipe.
+        data: of the recipe.
         rollout: its engines.
+        algorithm: its name.
     """
     for name, each in sets.items():
         setting, settings = f"evaluation.{name}", each.settings
         if not _NAME.fullmatch(name):
             yield f"evaluation: {name!r} is no name of a set, expected letters, digits, _ and -"
+        if each.pairs:
+            yield from _pair_errors(each, algorithm)
+            continue
+        if settings.data is None and name != metrics.EVAL:
+            yield f"{setting}.data is missing, expected {setting}.data.path"
+        elif settings.data is None and not data.holds_out_prompts:
+            yield (
+                f"{setting}.data is missing with data.source={data.source}, which holds out no prompts; expected "
+                f"{setting}.data.path, or {setting}=null"
+            )
         if each.sampling.temperature == 0:
-            where = "temperature=0" if settings.temperature == 0 else "temperature=0 of trainer.eval_temperature"
             if settings.samples > 1:
                 yield (
-                    f"{setting}.samples={settings.samples} with {where}, which would draw the same text "
+                    f"{setting}.samples={settings.samples} with temperature=0, which would draw the same text "
                     f"{settings.samples} times; expected a temperature above 0, or samples=1"
                 )
             if cut := [cut for cut in ("top_p", "top_k", "min_p") if cut in each.sampling.altered]:
                 yield (
-                    f"{setting}.sampling.{cut[0]} is set with {where}, which takes the most likely token; expected a "
-                    "temperature above 0"
+                    f"{setting}.sampling.{cut[0]} is set with temperature=0, which takes the most likely token; "
+                    "expected a temperature above 0"
                 )
         if each.sampling.min_p > 0 and rollout.engine.deterministic:
             yield (
                 f"{setting}.sampling.min_p is set with rollout.engine.deterministic=true, where SGLang cannot sample "
                 "with it; expected one of them"
+            )
+
+
+def _pair_errors(planned: PlannedSet, algorithm: str) -> Iterator[str]:
+    """Settings of responses, which are not generated where the data have them."""
+    why = f"algorithm.name={algorithm}, which learns from responses that the data have, without engines"
+    if planned.name != metrics.EVAL:
+        yield f"evaluation.{planned.name} is set with {why}; expected evaluation.{metrics.EVAL} alone: held-out pairs"
+        return
+    for name, field in EvaluationSet.model_fields.items():
+        if name not in _OF_PAIRS and getattr(planned.settings, name) != field.get_default(call_default_factory=True):
+            yield (
+                f"evaluation.{planned.name}.{name} is set with {why}; expected {', '.join(_OF_PAIRS)} alone: an "
+                "evaluation is of held-out pairs"
             )
 
 
@@ -180,11 +246,12 @@ def keep_best_errors(
         return
     name = best.set_name
     if name not in sets or best.metric not in sets[name].metrics:
-        there = sets[name].metrics if name in sets else [metrics.of_set(each, "pass@1") for each in sets]
+        there = sets[name].metrics if name in sets else [metrics.of_set(each, of.measure) for each, of in sets.items()]
         expected = f"one of {', '.join(there)}" if there else "a set in evaluation, and a figure of it"
         yield f"checkpoint.keep_best.metric={best.metric} is not measured in this run, expected {expected}"
         return
-    interval, first = sets[name].interval, saves_first and sets[name].before_train
+    settings = sets[name].settings
+    interval, first = settings.interval, saves_first and settings.before_train
     both = math.lcm(interval, save) if interval is not None else steps
     if both >= steps and not first:
         measured = f"every {interval} steps" if interval is not None else "after the last step alone"

@@ -70,12 +70,12 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.rollout.top_p": here("rollout.sampling.top_p"),
     "actor_rollout_ref.rollout.top_k": here("rollout.sampling.top_k"),
     "actor_rollout_ref.rollout.val_kwargs": OF_EACH_SET,
-    "actor_rollout_ref.rollout.val_kwargs.temperature": here("trainer.eval_temperature", note=OF_A_SET),
-    "actor_rollout_ref.rollout.val_kwargs.n": here("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
-    "actor_rollout_ref.rollout.val_kwargs.top_p": here("trainer.eval_sampling.top_p", note=OF_A_SET),
-    "actor_rollout_ref.rollout.val_kwargs.top_k": here("trainer.eval_sampling.top_k", note=OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.temperature": here("evaluation.eval.temperature", note=OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.n": here("evaluation.eval.samples", note=OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.top_p": here("evaluation.eval.sampling.top_p", note=OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.top_k": here("evaluation.eval.sampling.top_k", note=OF_A_SET),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": here(
-        "trainer.eval_temperature", note="0 takes the likeliest token"
+        "evaluation.eval.temperature", note="0 takes the likeliest token"
     ),
     "actor_rollout_ref.actor.optim.lr": here("train.optimizer.lr"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": here("train.optimizer.warmup_steps"),
@@ -86,7 +86,7 @@ VERL: Mapping[str, str] = {
     "data.train_files": TRAIN_FILES,
     "data.val_files": EVALUATED,
     "data.train_batch_size": PROMPTS,
-    "data.val_batch_size": "absent: an evaluation is one batch; trainer.eval_prompts is how many prompts it has",
+    "data.val_batch_size": "absent: an evaluation is one batch; evaluation.eval.prompts is how many prompts it has",
     "data.max_prompt_length": PROMPT_LENGTH,
     "data.max_response_length": RESPONSE,
     "data.prompt_key": PROMPT_COLUMN,
@@ -126,7 +126,7 @@ VERL: Mapping[str, str] = {
     "algorithm.use_kl_in_reward": here("algorithm.kl_in", note="kl_in=reward, with kl_coef above 0"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": here("algorithm.name"),
     "algorithm.norm_adv_by_std_in_grpo": here("algorithm.normalise_advantages_by_std"),
-    "trainer.val_before_train": here("trainer.eval_before_train", note="of a set evaluation.NAME.before_train"),
+    "trainer.val_before_train": here("evaluation.eval.before_train", note=OF_A_SET),
     "trainer.critic_warmup": here("algorithm.critic_warmup_steps"),
     "trainer.project_name": here("metrics.wandb.project"),
     "trainer.experiment_name": here("name"),
@@ -168,8 +168,8 @@ NEMO_RL: Mapping[str, str] = {
     "grpo.use_dynamic_sampling": DYNAMIC,
     "grpo.overlong_filtering": here("algorithm.overlong_filter", note="with algorithm.name=dapo"),
     "grpo.val_period": INTERVAL,
-    "grpo.val_at_start": here("trainer.eval_before_train", note="of a set evaluation.NAME.before_train"),
-    "grpo.max_val_samples": here("trainer.eval_prompts", note="of a set evaluation.NAME.prompts"),
+    "grpo.val_at_start": here("evaluation.eval.before_train", note=OF_A_SET),
+    "grpo.max_val_samples": here("evaluation.eval.prompts", note=OF_A_SET),
     "grpo.seed": here("seed"),
     "grpo.async_grpo": ASYNC,
     "grpo.async_grpo.enabled": ASYNC,
@@ -701,17 +701,17 @@ ANYWHERE: Mapping[str, str] = {
     "test_freq": INTERVAL,
     "eval_steps": INTERVAL,
     "eval_interval": INTERVAL,
-    "val_before_train": here("trainer.eval_before_train", note="of a set evaluation.NAME.before_train"),
-    "skip_eval_before_train": here("trainer.eval_before_train", note="false skips it"),
+    "val_before_train": here("evaluation.eval.before_train", note=OF_A_SET),
+    "skip_eval_before_train": here("evaluation.eval.before_train", note="false skips it"),
     "val_only": ALONE,
     "eval_only": ALONE,
     "val_files": EVALUATED,
     "eval_prompt_data": EVALUATED,
     "eval_data": EVALUATED,
-    "n_samples_per_eval_prompt": here("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
-    "eval_n_samples_per_prompt": here("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
-    "eval_top_p": here("trainer.eval_sampling.top_p", note=OF_A_SET),
-    "eval_top_k": here("trainer.eval_sampling.top_k", note=OF_A_SET),
+    "n_samples_per_eval_prompt": here("evaluation.eval.samples", note=OF_A_SET),
+    "eval_n_samples_per_prompt": here("evaluation.eval.samples", note=OF_A_SET),
+    "eval_top_p": here("evaluation.eval.sampling.top_p", note=OF_A_SET),
+    "eval_top_k": here("evaluation.eval.sampling.top_k", note=OF_A_SET),
     "eval_max_response_len": here("evaluation", note="{NAME: {max_new_tokens: ...}}"),
     "val_kwargs": OF_EACH_SET,
     "metric_for_best_model": here("checkpoint.keep_best.metric", note="such as eval/NAME/pass@1"),
@@ -733,7 +733,16 @@ ANYWHERE: Mapping[str, str] = {
     "track_metrics": here("metrics", note="on the command line --track_metrics"),
 }
 
-RECIPE_NAMES: Mapping[str, str] = {**VERL, **NEMO_RL, **PRIME_RL, **ANYWHERE}
+EARLIER: Mapping[str, str] = {
+    **{
+        f"trainer.eval_{name}": here(f"evaluation.eval.{name}", note=OF_A_SET)
+        for name in ("before_train", "interval", "prompts", "samples", "temperature", "sampling")
+    },
+    "trainer.eval_beside": here("trainer.async_evaluation"),
+}
+"""Settings that have another name here than in an earlier version."""
+
+RECIPE_NAMES: Mapping[str, str] = {**VERL, **NEMO_RL, **PRIME_RL, **ANYWHERE, **EARLIER}
 """Of a recipe."""
 
 _SET_IN_RECIPE = 'in the recipe, as recipe={"group": {"key": ...}}'

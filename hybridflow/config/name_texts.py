@@ -43,10 +43,10 @@ STORE = here("samples.store", note="in samples/ of the run's directory, which hy
 TOKENIZER = "absent: the tokenizer is that in the model's directory"
 TP = here("train.layout.tp", note="of the engines rollout.engine.tp")
 
-OF_A_SET = "of a set evaluation.NAME has the same"
+OF_A_SET = "evaluation.NAME has the same for another set"
 EVALUATED = here("evaluation", note="{NAME: {data: {path: ...}}}; with data.source=jsonl also data.jsonl.eval_path")
 OF_EACH_SET = here("evaluation", note="{NAME: {samples: ..., temperature: ..., sampling: {...}}}")
-INTERVAL = here("trainer.eval_interval", note="of a set evaluation.NAME.interval")
+INTERVAL = here("evaluation.eval.interval", note=OF_A_SET)
 ALONE = "absent: hybridflow evaluate measures a model without training"
 CONTEXT = here("rollout.engine.context_length", note="of prompt and response; of the response sampling.max_new_tokens")
 COLOCATED = "absent: roles whose placement is the same devices share them"

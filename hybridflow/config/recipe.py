@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from engine3d.rollout.config import RolloutConfig, SamplingConfig
+from engine3d.rollout.config import RolloutConfig
 from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import STATE_SETTINGS, TrainConfig
 from hybridflow.algorithms.config import AnyAlgorithm
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.algorithm_fit import misfits
@@ -70,8 +71,8 @@ class Recipe(Settings):
     """Its score is added to the costs of the functions."""
     warmup: WarmupConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
-    evaluation: dict[str, EvaluationSet] = Field(default_factory=dict)
-    """Held-out sets by name, beside the one that the data have; each has the settings below."""
+    evaluation: dict[str, EvaluationSet | None] = Field(default_factory=dict)
+    """Held-out sets by name; each has the settings below. Null takes one of a base away, or `eval`."""
     placement: PlacementConfig
     metrics: MetricsConfig = MetricsConfig()
     samples: SamplesConfig = SamplesConfig()
@@ -100,39 +101,13 @@ class Recipe(Settings):
         return data
 
     @model_validator(mode="after")
-    def _evaluation_can_sample(self) -> Recipe:
-        try:
-            sampling = self.eval_sampling
-        except ValidationError as error:
-            reason = error.errors()[0]["ctx"]["error"]
-            raise ValueError(f"trainer.eval_sampling with trainer.eval_temperature: {reason}") from None
-        cut = [name for name in ("top_p", "top_k", "min_p") if name in sampling.altered]
-        if cut and sampling.temperature == 0:
-            raise ValueError(
-                f"trainer.eval_sampling.{cut[0]} is set with trainer.eval_temperature=0, which takes the most likely "
-                "token; expected a temperature above 0"
-            )
-        if sampling.min_p > 0 and self.rollout.engine.deterministic:
-            raise ValueError(
-                "trainer.eval_sampling.min_p is set with rollout.engine.deterministic=true, where SGLang cannot sample "
-                "with it; expected one of them"
-            )
-        return self
-
-    @property
-    def eval_sampling(self) -> SamplingConfig:
-        """How the responses of an evaluation are drawn."""
-        own = self.trainer.eval_sampling.model_dump() | {"temperature": self.trainer.eval_temperature}
-        return SamplingConfig(**self.rollout.sampling.model_dump() | own)
-
-    @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
         fitting = [
             *misfits(self.algorithm, self.trainer, self.rollout, self.data),
             *self._of_engines(),
             *self._of_sets(),
         ]
-        if errors := [*self._missing(), *fitting, *self._unused(), *self._unmeasured()]:
+        if errors := [*self._missing(), *fitting, *self._unused()]:
             raise ValueError("; ".join(errors))
         return self
 
@@ -145,13 +120,7 @@ class Recipe(Settings):
 
     def _of_sets(self) -> Iterator[str]:
         """What is wrong with the held-out sets, or with the choice of a best checkpoint by one of them."""
-        if self.evaluation and not self.algorithm.needs_engines:
-            yield (
-                f"evaluation is set with algorithm.name={self.algorithm.name}, which learns from responses that the "
-                "data have, without engines; expected none of it: an evaluation is of held-out pairs"
-            )
-            return
-        yield from set_errors(self.sets, self.rollout)
+        yield from set_errors(self.sets, self.data, self.rollout, self.algorithm.name)
         if self.trainer.epochs_of_data is None:
             yield from self.keep_best_errors()
 
@@ -162,25 +131,9 @@ class Recipe(Settings):
 
     @property
     def sets(self) -> dict[str, PlannedSet]:
-        """The held-out sets of `evaluation`, by name."""
-        return planned_sets(self.evaluation, self.trainer, self.rollout, self.reward)
-
-    @property
-    def has_own_evaluation(self) -> bool:
-        """Whether the data have a held-out set of their own, beside those of `evaluation`."""
-        return self.data.source != "files"
-
-    def _unmeasured(self) -> Iterator[str]:
-        """What is set of an evaluation that data from files have not: theirs is of named sets."""
-        if self.data.source != "files":
-            return
-        for setting, own in (("eval_prompts", "prompts"), ("eval_samples", "samples")):
-            given = getattr(self.trainer, setting)
-            if given != TrainerConfig.model_fields[setting].default:
-                yield (
-                    f"trainer.{setting}={given} with data.source=files, whose held-out prompts are of evaluation; "
-                    f"expected {TrainerConfig.model_fields[setting].default}, and evaluation.NAME.{own}"
-                )
+        """The held-out sets by name: those of `evaluation`, and `eval`."""
+        pairs = not self.algorithm.needs_engines
+        return planned_sets(self.evaluation, self.data, self.rollout, self.reward, pairs=pairs)
 
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""
@@ -359,6 +312,11 @@ class Recipe(Settings):
         return True
 
     @property
+    def unpaired(self) -> bool:
+        """True if one response to each prompt of given responses is enough."""
+        return isinstance(self.algorithm, KTOSettings)
+
+    @property
     def starts_engines(self) -> bool:
         """Whether engines generate in this run."""
         return self.algorithm.needs_engines
@@ -366,7 +324,7 @@ class Recipe(Settings):
     @property
     def runs_ahead(self) -> bool:
         """Whether engines generate while models learn."""
-        return self.trainer.max_staleness > 0 or self.rollout.stream is not None or self.trainer.eval_beside
+        return self.trainer.max_staleness > 0 or self.rollout.stream is not None or self.trainer.async_evaluation
 
     @property
     def trained_roles(self) -> tuple[str, ...]:

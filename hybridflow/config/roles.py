@@ -121,7 +121,7 @@ class RolloutRole(Settings):
             raise ValueError(
                 f"sampling.{name}={value:g} draws tokens from another distribution than the policy's at the sampling "
                 "temperature, whose log-probs are learned from: gradient, ratio and KL would be of what was not drawn; "
-                f"expected {NEUTRAL[name]:g}, or trainer.eval_sampling.{name} for evaluation alone"
+                f"expected {NEUTRAL[name]:g}, or evaluation.NAME.sampling.{name} for evaluation alone"
             )
         return self
 

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from engine3d.errors import UserError
-from engine3d.rollout.config import Alterations
 from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import OptimizerConfig
+from hybridflow.metrics.names import set_of
 
 MOST_STEPS = 1_000_000_000
 
@@ -65,20 +64,8 @@ class TrainerConfig(Settings):
     """Versions by which the weights that made a sample may be older than those that learn from it. At 1 the engines
     respond to the next step's prompts while the models learn from this one's; they need devices of their own. Above 1
     only with `rollout.stream`."""
-    eval_before_train: bool = True
-    """Evaluate before the first step."""
-    eval_interval: int | None = Field(None, ge=1)
-    """Steps between evaluations; only before the first, if at all, and after the last if null."""
-    eval_prompts: int | None = Field(None, ge=1)
-    """Held-out prompts of an evaluation; all of them if null."""
-    eval_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
-    """Responses to each held-out prompt, over which the mean is."""
-    eval_temperature: float = Field(0.0, ge=0)
-    """Temperature of those responses; 0 takes the most likely token."""
-    eval_sampling: Alterations = Alterations()
-    """What else those responses are drawn by, from which nothing is learned; the rest is as in rollout.sampling."""
-    eval_beside: bool = False
-    """Evaluate beside training: the engines respond to the held-out prompts while the models learn the next step, whose
+    async_evaluation: bool = False
+    """Evaluate in the background: the engines respond to held-out prompts while the models learn the next step, whose
     weights wait for the end of the evaluation. The engines need devices of their own."""
     export: bool = True
     """Write the trained model as a HuggingFace directory at the end."""
@@ -147,21 +134,29 @@ class BestConfig(Settings):
     """Which checkpoint is never removed, however old it is."""
 
     metric: str
-    """Figure of a set in `evaluation`, such as `eval/NAME/pass@1`; of checkpoints of steps at which it was measured."""
+    """Figure of a set in `evaluation`, such as `eval/NAME/pass@1`, or `eval/accuracy` of the set `eval`; of checkpoints
+    of steps at which it was measured."""
     mode: Literal["max", "min"] = "max"
     """Whether larger values are better, or smaller ones."""
 
     @field_validator("metric", mode="after")
     @classmethod
     def _is_of_a_set(cls, metric: str) -> str:
-        if not re.fullmatch(r"eval/[^/]+/[^/]+", metric):
+        if set_of(metric) is None:
             raise ValueError(f"{metric!r} is no figure of a set in evaluation, expected such as eval/NAME/pass@1")
         return metric
 
     @property
     def set_name(self) -> str:
-        """Of the set that it is a figure of."""
-        return self.metric.split("/")[1]
+        """Name of the set."""
+        return self.set_and_figure[0]
+
+    @property
+    def set_and_figure(self) -> tuple[str, str]:
+        """The set, and the figure of it."""
+        found = set_of(self.metric)
+        assert found is not None
+        return found
 
     def is_better(self, value: float, than: float) -> bool:
         """Whether a value is better than one of before."""

@@ -136,6 +136,11 @@ class DataConfig(Settings):
     ("cut_middle"). How many there are is said.
     Reward functions get the whole prompt."""
 
+    @property
+    def holds_out_prompts(self) -> bool:
+        """True if a part of the data is held out, for the set `eval` of `evaluation`."""
+        return self.source != "files"
+
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         for name, files in (("files", self.files), ("jsonl", self.jsonl), ("pairs", self.pairs)):

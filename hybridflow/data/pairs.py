@@ -16,7 +16,7 @@ from hybridflow.data.files.messages import Tools, from_text, read_messages, read
 from hybridflow.data.files.opening import default_cache, files_of, open_rows
 from hybridflow.data.files.rows import Row, batches, has, value_of, without_nulls
 from hybridflow.data.remarks import TOOLS
-from hybridflow.data.tasks import Example, arithmetic_splits, listed, with_error
+from hybridflow.data.tasks import Example, arithmetic_held_out, arithmetic_splits, listed, with_error
 
 Text = str | list[int] | list[dict[str, Any]]
 """A text, its token ids, or messages."""
@@ -42,16 +42,8 @@ class Pair:
     unread_tools: bool = False
 
 
-@dataclass(frozen=True)
-class PairSplits:
-    """The pairs to learn from, and to evaluate with."""
-
-    train: Sequence[Pair]
-    evaluation: Sequence[Pair]
-
-
-def load_pairs(config: DataConfig, *, unpaired: bool) -> PairSplits:
-    """The pairs that `config` asks for.
+def load_pairs(config: DataConfig, *, unpaired: bool) -> list[Pair]:
+    """The pairs to train on that `config` asks for.
 
     Args:
         config: with files of pairs, or the arithmetic task: right against wrong answers.
@@ -61,12 +53,15 @@ def load_pairs(config: DataConfig, *, unpaired: bool) -> PairSplits:
         UserError: naming file and line of what cannot serve.
     """
     if (pairs := config.pairs) is not None:
-        return PairSplits(*(read_pairs(path, pairs, unpaired=unpaired) for path in (pairs.train_path, pairs.eval_path)))
-    splits, seed = arithmetic_splits(config.arithmetic), config.arithmetic.seed
-    return PairSplits(
-        arithmetic_pairs(splits.train, f"{seed}:train pairs"),
-        arithmetic_pairs(splits.evaluation, f"{seed}:held-out pairs"),
-    )
+        return read_pairs(pairs.train_path, pairs, unpaired=unpaired)
+    return arithmetic_pairs(arithmetic_splits(config.arithmetic).train, f"{config.arithmetic.seed}:train pairs")
+
+
+def load_held_out_pairs(config: DataConfig, *, unpaired: bool) -> list[Pair]:
+    """The pairs that `config` holds out; arguments and errors as of `load_pairs`."""
+    if (pairs := config.pairs) is not None:
+        return read_pairs(pairs.eval_path, pairs, unpaired=unpaired)
+    return arithmetic_pairs(arithmetic_held_out(config.arithmetic), f"{config.arithmetic.seed}:held-out pairs")
 
 
 def arithmetic_pairs(problems: Iterable[Example], seed: str) -> list[Pair]:

@@ -11,7 +11,7 @@ from typing import Any
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_DIGITS_OF_DATA, FileError, JsonError, json_kind, lines, parse_json
 from hybridflow.data.answers import AnswerCounts, as_answer
-from hybridflow.data.config import ArithmeticConfig, DataConfig
+from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
 
 ARITHMETIC_CHARACTERS = "0123456789+-*="
 """Every character of every arithmetic prompt and answer."""
@@ -38,15 +38,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """The examples of each phase. An index into `train` or `evaluation` is the identity of that prompt."""
+    """The examples of each phase that trains. An index into `train` is the identity of that prompt."""
 
     sft: Sequence[Example]
     train: Sequence[Example]
-    evaluation: Sequence[Example]
 
 
 def load_splits(config: DataConfig) -> Splits:
-    """The examples that `config` asks for; of files of pairs only the supervised ones.
+    """The examples to train on that `config` asks for; of files of pairs only the supervised ones.
 
     Raises:
         UserError: naming file and line of what cannot serve.
@@ -60,21 +59,28 @@ def load_splits(config: DataConfig) -> Splits:
                 answer_field=pairs.chosen_field,
                 text_answers=True,
             )
-        return Splits(sft=supervised, train=[], evaluation=[])
-    if config.jsonl is None:
+        return Splits(sft=supervised, train=[])
+    if (jsonl := config.jsonl) is None:
         return arithmetic_splits(config.arithmetic)
-    jsonl = config.jsonl
-
-    def read(path: Path, *, text_answers: bool = False) -> list[Example]:
-        return read_jsonl(
-            path, prompt_field=jsonl.prompt_field, answer_field=jsonl.answer_field, text_answers=text_answers
-        )
-
     return Splits(
-        sft=[] if jsonl.sft_path is None else read(jsonl.sft_path, text_answers=True),
-        train=read(jsonl.train_path),
-        evaluation=read(jsonl.eval_path),
+        sft=[] if jsonl.sft_path is None else _read_split(jsonl, jsonl.sft_path, text_answers=True),
+        train=_read_split(jsonl, jsonl.train_path),
     )
+
+
+def load_held_out(config: DataConfig) -> Sequence[Example]:
+    """The examples that `config` holds out, for the set `eval`.
+
+    Raises:
+        UserError: naming file and line of what cannot serve.
+    """
+    if (jsonl := config.jsonl) is not None:
+        return _read_split(jsonl, jsonl.eval_path)
+    return arithmetic_held_out(config.arithmetic)
+
+
+def _read_split(jsonl: JsonlConfig, path: Path, *, text_answers: bool = False) -> list[Example]:
+    return read_jsonl(path, prompt_field=jsonl.prompt_field, answer_field=jsonl.answer_field, text_answers=text_answers)
 
 
 def field_names(examples: Iterable[Example]) -> tuple[str, ...]:
@@ -83,11 +89,11 @@ def field_names(examples: Iterable[Example]) -> tuple[str, ...]:
 
 
 def arithmetic_splits(config: ArithmeticConfig) -> Splits:
-    """Three disjoint samples of the problem space, for example Example("17+25=", "42").
+    """Two disjoint samples of the problem space, for example Example("17+25=", "42").
 
-    They are consecutive pieces of one random permutation of all problems, which depends on the seed alone, so no
-    problem is in two of them. The evaluation problems do not change with the sizes of the other splits, nor the
-    supervised ones with train_size. 17+25 and 25+17 are two problems.
+    With those of `arithmetic_held_out`, which come first, they are consecutive pieces of one random permutation of all
+    problems, which depends on the seed alone, so no problem is in two of them. The supervised problems do not change
+    with train_size. 17+25 and 25+17 are two problems.
     """
     wanted = config.eval_size + config.sft_size + config.train_size
     drawn = [_problem(config, index) for index in _permutation_head(config.problems, wanted, config.seed)]
@@ -97,7 +103,13 @@ def arithmetic_splits(config: ArithmeticConfig) -> Splits:
         with_error(example, generator) if generator.random() < config.sft_wrong else example
         for example in drawn[config.eval_size : first_train]
     ]
-    return Splits(evaluation=drawn[: config.eval_size], sft=supervised, train=drawn[first_train:])
+    return Splits(sft=supervised, train=drawn[first_train:])
+
+
+def arithmetic_held_out(config: ArithmeticConfig) -> list[Example]:
+    """The held-out problems, which do not change with the sizes of the splits of `arithmetic_splits`."""
+    head = _permutation_head(config.problems, config.eval_size, config.seed)
+    return [_problem(config, index) for index in head]
 
 
 def with_error(example: Example, generator: random.Random) -> Example:

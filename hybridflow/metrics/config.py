@@ -76,6 +76,6 @@ class MetricsConfig(Settings):
     device_interval_s: float = Field(1.0, ge=0, le=LONGEST_S)
     """Seconds between two samples of each GPU's utilisation, memory, power and clock; 0 takes none."""
     samples_per_step: int = Field(4, ge=0)
-    """Samples of each step and each evaluation that `samples.jsonl` and the report show as texts; 0 writes none."""
+    """Samples of each step that `samples.jsonl` and the report show as texts; 0 writes none."""
     sample_characters: int = Field(1000, ge=10)
     """Most characters of a prompt, a response or an answer there: what is longer loses its middle."""

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 CONFIDENCE = 0.95
 """Of every interval."""
 _Z = 1.959963984540054
 """The standard normal distribution's quantile for it, at 1 - (1 - CONFIDENCE) / 2."""
 
-REWARD = "reward_mean"
+Measure = Literal["accuracy", "reward_mean", "score_mean", "preference_accuracy"]
+"""Figure that sums up a set: the share of exact matches; the mean reward of other reward functions; the mean score of
+the reward model where there are no functions; or the accuracy on pairs of `data`, where no engines run."""
+ACCURACY: Measure = "accuracy"
+REWARD: Measure = "reward_mean"
+SCORE: Measure = "score_mean"
+PREFERENCE: Measure = "preference_accuracy"
+PREFERENCE_LOSS, PREFERENCE_MARGIN = "preference_loss", "preference_margin"
 LENGTH = "response_length_mean"
 TRUNCATED = "truncated_fraction"
 LOW, HIGH = "_low", "_high"
@@ -133,10 +141,13 @@ def over_prompts(values: Sequence[float], *, proportion: bool) -> Estimate:
     return Estimate(mean, low, high, count)
 
 
-def estimates(groups: Iterable[Sequence[Response]], k: int, *, votes: bool) -> dict[str, Estimate]:
+def estimates(
+    groups: Iterable[Sequence[Response]], k: int, *, votes: bool, measure: Measure = REWARD
+) -> dict[str, Estimate]:
     """The figures of an evaluation, by name: as `figure_names` has them.
 
-    - `reward_mean`: mean reward of a prompt's responses, over prompts.
+    - `reward_mean`: mean reward of a prompt's responses, over prompts. As `accuracy` it has no interval of its
+      own: that is the interval of `mean@k`.
     - `mean@k`: share of a prompt's responses that pass, over prompts.
     - `pass@j`: chance that one of j responses passes. Prompts of which fewer than j responses were scored are left out.
     - `maj@k`: whether the response with the most frequent final answer passes. Responses without one do not vote; a
@@ -146,6 +157,7 @@ def estimates(groups: Iterable[Sequence[Response]], k: int, *, votes: bool) -> d
         groups: for each prompt its responses that were scored, in the order in which they were drawn.
         k: responses that were asked for.
         votes: whether responses vote.
+        measure: name of the mean reward.
 
     Raises:
         ValueError: no response was scored.
@@ -154,7 +166,8 @@ def estimates(groups: Iterable[Sequence[Response]], k: int, *, votes: bool) -> d
     passed = [sum(each.passes for each in group) for group in scored]
     counts = [len(group) for group in scored]
     rewards = [math.fsum(each.reward for each in group) / len(group) for group in scored]
-    found = {REWARD: over_prompts(rewards, proportion=False)}
+    mean = over_prompts(rewards, proportion=False)
+    found: dict[str, Estimate] = {measure: replace(mean, low=None, high=None) if measure == ACCURACY else mean}
     shares = [passing / count for passing, count in zip(passed, counts, strict=True)]
     found[f"mean@{k}"] = over_prompts(shares, proportion=True)
     for j in sizes(k):
@@ -168,9 +181,9 @@ def estimates(groups: Iterable[Sequence[Response]], k: int, *, votes: bool) -> d
     return found
 
 
-def figure_names(k: int, *, votes: bool) -> list[str]:
-    """What an evaluation with k responses to each prompt measures."""
-    return [REWARD, f"mean@{k}", *(f"pass@{j}" for j in sizes(k)), *([f"maj@{k}"] if votes and k > 1 else [])]
+def figure_names(k: int, *, votes: bool, measure: Measure = REWARD) -> list[str]:
+    """Figures of an evaluation with k responses to each prompt."""
+    return [measure, f"mean@{k}", *(f"pass@{j}" for j in sizes(k)), *([f"maj@{k}"] if votes and k > 1 else [])]
 
 
 def with_intervals(found: Mapping[str, Estimate]) -> dict[str, float]:

@@ -81,10 +81,10 @@ class Metrics:
         for sink in self._sinks:
             sink.write(record)
 
-    def log_samples(self, step: int, samples: Sequence[SampleText], *, phase: str = "train") -> None:
+    def log_samples(self, step: int, samples: Sequence[SampleText]) -> None:
         """Write some samples of a step; to be called after its record was logged."""
         if self._samples is not None and samples:
-            self._samples.write(StepSamples(phase, step, samples))
+            self._samples.write(StepSamples("train", step, samples))
 
     def close(self) -> None:
         """Close every sink. May be called twice."""

@@ -5,6 +5,7 @@ A name is `group/figure_unit`. A step is counted within its phase: "train", or a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 ROLLOUT_THROUGHPUT = "rollout/throughput_tokens_per_sec"
@@ -183,20 +184,10 @@ DEVICE_ENERGY = "device/energy_j"
 ACTOR_GPU_MEMORY = "memory/actor_gpu_mem_mb"
 ACTOR_GPU_RESERVED = "memory/actor_gpu_reserved_mb"
 SFT_LOSS = "sft/loss"
-EVAL_ACCURACY = "eval/accuracy"
-EVAL_REWARD = "eval/reward_mean"
-EVAL_SCORE = "eval/score_mean"
-EVAL_TRAINING_ACCURACY = "eval/training_accuracy"
-EVAL_TRAINING_REWARD = "eval/training_reward_mean"
-EVAL_TRAINING_SCORE = "eval/training_score_mean"
-EVAL_PREFERENCE = "eval/preference_accuracy"
-EVAL_TRAINING_PREFERENCE = "eval/training_preference_accuracy"
-EVAL_PREFERENCE_LOSS = "eval/preference_loss"
-EVAL_PREFERENCE_MARGIN = "eval/preference_margin"
 EVAL_WAIT_TIME = "eval/wait_ms"
-"""Of a step: how long its weights waited for the end of the evaluation beside it."""
-EVAL_PROMPTS = "eval/prompts"
-EVAL_TRAINING_PROMPTS = "eval/training_prompts"
+"""Time for which a step's weights waited for the end of an asynchronous evaluation."""
+EVAL = "eval"
+"""Name of the set of held-out prompts of `data`, whose metrics are `eval/FIGURE`."""
 SET_PROMPTS, SET_SAMPLES, SET_TIME = "prompts", "samples", "time_ms"
 """Of a set of `evaluation`, as `of_set` names it: prompts and responses in its figures, and how long it took."""
 SET_LEFT_OUT = "left_out_samples"
@@ -313,8 +304,14 @@ def coefficient(setting: str) -> str:
 
 
 def of_set(name: str, figure: str) -> str:
-    """Of a set of `evaluation`; figures are those of `evaluation_statistics` and the `SET_...` above."""
-    return f"eval/{name}/{figure}"
+    """Metric of a held-out set; figures are those of `evaluation_statistics` and the `SET_...` above."""
+    return f"eval/{figure}" if name == EVAL else f"eval/{name}/{figure}"
+
+
+def set_of(metric: str) -> tuple[str, str] | None:
+    """The set and the figure that `of_set` names so; None for another metric."""
+    found = re.fullmatch(r"eval/(?:([^/]+)/)?([^/]+)", metric)
+    return (found[1] or EVAL, found[2]) if found is not None else None
 
 
 def of_source(name: str, figure: str) -> str:

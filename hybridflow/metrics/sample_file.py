@@ -21,7 +21,7 @@ class SampleText:
         prompt: as the model saw it.
         response: its text.
         answer: of the data, as reward functions get it.
-        reward: that it is learned from, or evaluated with.
+        reward: that it is learned from.
         version: of the weights that made it.
         sample: its id.
         row: of the data that the prompt is of, as "SOURCE:ROW"; empty where rows have no names.

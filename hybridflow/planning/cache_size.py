@@ -35,49 +35,39 @@ class Lengths:
 
     Args:
         prompt: of the longest prompt to learn from.
-        held_out_prompt: of the longest one of an evaluation.
-        response: of the longest response.
-        held_out: prompts of an evaluation.
+        response: of the longest response to learn from.
         together: of the longest prompt to learn from with the longest response to it; as many as both if None.
-        held_out_response: of the longest response of an evaluation; as `response` if None.
         sets: of `evaluation`.
     """
 
     prompt: int
-    held_out_prompt: int
     response: int
-    held_out: int
     together: int | None = None
-    held_out_response: int | None = None
     sets: tuple[SetLengths, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        recipe: Recipe,
-        train: Sequence[Sequence[int]],
-        held_out: Sequence[Sequence[int]],
-        sets: Mapping[str, Prompts] | None = None,
-    ) -> Lengths:
-        """Of prompts as token ids."""
-        table, response = recipe.rollout.sampling_table, recipe.rollout.sampling.max_new_tokens
-        lengths, evaluated = (np.unique(PackedPrompts.of(each).lengths()).tolist() for each in (train, held_out))
-        adaptive = bool(recipe.rollout.adaptive_sampling)
+    def of(cls, recipe: Recipe, train: Sequence[Sequence[int]], sets: Mapping[str, Prompts]) -> Lengths:
+        """The lengths of a recipe's prompts.
+
+        Args:
+            recipe: of the run.
+            train: the token ids of each prompt to learn from.
+            sets: the prompts of each set.
+        """
+        table, lengths = recipe.rollout.sampling_table, np.unique(PackedPrompts.of(train).lengths()).tolist()
+        adaptive, planned = bool(recipe.rollout.adaptive_sampling), recipe.sets
         return cls(
             prompt=max(lengths, default=0),
-            held_out_prompt=max(evaluated, default=0),
             response=table.longest_response,
-            held_out=len(held_out),
             together=max(map(table.sequence_tokens, lengths), default=0) if adaptive else None,
-            held_out_response=response if adaptive else None,
             sets=tuple(
                 SetLengths(
                     prompts=len(prompts),
-                    samples=recipe.evaluation[name].samples,
+                    samples=planned[name].settings.samples,
                     sequence=int(PackedPrompts.of(prompts.tokens).lengths().max())
-                    + recipe.sets[name].sampling.max_new_tokens,
+                    + planned[name].sampling.max_new_tokens,
                 )
-                for name, prompts in (sets or {}).items()
+                for name, prompts in sets.items()
             ),
         )
 
@@ -87,15 +77,9 @@ class Lengths:
         return self.prompt + self.response if self.together is None else self.together
 
     @property
-    def held_out_sequence(self) -> int:
-        """The same of an evaluation."""
-        response = self.response if self.held_out_response is None else self.held_out_response
-        return self.held_out_prompt + response
-
-    @property
     def longest_sequence(self) -> int:
         """Of all that the engines generate."""
-        return max(self.sequence, self.held_out_sequence, *(each.sequence for each in self.sets))
+        return max((self.sequence, *(each.sequence for each in self.sets)))
 
 
 def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
@@ -110,10 +94,9 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
     given = recipe.rollout.engine.max_total_tokens
     if given is not None:
         return given
-    trainer, page = recipe.trainer, PAGE_TOKENS[kind]
+    page = PAGE_TOKENS[kind]
     phases = (
         (recipe.groups_under_way, recipe.rollout.samples_per_prompt, lengths.sequence),
-        (lengths.held_out, trainer.eval_samples, lengths.held_out_sequence),
         *((each.prompts, each.samples, each.sequence) for each in lengths.sets),
     )
     groups = recipe.rollout.engine.attention_dp

@@ -20,7 +20,7 @@ from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.evaluation_sets import encode_sets, set_notes
 from hybridflow.planning.prompt_check import check_token_ids
-from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, prompt_limit
+from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, phase_limits, prompt_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
         tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
     limit = prompt_limit(recipe)
     encoded = encode(recipe, tokenizer, limit)
-    phases = {"training": encoded.train, "held-out": encoded.evaluation, "supervised": encoded.sft}
+    phases = {"training": encoded.train, "supervised": encoded.sft}
     sets = encode_sets(recipe, tokenizer)
     lines = [
         f"tokenizer: {len(tokenizer):,} tokens, {'with' if tokenizer.chat_template else 'without'} a chat template; "
@@ -60,11 +60,11 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
             if isinstance(phase, SupervisedPrompts) and encoded.masks is not None:
                 lines += _learned_lines(tokenizer, encoded.answers[index], encoded.masks[index], characters)
     notes = [
-        *overlong_notes(recipe, phases, limit),
+        *overlong_notes(recipe, phases, phase_limits(recipe, limit)),
         *pair_notes(phases, tokenizer),
         *file_notes(recipe, tokenizer, phases),
         *memory_notes(tokenizer, phases, encoded.answers),
-        *set_notes(tokenizer, sets, [encoded.train, encoded.sft]),
+        *set_notes(recipe, tokenizer, sets, [encoded.train, encoded.sft]),
     ]
     return [*lines, *(["", *notes] if notes else [])]
 

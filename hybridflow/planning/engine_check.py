@@ -145,34 +145,6 @@ def check_baselines(recipe: Recipe, layouts: Mapping[str, Layout]) -> None:
         )
 
 
-def check_evaluation(recipe: Recipe, prompts: int, layouts: Mapping[str, Layout]) -> None:
-    """The prompts of evaluation are enough for those who share them.
-
-    Args:
-        prompts: of evaluation.
-        layouts: of each model, and of the engines as "rollout".
-
-    Raises:
-        UserError: one of them would have none.
-    """
-    if "rollout" not in layouts:
-        if prompts < (ranks := layouts["actor"].dp):
-            raise UserError(
-                f"data: {prompts} prompts to evaluate with, expected at least {ranks}: one for each data-parallel rank"
-            )
-        return
-    if prompts < (engines := layouts["rollout"].dp):
-        raise UserError(
-            f"data: {prompts} prompts to evaluate with, expected at least {engines}: a prompt for each rollout engine"
-        )
-    samples = prompts * recipe.trainer.eval_samples
-    if recipe.reward is None and samples < (ranks := layouts["reward_model"].dp):
-        raise UserError(
-            f"data: {prompts} prompts to evaluate with and trainer.eval_samples={recipe.trainer.eval_samples}, "
-            f"expected at least {ranks} samples: one for each data-parallel rank of the reward model"
-        )
-
-
 def check_same_tokens(role: str, path: Path, tokenizer: Path) -> None:
     """A model beside the actor reads the actor's tokens: where both have a `tokenizer.json`, they number alike.
 

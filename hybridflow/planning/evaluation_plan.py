@@ -165,14 +165,18 @@ def _checkpoint(target: Path, root: Path | None, wanted: str) -> Path:
 
 def _chosen(recipe: Recipe, sets: Sequence[str], source: Path) -> list[str]:
     """The sets that are measured. Raises UserError for one that is not there."""
-    if not recipe.evaluation:
-        raise UserError(f"{source} has no sets, expected some in evaluation, or in another recipe (--recipe)")
+    known = [name for name, each in recipe.sets.items() if not each.pairs]
+    if not known:
+        raise UserError(
+            f"{source} has no sets that engines respond to, expected some in evaluation, or in another recipe "
+            "(--recipe)"
+        )
     for name in sets:
-        if name not in recipe.evaluation:
-            raise UserError(f"--set {name}: no such set, expected one of {', '.join(recipe.evaluation)}")
+        if name not in known:
+            raise UserError(f"--set {name}: no such set, expected one of {', '.join(known)}")
     if twice := next((name for name in sets if list(sets).count(name) > 1), None):
         raise UserError(f"--set {twice} stands twice, expected each once")
-    return list(sets or recipe.evaluation)
+    return list(sets or known)
 
 
 def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> list[str]:
@@ -198,7 +202,7 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> l
         with tempfile.TemporaryDirectory() as scratch:
             tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
         sets.update(encode_sets(recipe, tokenizer))
-        notes.extend(set_notes(tokenizer, sets, ()))
+        notes.extend(set_notes(recipe, tokenizer, sets, ()))
         for name, each in sets.items():
             check_token_ids(f"evaluation.{name} prompt", each.tokens, spec.vocab_size)
         if devices is not None:

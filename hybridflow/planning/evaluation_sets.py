@@ -11,12 +11,16 @@ from hybridflow.checkpoint.set_results import learned_from
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.config import FilesConfig, FileSource
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts
+from hybridflow.data.given_responses import pair_notes
+from hybridflow.data.pairs import load_held_out_pairs
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import lines
-from hybridflow.planning.prompts import memory_notes
+from hybridflow.data.tasks import load_held_out
+from hybridflow.data.tokenizer import fit_prompts
+from hybridflow.planning.prompts import encode_given, memory_notes, overlong_notes
 from hybridflow.planning.reward_check import OUTPUT_LINES, check_answers, check_special_tokens
 from hybridflow.rewards.functions import RewardFunctions
 
@@ -25,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
-    """The prompts of each set of `evaluation`, by its name.
+    """The prompts of each set, by its name; `GivenResponses` where no engines run.
 
     Raises:
-        UserError: naming the set, and what of its files cannot serve.
+        UserError: naming the set, and what of its prompts cannot serve.
     """
     found = {}
     for name, each in recipe.sets.items():
@@ -40,38 +44,53 @@ def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str,
 
 
 def _encoded(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
-    limit = context - planned.sampling.max_new_tokens
+    count, limit = planned.settings.prompts, _prompt_limit(recipe, planned)
+    if planned.pairs:
+        pairs = load_held_out_pairs(recipe.data, unpaired=recipe.unpaired)[:count]
+        return encode_given(recipe, tokenizer, pairs, "held-out", limit)
     if limit < 1:
         raise UserError(
-            f"max_new_tokens={planned.sampling.max_new_tokens} leaves no room for a prompt in a context of {context} "
-            "tokens"
+            f"max_new_tokens={planned.sampling.max_new_tokens} leaves no room for a prompt in a context of "
+            f"{limit + planned.sampling.max_new_tokens} tokens"
         )
-    whole = _read(recipe, planned, tokenizer, limit)
-    if not len(whole):
-        raise UserError(f"no prompt of {', '.join(planned.settings.data.path)} is left, expected at least one")
-    wanted = planned.settings.prompts
-    if wanted is None or wanted >= len(whole):
-        return whole
-    return Prompts([whole.examples[row] for row in range(wanted)], [whole.tokens[row] for row in range(wanted)])
+    policy, source = recipe.data.overlong_prompts, planned.settings.data
+    if source is None:
+        examples = load_held_out(recipe.data)[:count]
+        found = Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=policy))
+    else:
+        found = encode_files((source,), _files(recipe, source), tokenizer, max_tokens=limit, policy=policy)
+    if not len(found):
+        where = ", ".join(source.path) if source is not None else "data"
+        raise UserError(f"no prompt of {where} is left, expected at least one")
+    if count is None or count >= len(found):
+        return found
+    return Prompts([found.examples[row] for row in range(count)], [found.tokens[row] for row in range(count)])
 
 
-def _read(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase, limit: int) -> Prompts:
-    """All prompts of the set's files, by the chat template of the training files where there are some.
+def _prompt_limit(recipe: Recipe, planned: PlannedSet) -> int:
+    """Most tokens of a prompt of a set; the responses of pairs share them."""
+    context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
+    return context if planned.pairs else context - planned.sampling.max_new_tokens
+
+
+def _files(recipe: Recipe, source: FileSource) -> FilesConfig:
+    """How the files of a set are read: by the chat template of the training files where there are some.
 
     Limits of training prompts are not those of a set: what is measured does not depend on what is learned from.
     """
-    sources, files = (planned.settings.data,), recipe.data.files
-    config = FilesConfig(train=sources)
-    if files is not None:
-        config = FilesConfig(train=sources, chat=files.chat, cache=files.cache)
-    return encode_files(sources, config, tokenizer, max_tokens=limit, policy=recipe.data.overlong_prompts)
+    files = recipe.data.files
+    if files is None:
+        return FilesConfig(train=(source,))
+    return FilesConfig(train=(source,), chat=files.chat, cache=files.cache)
 
 
-def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], learned: Sequence[Prompts]) -> list[str]:
+def set_notes(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], learned: Sequence[Prompts]
+) -> list[str]:
     """A line for each set of which rows are left out, prompts are learned from, or texts stand beside a chat template.
 
     Args:
+        recipe: of the sets.
         tokenizer: of the model.
         sets: their prompts.
         learned: the prompts of every phase that learns.
@@ -81,7 +100,10 @@ def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], l
         if again := learned_from(prompts, learned):
             notes.append(f"evaluation.{name}: the model learns from {again:,} of its {len(prompts):,} prompts too")
         if not isinstance(prompts, FilePrompts):
-            notes += memory_notes(tokenizer, {f"evaluation.{name}": prompts})
+            phases = {f"evaluation.{name}": prompts}
+            limits = {f"evaluation.{name}": _prompt_limit(recipe, recipe.sets[name])}
+            notes += overlong_notes(recipe, phases, limits)
+            notes += [*pair_notes(phases, tokenizer), *memory_notes(tokenizer, phases)]
             continue
         dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}
         if dropped:
@@ -102,13 +124,19 @@ def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str
 
     Args:
         sets: their prompts.
-        layouts: of each model, and of the engines as "rollout".
+        layouts: of each model, and of the engines, where there are any, as "rollout".
 
     Raises:
         UserError: naming the set, and who would have none.
     """
     for name, planned in recipe.sets.items():
         prompts = len(sets[name])
+        if planned.pairs:
+            if prompts < (ranks := layouts["actor"].dp):
+                raise UserError(
+                    f"evaluation.{name}: {prompts} prompts, expected at least {ranks}: one for each data-parallel rank"
+                )
+            continue
         if prompts < (engines := layouts["rollout"].dp):
             raise UserError(
                 f"evaluation.{name}: {prompts} prompts, expected at least {engines}: a prompt for each rollout engine"
@@ -121,8 +149,13 @@ def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str
             )
 
 
+def scored_like_training(planned: PlannedSet) -> bool:
+    """True if the run's functions score prompts of the run's data, so that `check_rewards` sees to them."""
+    return planned.settings.reward is None and planned.settings.data is None
+
+
 def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_tokens: Sequence[str]) -> list[str]:
-    """Import the functions that score each set, each in a process of its own that ends with the check.
+    """Import the functions that score each other set, each in a process of its own that ends with the check.
 
     Args:
         recipe: of the sets.
@@ -138,7 +171,7 @@ def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_token
     """
     notes: list[str] = []
     for name, planned in recipe.sets.items():
-        if planned.reward is None:
+        if planned.reward is None or scored_like_training(planned):
             continue
         try:
             with RewardFunctions(planned.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:

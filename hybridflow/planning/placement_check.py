@@ -182,8 +182,8 @@ def check_apart(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None
     for role in ("actor", *recipe.models):
         if shared := sorted(set(devices[role]) & set(devices["rollout"])):
             ahead = recipe.trainer.max_staleness > 0 or recipe.rollout.stream is not None
-            setting = "trainer.max_staleness or rollout.stream" if ahead else "trainer.eval_beside=true"
-            otherwise = "rollout.stream with rollout.lend=true" if ahead else "trainer.eval_beside=false"
+            setting = "trainer.max_staleness or rollout.stream" if ahead else "trainer.async_evaluation=true"
+            otherwise = "rollout.stream with rollout.lend=true" if ahead else "trainer.async_evaluation=false"
             raise UserError(
                 f"{setting} with placement.rollout and placement.{role} both on {shared[0].kind}:{shared[0].index} of "
                 f"node {shared[0].node}, expected rollout on devices of its own, or {otherwise}"
@@ -239,8 +239,6 @@ def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
         shared = trainer.mini_batches * replicas
         why = "a pair for each data-parallel rank of each of trainer.mini_batches, and a prompt makes one at most"
         wanted.append(("trainer.prompts_per_step", trainer.prompts_per_step, shared, why))
-    if trainer.eval_prompts is not None:
-        wanted.append(("trainer.eval_prompts", trainer.eval_prompts, engines, "a prompt for each rollout engine"))
     if warmup is not None:
         wanted.append(("warmup.batch_size", warmup.batch_size, replicas, "a sample for each data-parallel rank"))
     for name, value, least, why in wanted:
@@ -263,7 +261,6 @@ def check_given_sizes(recipe: Recipe, replicas: int) -> None:
             trainer.mini_batches * replicas,
             f"a prompt {rank} of each of trainer.mini_batches",
         ),
-        ("trainer.eval_prompts", trainer.eval_prompts, replicas, f"a prompt {rank}"),
         ("warmup.batch_size", warmup.batch_size if warmup is not None else None, replicas, f"a sample {rank}"),
     ]
     for name, value, least, why in wanted:

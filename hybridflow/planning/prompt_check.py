@@ -20,9 +20,9 @@ from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.cache_size import Lengths
-from hybridflow.planning.engine_check import check_evaluation, check_same_tokens, end_notes
+from hybridflow.planning.engine_check import check_same_tokens, end_notes
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
-from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, prompt_limit
+from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, phase_limits, prompt_limit
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,17 @@ class EncodedPrompts:
 
     Args:
         lengths: how long prompts and responses are.
-        phases: the prompts to learn from, and to evaluate with, without those of `sets`.
-        sets: of `evaluation`.
+        train: the prompts to learn from.
+        sets: the prompts of each held-out set.
         notes: which prompts are cut or dropped, in lines.
         special_tokens: that the texts of responses lack.
     """
 
     lengths: Lengths
-    phases: tuple[Prompts, ...]
+    train: Prompts
     sets: Mapping[str, Prompts]
     notes: list[str]
     special_tokens: tuple[str, ...] = ()
-
-    def fields(self) -> tuple[str, ...]:
-        """Names of what the data have beside prompts and answers."""
-        return tuple(dict.fromkeys(field for phase in self.phases for field in phase.fields()))
 
 
 def check_prompts(recipe: Recipe, spec: ModelSpec) -> Lengths:
@@ -76,23 +72,20 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         )
     limit = prompt_limit(recipe)
     encoded = encode(recipe, tokenizer, limit)
-    train, evaluation, sft = encoded.train, encoded.evaluation, encoded.sft
+    train, sft = encoded.train, encoded.sft
     sets = encode_sets(recipe, tokenizer)
-    of: dict[str, Sequence[Sequence[int]]] = {
-        "prompt": train.tokens,
-        "evaluation prompt": evaluation.tokens,
-    }
+    of: dict[str, Sequence[Sequence[int]]] = {"prompt": train.tokens}
     if isinstance(sft, SupervisedPrompts) and sft.whole is not None:
         of |= {"supervised example": sft.whole}
     else:
         of |= {"supervised prompt": sft.tokens, "supervised answer": encoded.answers}
+    of |= {f"evaluation.{name} prompt": each.tokens for name, each in sets.items()}
     of |= {
         f"{name} {place}": [each[place == "second"] for each in phase.responses]
-        for name, phase in (("pair", train), ("evaluation pair", evaluation))
+        for name, phase in {"pair": train, **{f"evaluation.{name} pair": each for name, each in sets.items()}}.items()
         if isinstance(phase, GivenResponses)
         for place in ("first", "second")
     }
-    of |= {f"evaluation.{name} prompt": each.tokens for name, each in sets.items()}
     for what, tokens in of.items():
         check_token_ids(what, tokens, spec.vocab_size)
     check_token_ids(
@@ -107,10 +100,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             "or pairs.sft_path"
         )
     if layouts is not None:
-        if recipe.has_own_evaluation:
-            check_evaluation(recipe, len(evaluation), layouts)
         check_sets(recipe, sets, layouts)
-    lengths = Lengths.of(recipe, train.tokens, evaluation.tokens, sets)
+    lengths = Lengths.of(recipe, train.tokens, sets)
     if isinstance(train, GivenResponses):
         lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
     given = recipe.rollout.engine.max_total_tokens
@@ -121,15 +112,15 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "
             f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
         )
-    phases = {"training": train, "held-out": evaluation, "supervised": sft}
+    phases = {"training": train, "supervised": sft}
     notes = [
         *end_notes(recipe, spec, tokenizer),
-        *overlong_notes(recipe, phases, limit),
+        *overlong_notes(recipe, phases, phase_limits(recipe, limit)),
         *pair_notes(phases, tokenizer),
     ]
     notes += [*file_notes(recipe, tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
-    notes += set_notes(tokenizer, sets, (train, sft))
-    return EncodedPrompts(lengths, (train, evaluation), sets, notes, special_tokens(tokenizer))
+    notes += set_notes(recipe, tokenizer, sets, (train, sft))
+    return EncodedPrompts(lengths, train, sets, notes, special_tokens(tokenizer))
 
 
 def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
-from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.config import SameResponses
@@ -16,7 +15,7 @@ from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
 from hybridflow.data.files.supervised import SupervisedFiles, SupervisedPrompts, encode_supervised
 from hybridflow.data.given_responses import GivenResponses, encode_pairs
-from hybridflow.data.pairs import load_pairs
+from hybridflow.data.pairs import Pair, load_pairs
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import RemarkCounts, lines, of_prompt, of_response, placed
 from hybridflow.data.sampler import PromptOrder, SourceOrder
@@ -55,27 +54,30 @@ def training_limit(recipe: Recipe, limit: int) -> int:
     return recipe.rollout.sampling_table.prompt_limit(limit + recipe.rollout.sampling.max_new_tokens)
 
 
+def phase_limits(recipe: Recipe, limit: int) -> dict[str, int]:
+    """Most tokens of a prompt of each phase that trains, where the longest response leaves room for `limit`."""
+    return {"training": training_limit(recipe, limit), "supervised": limit}
+
+
 @dataclass(frozen=True)
 class Encoded:
     """The prompts of a recipe as tokens.
 
     Args:
         train: to learn from.
-        evaluation: held out.
         sft: of supervised examples.
         answers: what follows each of the last, as token ids.
         masks: of each token of an answer, whether it is learned; all are if None.
     """
 
     train: Prompts
-    evaluation: Prompts
     sft: Prompts
     answers: Sequence[list[int]]
     masks: Sequence[list[bool]] | None = None
 
 
 def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
-    """Training, evaluation and supervised prompts, and the supervised answers, as tokens.
+    """Training and supervised prompts, and the supervised answers, as tokens.
 
     Raises:
         UserError: naming the prompt that cannot be encoded, or is longer than `limit` tokens and to be refused; or
@@ -87,21 +89,17 @@ def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> En
         return _encode_given(recipe, tokenizer, supervised, limit)
     if (files := recipe.data.files) is not None:
         return _encode_files(recipe, files, tokenizer, limit)
-    wanted = {
-        "training": splits.train,
-        "held-out": splits.evaluation[: recipe.trainer.eval_prompts],
-        "supervised": supervised,
-    }
-    policy, limits = recipe.data.overlong_prompts, {"training": training_limit(recipe, limit)}
+    wanted = {"training": splits.train, "supervised": supervised}
+    policy, limits = recipe.data.overlong_prompts, phase_limits(recipe, limit)
     phases = {
-        name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limits.get(name, limit), policy=policy))
+        name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limits[name], policy=policy))
         for name, examples in wanted.items()
     }
     for name, phase in phases.items():
-        _check_left(name, phase, len(wanted[name]), f"more than {limits.get(name, limit)} tokens")
-    train, evaluation, sft = phases.values()
+        _check_left(name, phase, len(wanted[name]), f"more than {limits[name]} tokens")
+    train, sft = phases.values()
     answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
-    return Encoded(train, evaluation, sft, answers)
+    return Encoded(train, sft, answers)
 
 
 def _encode_files(recipe: Recipe, files: FilesConfig, tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
@@ -111,8 +109,8 @@ def _encode_files(recipe: Recipe, files: FilesConfig, tokenizer: PreTrainedToken
     _check_spans("train", train.spans)
     supervised = encode_sft(recipe, tokenizer, limit)
     if supervised is None:
-        return Encoded(train, Prompts([], []), Prompts([], []), [])
-    return Encoded(train, Prompts([], []), supervised.prompts, supervised.answers, supervised.masks)
+        return Encoded(train, Prompts([], []), [])
+    return Encoded(train, supervised.prompts, supervised.answers, supervised.masks)
 
 
 def encode_sft(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> SupervisedFiles | None:
@@ -202,23 +200,43 @@ def _encode_given(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, supervised: Sequence[Example], context: int
 ) -> Encoded:
     """As `encode`, where the data have the responses; with these prompts and responses share the context."""
-    policy, unpaired = recipe.data.overlong_prompts, isinstance(recipe.algorithm, KTOSettings)
-    given = recipe.data.pairs
-    same: SameResponses = given.same_responses if given is not None else "refuse"
-    chat = given.chat if given is not None else None
-    pairs = load_pairs(recipe.data, unpaired=unpaired)
-    wanted = {"training": pairs.train, "held-out": pairs.evaluation[: recipe.trainer.eval_prompts]}
-    phases = {
-        name: encode_pairs(tokenizer, each, context=context, policy=policy, same=same, unpaired=unpaired, chat=chat)
-        for name, each in wanted.items()
-    }
-    for name, phase in phases.items():
-        _check_left(name, phase, len(wanted[name]), f"no room for their responses in {context} tokens")
+    policy = recipe.data.overlong_prompts
+    train = encode_given(recipe, tokenizer, load_pairs(recipe.data, unpaired=recipe.unpaired), "training", context)
     longest = max(map(len, encode_answers(tokenizer, supervised, max_tokens=context - 1)), default=0)
     sft = Prompts(*fit_prompts(tokenizer, supervised, max_tokens=context - longest, policy=policy))
     _check_left("supervised", sft, len(supervised), f"more than {context - longest} tokens")
     answers = encode_answers(tokenizer, sft.examples, max_tokens=longest or 1)
-    return Encoded(phases["training"], phases["held-out"], sft, answers)
+    return Encoded(train, sft, answers)
+
+
+def encode_given(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], name: str, context: int
+) -> GivenResponses:
+    """Pairs of a recipe's data as tokens.
+
+    Args:
+        recipe: of the run.
+        tokenizer: of its model.
+        pairs: of one phase.
+        name: of the phase, for errors.
+        context: most tokens of a prompt and a response to it.
+
+    Raises:
+        UserError: naming the pair that cannot be encoded, or none is left.
+    """
+    given = recipe.data.pairs
+    same: SameResponses = given.same_responses if given is not None else "refuse"
+    found = encode_pairs(
+        tokenizer,
+        pairs,
+        context=context,
+        policy=recipe.data.overlong_prompts,
+        same=same,
+        unpaired=recipe.unpaired,
+        chat=given.chat if given is not None else None,
+    )
+    _check_left(name, found, len(pairs), f"no room for their responses in {context} tokens")
+    return found
 
 
 def _check_left(name: str, phase: Prompts, wanted: int, have: str) -> None:
@@ -226,15 +244,15 @@ def _check_left(name: str, phase: Prompts, wanted: int, have: str) -> None:
         raise UserError(f"data.overlong_prompts=drop leaves no {name} prompt: all {wanted:,} have {have}")
 
 
-def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) -> list[str]:
+def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limits: Mapping[str, int]) -> list[str]:
     """A line for each phase of which prompts were cut or dropped.
 
     Args:
         recipe: with the policy.
         phases: by the name of their prompts.
-        limit: tokens of the longest prompt that stays as it is; to learn from, by `rollout.adaptive_sampling`.
+        limits: tokens of the longest prompt of each that stays as it is.
     """
-    policy, limits = recipe.data.overlong_prompts, {"training": training_limit(recipe, limit)}
+    policy = recipe.data.overlong_prompts
     done = {
         "drop": "dropped",
         "cut_left": "cut, at their beginning",
@@ -242,10 +260,7 @@ def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) ->
         "cut_middle": "cut, in their middle",
     }
     given = not recipe.algorithm.needs_engines
-    have = {
-        name: "no room for their responses" if given else f"more than {limits.get(name, limit)} tokens"
-        for name in phases
-    }
+    have = {name: "no room for their responses" if given else f"more than {limits[name]} tokens" for name in phases}
     return [
         f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have "
         f"{have[name]} and are {done[policy]} (data.overlong_prompts={policy})"

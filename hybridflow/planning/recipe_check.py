@@ -22,10 +22,11 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
 from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.data.prompts import Prompts
 from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
-from hybridflow.planning.evaluation_sets import check_set_rewards
+from hybridflow.planning.evaluation_sets import check_set_rewards, scored_like_training
 from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
 from hybridflow.planning.import_check import check_imports
 from hybridflow.planning.judge_check import check_judge
@@ -196,12 +197,17 @@ def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
             which they lack, or cannot compare with their answers.
     """
     notes: list[str] = []
-    fields = encoded.fields() if encoded is not None else None
+    phases: dict[str, Prompts] = {}
+    if encoded is not None:
+        alike = {
+            f"evaluation.{name}": encoded.sets[name] for name, each in recipe.sets.items() if scored_like_training(each)
+        }
+        phases = {"training": encoded.train, **alike}
+    fields = tuple(dict.fromkeys(field for phase in phases.values() for field in phase.fields()))
     for config in recipe.functions.values():
-        with RewardFunctions(config, fields, output_lines=OUTPUT_LINES) as functions:
+        with RewardFunctions(config, fields if phases else None, output_lines=OUTPUT_LINES) as functions:
             functions.load()
             if encoded is not None:
                 check_special_tokens(config, encoded.special_tokens)
-                phases = dict(zip(("training", "held-out"), encoded.phases, strict=True))
                 notes += check_answers(functions, {name: each for name, each in phases.items() if len(each)})
     return notes

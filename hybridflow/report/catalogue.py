@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from hybridflow.metrics import names as metrics
+from hybridflow.metrics.evaluation_statistics import ACCURACY, PREFERENCE, REWARD, SCORE
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,15 @@ class MetricPlot:
     split_scales: bool = False
 
 
-def _evaluation(name: str, title: str, y_label: str, metric: str) -> MetricPlot:
-    return MetricPlot(name, title, y_label, (metric,), phase="eval")
+def _evaluation(name: str, title: str, y_label: str, figure: str) -> MetricPlot:
+    return MetricPlot(name, title, y_label, (metrics.of_set(metrics.EVAL, figure),), phase="eval")
 
 
 EVALUATIONS = (
-    _evaluation("accuracy", "Held-out accuracy", "accuracy", metrics.EVAL_ACCURACY),
-    _evaluation("eval-reward", "Mean reward of held-out prompts", "reward", metrics.EVAL_REWARD),
-    _evaluation("eval-score", "Mean score of held-out prompts by the reward model", "score", metrics.EVAL_SCORE),
-    _evaluation("eval-preference", "Accuracy on held-out pairs", "accuracy", metrics.EVAL_PREFERENCE),
-    _evaluation("training-preference", "Accuracy on training pairs", "accuracy", metrics.EVAL_TRAINING_PREFERENCE),
-    _evaluation("training-accuracy", "Accuracy on training prompts", "accuracy", metrics.EVAL_TRAINING_ACCURACY),
-    _evaluation("training-reward", "Mean reward of training prompts", "reward", metrics.EVAL_TRAINING_REWARD),
-    _evaluation(
-        "training-score", "Mean score of training prompts by the reward model", "score", metrics.EVAL_TRAINING_SCORE
-    ),
+    _evaluation("accuracy", "Held-out accuracy", "accuracy", ACCURACY),
+    _evaluation("eval-reward", "Mean reward of held-out prompts", "reward", REWARD),
+    _evaluation("eval-score", "Mean score of held-out prompts by the reward model", "score", SCORE),
+    _evaluation("eval-preference", "Accuracy on held-out pairs", "accuracy", PREFERENCE),
 )
 LEARNING = (
     MetricPlot("rewards", "Rewards", "reward", (metrics.REWARD_MEAN, "reward/[^/]+/mean"), band=True),
@@ -221,8 +216,8 @@ _WORDS = (
     (r"data/([^/]+)/reward_mean", "{}"),
     ("reward/pass_at_k", "at least one of k is right"),
     ("reward/valid_fraction", "samples whose group has different rewards"),
-    ("eval/(?:training_)?accuracy", "accuracy"),
-    ("eval/(?:training_)?(?:reward|score)_mean", "mean reward"),
+    ("eval/accuracy", "accuracy"),
+    ("eval/(?:reward|score)_mean", "mean reward"),
     ("sft/loss", "cross-entropy of the answers"),
     ("train/loss", "loss with all penalties"),
     ("train/policy_loss", "policy loss alone"),

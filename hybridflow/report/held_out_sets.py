@@ -11,13 +11,14 @@ import numpy as np
 
 from engine3d.errors import UserError
 from hybridflow.metrics import names as metrics
-from hybridflow.metrics.evaluation_statistics import HIGH, LOW, REWARD
+from hybridflow.metrics.evaluation_statistics import HIGH, LOW, REWARD, SCORE
 from hybridflow.report.plots import Line, LinePlot, is_long
 from hybridflow.report.run_data import RunData, Series
 from hybridflow.report.tables import Cell, Table, text_cell
 from hybridflow.rundir.evaluation_texts import EvaluationText, read_texts, steps_with_texts, text_file
 
-_NAME = re.compile(r"eval/([^/]+)/(.+)")
+_REWARDS = (REWARD, SCORE)
+"""Metrics of a set that are no shares."""
 _SHARE = re.compile(r"(?:mean|pass|maj)@(\d+)")
 _NOTE = "The areas are 95 % confidence intervals over prompts."
 _COLUMNS = ("set", "prompts", "figure", "first", "highest", "last")
@@ -42,7 +43,7 @@ class SetMetric:
 def set_plots(run: RunData) -> Iterator[LinePlot]:
     """Plot the shares of each set: `mean@k`, `pass@k`, `maj@k`."""
     for name, by_metric in _sets(run).items():
-        lines = tuple(_line(metric) for metric in by_metric if metric.name != REWARD)
+        lines = tuple(_line(metric) for metric in by_metric if metric.name not in _REWARDS)
         if lines:
             has_areas = any(line.low is not None for line in lines) and not any(is_long(line.x) for line in lines)
             yield LinePlot(
@@ -99,10 +100,10 @@ def _sets(run: RunData) -> dict[str, list[SetMetric]]:
     logged = run.phases["eval"].series if "eval" in run.phases else {}
     sets: dict[str, list[SetMetric]] = {}
     for name, series in logged.items():
-        match = _NAME.fullmatch(name)
-        if match is not None and (match[2] == REWARD or _SHARE.fullmatch(match[2])):
-            metric = SetMetric(match[2], series, _ends(logged, name, LOW), _ends(logged, name, HIGH))
-            sets.setdefault(match[1], []).append(metric)
+        of, figure = metrics.set_of(name) or ("", "")
+        if figure in _REWARDS or _SHARE.fullmatch(figure):
+            metric = SetMetric(figure, series, _ends(logged, name, LOW), _ends(logged, name, HIGH))
+            sets.setdefault(of, []).append(metric)
     return {name: _without_smaller_passes(of_set) for name, of_set in sets.items()}
 
 

@@ -130,11 +130,12 @@ def _measured(run: RunData, evaluation: MetricPlot) -> str:
         return ""
     first, last = (f"{series.values[end]:.4g} (step {series.steps[end]:.0f})" for end in (0, -1))
     values = first if len(series.steps) == 1 else f"{first} → {last}"
-    counts = [run.series(name, "eval") for name in (metrics.EVAL_PROMPTS, metrics.EVAL_TRAINING_PROMPTS)]
+    names = (metrics.of_set(metrics.EVAL, figure) for figure in (metrics.SET_PROMPTS, metrics.SET_TRAINING))
+    counts = [run.series(name, "eval") for name in names]
     prompts, trained_on = (int(count.values[-1]) if count is not None else 0 for count in counts)
     if not prompts:
         return values  # as earlier versions logged it
-    some = f", {trained_on} of them training prompts" if 0 < trained_on < prompts else ""
+    some = f", {'all' if trained_on == prompts else trained_on} of them training prompts" if trained_on else ""
     return f"{values}, {prompts:,} prompts{some}"
 
 

@@ -115,7 +115,6 @@ def _run(recipe: EvaluationRecipe, directory: Path, model: Path, lock: object) -
         model,
         tokenizer,
         train=none,
-        evaluation=none,
         sft=none,
         answers=[],
         masks=None,

@@ -1,4 +1,4 @@
-"""The evaluations of a run: each while all else waits, or beside the step after it."""
+"""The evaluations of a run: synchronous ones, and ones in the background of the next step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from engine3d.errors import EngineError
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.driver_state import Measurements
-from hybridflow.checkpoint.evaluation_result import Subject
 from hybridflow.checkpoint.set_results import MeasuredSet
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.rollout import LONGEST_ROLLOUT_S
-from hybridflow.trainer.evaluation import Evaluation, begin_evaluation, evaluate_given, evaluate_responses
+from hybridflow.trainer.pair_evaluation import measure_pairs
 from hybridflow.trainer.set_evaluation import SetMeasurer
 from hybridflow.trainer.step import Machinery
 from hybridflow.workers.future import Future as Call
@@ -25,13 +24,12 @@ from hybridflow.workers.future import Future as Call
 
 @dataclass(frozen=True)
 class DueEvaluation:
-    """What is measured of the policy after a step.
+    """The sets that are due after a step.
 
     Args:
         step: after which; 0 is before the first.
         version: of the weights.
-        sets: the named sets for which it is time.
-        own: whether it is time for the prompts of evaluation that the data have.
+        sets: not empty.
         first_sample: the id of its first response, where ids were given out before the engines were asked.
         samples_drawn: ids that were given out once it has its own.
     """
@@ -39,55 +37,50 @@ class DueEvaluation:
     step: int
     version: int
     sets: tuple[PlannedSet, ...]
-    own: bool
     first_sample: int | None = None
     samples_drawn: int = 0
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Responses that the engines were asked for: to a named set, or to the data's own prompts if that is None."""
+    """Responses to a set that the engines were asked for."""
 
-    planned: PlannedSet | None
+    planned: PlannedSet
     responses: Call[SampleBatch]
 
 
 @dataclass
-class _Found:
-    """What was measured, so far."""
+class _Measured:
+    """Measurements of sets, and the milliseconds that they took, by the names of the sets."""
 
     sets: dict[str, MeasuredSet] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
-    own: Evaluation | None = None
 
 
 class Evaluations:
-    """Evaluates the policy when it is time, and keeps what was measured first and last.
+    """Evaluates the policy when it is time, and keeps the first and the last measurement of each set.
 
-    With `trainer.eval_beside` an evaluation is only planned after its step. The engines are asked once they have made
-    the samples of the next step (`begin`), which the models then learn from; the weights that come of it wait for its
+    With `trainer.async_evaluation` an evaluation is only planned after its step. The engines are asked once they have
+    made the samples of the next step (`begin`), which the models then learn from; the weights of that step wait for its
     end (`finish`). Reward functions score in a thread of its own: those of the step are done before. A reward model
     scores at the end, since its devices may be those of models that learn.
 
     Args:
         machinery, sinks: of the run.
-        subject: what is measured on the prompts of evaluation that the data have.
-        measurer: of the named sets.
-        thread: one, for an evaluation beside a step. It is to be left once the roles are gone.
+        measurer: of the sets.
+        thread: one, for an evaluation in the background of a step. It is to be left once the roles are gone.
     """
 
-    def __init__(
-        self, machinery: Machinery, sinks: Metrics, subject: Subject, measurer: SetMeasurer, thread: Executor
-    ) -> None:
-        self._machinery, self._sinks, self._subject, self._measurer = machinery, sinks, subject, measurer
+    def __init__(self, machinery: Machinery, sinks: Metrics, measurer: SetMeasurer, thread: Executor) -> None:
+        self._machinery, self._sinks, self._measurer = machinery, sinks, measurer
         self.thread = thread
         self.measurements = Measurements()
-        """What was measured first and last."""
+        """The first and the last measurement of each set."""
         self.pending: DueEvaluation | None = None
-        """What is to be measured beside the next step."""
+        """The sets to measure in the background of the next step."""
         self._asked: list[_Asked] = []
-        self._scoring: Future[_Found] | None = None
-        self._unlogged: tuple[DueEvaluation, _Found] | None = None
+        self._scoring: Future[_Measured] | None = None
+        self._unlogged: tuple[DueEvaluation, _Measured] | None = None
 
     def evaluate(self, step: int, version: int) -> None:
         """Evaluate the policy of after a step on each held-out set for which it is time, or plan to.
@@ -99,18 +92,15 @@ class Evaluations:
         due = self._due(step, version)
         if due is None:
             return
-        if self._machinery.recipe.trainer.eval_beside and step < self._machinery.recipe.trainer.steps:
-            count = self._samples(due)
-            first = self._machinery.source.reserve_samples(
-                count
-            )  # now, so that the samples of the steps have the ids that they always have
+        if self._machinery.recipe.trainer.async_evaluation and step < self._machinery.recipe.trainer.steps:
+            count = sum(map(self._measurer.samples, due.sets))
+            # Now, so that the samples of the steps have the ids that they always have.
+            first = self._machinery.source.reserve_samples(count)
             self.pending = replace(due, first_sample=first, samples_drawn=first + count)
             return
         self._machinery.phases.enter("eval")
-        found = self._measured(due, self._ask(due))
-        if due.own and self._machinery.given is not None:
-            found.own = evaluate_given(self._machinery, step, self._subject)
-        self._take(due, found)
+        measured = self._pairs(due) if self._machinery.given is not None else self._measure(due, self._ask(due))
+        self._take(due, measured)
         self.log()
 
     def begin(self) -> None:
@@ -118,7 +108,7 @@ class Evaluations:
         if (due := self.pending) is not None:
             self._asked = list(self._ask(due))
             by_functions = [each for each in self._asked if self._has_functions(each.planned)]
-            self._scoring = self.thread.submit(self._measured, due, by_functions)
+            self._scoring = self.thread.submit(self._measure, due, by_functions)
 
     def finish(self, values: dict[str, float]) -> DueEvaluation | None:
         """Wait for the end of the evaluation that was begun, if one was, before the engines get other weights.
@@ -137,41 +127,29 @@ class Evaluations:
             return None
         self._machinery.phases.enter("eval")
         with Timer(values, metrics.EVAL_WAIT_TIME):
-            found = self._awaited(due, scoring)
+            scored = self._awaited(due, scoring)
             by_model = [each for each in self._asked if not self._has_functions(each.planned)]
-            more = self._measured(due, by_model)
-        found = _Found(found.sets | more.sets, found.times | more.times, found.own or more.own)
+            more = self._measure(due, by_model)
         self.pending, self._scoring, self._asked = None, None, []
-        self._take(due, found)
+        self._take(due, _Measured(scored.sets | more.sets, scored.times | more.times))
         return due
 
     def log(self) -> None:
         """Write the record of what was measured last, unless it is written."""
         if self._unlogged is None:
             return
-        (due, found), self._unlogged = self._unlogged, None
+        (due, measured), self._unlogged = self._unlogged, None
         figures: dict[str, float] = {}
-        for each in due.sets:
-            figures[metrics.of_set(each.name, metrics.SET_TIME)] = found.times[each.name]
-            figures |= found.sets[each.name].metrics(each.name)
-        self._sinks.log(due.step, (found.own.values if found.own is not None else {}) | figures, phase="eval")
-        if found.own is not None:
-            self._sinks.log_samples(due.step, found.own.texts, phase="eval")
+        for name in (each.name for each in due.sets):
+            figures[metrics.of_set(name, metrics.SET_TIME)] = measured.times[name]
+            figures |= measured.sets[name].metrics(name)
+        self._sinks.log(due.step, figures, phase="eval")
 
     def _due(self, step: int, version: int) -> DueEvaluation | None:
-        """What is to be measured after a step, if anything is."""
+        """The sets to measure after a step, if there are any."""
         recipe, last = self._machinery.recipe, self._machinery.recipe.trainer.steps
         sets = tuple(each for each in recipe.sets.values() if each.due(step, last))
-        interval, own = recipe.trainer.eval_interval, recipe.trainer.eval_before_train
-        if step:
-            own = step == last or bool(interval and step % interval == 0)
-        own = own and len(self._machinery.run.evaluation) > 0
-        return DueEvaluation(step, version, sets, own) if sets or own else None
-
-    def _samples(self, due: DueEvaluation) -> int:
-        """How many responses an evaluation is of."""
-        own = len(self._machinery.run.evaluation) * self._machinery.recipe.trainer.eval_samples if due.own else 0
-        return sum(map(self._measurer.samples, due.sets)) + own
+        return DueEvaluation(step, version, sets) if sets else None
 
     def _ask(self, due: DueEvaluation) -> Iterator[_Asked]:
         """Ask the engines for the responses of one set after another: for those of the next as that is asked for."""
@@ -179,33 +157,37 @@ class Evaluations:
         for planned in due.sets:
             yield _Asked(planned, self._measurer.begin(planned, first))
             first = first + self._measurer.samples(planned) if first is not None else None
-        if due.own and self._machinery.given is None:
-            yield _Asked(None, begin_evaluation(self._machinery, first))
 
-    def _measured(self, due: DueEvaluation, asked: Iterable[_Asked]) -> _Found:
+    def _measure(self, due: DueEvaluation, asked: Iterable[_Asked]) -> _Measured:
         """Wait for responses, and score them."""
-        found, times = _Found(), dict[str, float]()
+        measured = _Measured()
         for each in asked:
-            name = each.planned.name if each.planned is not None else ""
-            with Timer(times, name):
+            name = each.planned.name
+            with Timer(measured.times, name):
                 batch = each.responses.batch()
                 _check_version(due, batch)
-                if each.planned is not None:
-                    found.sets[name] = self._measurer.measure_responses(each.planned, batch, due.step)
-                else:
-                    found.own = evaluate_responses(self._machinery, batch, due.step, self._subject)
-        found.times = times
-        return found
+                measured.sets[name] = self._measurer.measure_responses(each.planned, batch, due.step)
+        return measured
 
-    def _has_functions(self, planned: PlannedSet | None) -> bool:
-        """Whether reward functions score a set, and no model does."""
-        scorer = planned.scorer if planned is not None else "reward"
-        return scorer in self._machinery.roles.functions
+    def _pairs(self, due: DueEvaluation) -> _Measured:
+        """Measure the sets without engines."""
+        measured, measurer = _Measured(), self._measurer
+        for name in (each.name for each in due.sets):
+            identity, again = measurer.identities[name], measurer.learned[name]
+            with Timer(measured.times, name):
+                measured.sets[name] = measure_pairs(
+                    self._machinery, due.step, identity=identity, training_prompts=again
+                )
+        return measured
 
-    def _awaited(self, due: DueEvaluation, scoring: Future[_Found]) -> _Found:
-        """What the thread has measured. Each of its calls has a limit of its own, whose error says who was late."""
+    def _has_functions(self, planned: PlannedSet) -> bool:
+        """True if reward functions score a set, and no model does."""
+        return planned.scorer in self._machinery.roles.functions
+
+    def _awaited(self, due: DueEvaluation, scoring: Future[_Measured]) -> _Measured:
+        """The measurements of the thread. Each of its calls has a limit of its own, whose error says who was late."""
         limits = self._machinery.recipe.limits
-        longest_s = (len(due.sets) + 1) * (LONGEST_ROLLOUT_S + limits.call_s)
+        longest_s = len(due.sets) * (LONGEST_ROLLOUT_S + limits.call_s)
         try:
             return scoring.result(limits.quiet_s)
         except TimeoutError:
@@ -219,12 +201,10 @@ class Evaluations:
                 raise
             raise EngineError(f"the evaluation of step {due.step} was not over after {longest_s:g} s") from None
 
-    def _take(self, due: DueEvaluation, found: _Found) -> None:
-        before, last_of_sets = self.measurements, self.measurements.last_of_sets | found.sets
-        last = found.own.measured if found.own is not None else before.last
-        first_of_sets = found.sets | before.first_of_sets
-        self.measurements = Measurements(before.first or last, last, first_of_sets, last_of_sets)
-        self._unlogged = due, found
+    def _take(self, due: DueEvaluation, measured: _Measured) -> None:
+        before = self.measurements
+        self.measurements = Measurements(measured.sets | before.first, before.last | measured.sets)
+        self._unlogged = due, measured
 
 
 def _check_version(due: DueEvaluation, batch: RemoteBatch) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine3d.errors import UserError
-from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.algorithms.preferences import PAIR, sequence_logprobs
 from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.remote_batch import RemoteBatch
@@ -19,10 +18,11 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.data.given_responses import GivenResponses
 from hybridflow.data.prompts import Draw
 from hybridflow.errors.log import log
+from hybridflow.metrics.names import EVAL
 from hybridflow.roles.groups import PolicyGroup
 from hybridflow.trainer.run_setup import Run
 
-_PHASES = ("train", "evaluation")
+_HELD_OUT = "evaluation"
 
 
 class GivenSource:
@@ -38,8 +38,8 @@ class GivenSource:
     """
 
     def __init__(self, recipe: Recipe, run: Run, actor: PolicyGroup) -> None:
-        assert isinstance(run.train, GivenResponses) and isinstance(run.evaluation, GivenResponses)
-        self._phases: dict[str, GivenResponses] = dict(zip(_PHASES, (run.train, run.evaluation), strict=True))
+        phases = {"train": run.train, _HELD_OUT: run.sets.get(EVAL)}
+        self._phases = {name: each for name, each in phases.items() if isinstance(each, GivenResponses)}
         self._recipe, self._actor = recipe, actor
         self._reference: dict[str, Tensor] = {}
 
@@ -62,9 +62,9 @@ class GivenSource:
         return self._with_facts("train", draw.indices, draw.groups, first_sample)
 
     def held_out(self) -> Iterator[RemoteBatch]:
-        """The same of all prompts of evaluation, in parts."""
-        for rows in self._parts(len(self._phases["evaluation"])):
-            yield self._with_facts("evaluation", rows, rows, PAIR * rows[0])
+        """The same of all held-out prompts, in parts."""
+        for rows in self._parts(len(self._phases[_HELD_OUT])):
+            yield self._with_facts(_HELD_OUT, rows, rows, PAIR * rows[0])
 
     def policy_logprobs(self, batch: RemoteBatch) -> Tensor:
         """(B,) float64: log-prob of each whole response by the actor as it is."""
@@ -89,13 +89,13 @@ class GivenSource:
                 found = "none" if column is None else f"those of {len(column):,}"
                 raise UserError(
                     f"resume: of the {len(given):,} {name} examples the checkpoint has the reference's log-probs of "
-                    f"{found}; expected the data, trainer.eval_prompts and kind of algorithm of before"
+                    f"{found}; expected the data, evaluation.eval.prompts and kind of algorithm of before"
                 )
             self._reference[name] = column
 
     def _kept_as(self, phase: str) -> str:
         """Examples of one response each have others beside them than pairs have."""
-        kind = "example" if isinstance(self._recipe.algorithm, KTOSettings) else "pair"
+        kind = "example" if self._recipe.unpaired else "pair"
         return f"reference.{phase}.{kind}"
 
     def _parts(self, count: int) -> list[range]:

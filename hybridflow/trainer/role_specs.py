@@ -192,9 +192,7 @@ class _Specs:
         hosts = hosts_of_engine(devices, engine.tp)
         # An engine's tensor-parallel ranks here are its hosts, each of which runs a share of SGLang's.
         layout = replace(recipe.rollout.layout(len(devices)), tp=hosts)
-        tokens = cache_tokens(
-            recipe, Lengths.of(recipe, run.train.tokens, run.evaluation.tokens, run.sets), layout.dp, devices[0].kind
-        )
+        tokens = cache_tokens(recipe, Lengths.of(recipe, run.train.tokens, run.sets), layout.dp, devices[0].kind)
         # It serves nothing before the actor's weights have come: no need to read others from the disk.
         arguments = {**({"load_format": "dummy"} if recipe.trains else {}), **engine.server_args}
         given = {
@@ -234,7 +232,7 @@ class _Specs:
         engine, teacher = recipe.teacher_engine, recipe.teacher
         assert engine is not None and teacher is not None
         layout = Layout(dp=len(devices) // engine.tp)
-        lengths = Lengths.of(recipe, run.train.tokens, run.evaluation.tokens, run.sets)
+        lengths = Lengths.of(recipe, run.train.tokens, run.sets)
         tokens = teacher_cache_tokens(recipe, lengths, layout.dp, devices[0].kind)
         given = {"seed": recipe.seed + engine.seed, "max_total_tokens": tokens}
         return RoleSpec(
@@ -273,11 +271,10 @@ class _Specs:
         recipe, run = self._recipe, self._run
         samples = max(
             recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt,
-            len(run.evaluation) * recipe.trainer.eval_samples,
             *(len(run.sets[name]) * each.settings.samples for name, each in recipe.sets.items()),
         )
         functions = [function for config in recipe.all_functions.values() for function in config.functions]
-        phases = (run.train, run.evaluation, *run.sets.values())
+        phases = (run.train, *run.sets.values())
         fields = tuple(dict.fromkeys(field for phase in phases for field in phase.fields()))
         return RoleSpec(
             "reward",

@@ -50,7 +50,7 @@ class Run:
         masks: which of these are learned; all if None.
         inputs: what identifies the files that the run was given, by the setting that names them.
         identity: of this run, however often it is resumed.
-        sets: the held-out prompts of `evaluation`, by the name of the set.
+        sets: the held-out prompts, by the name of the set.
         resumption: the checkpoint that the run goes on after; None for a fresh start.
     """
 
@@ -58,7 +58,6 @@ class Run:
     model_directory: Path
     tokenizer: PreTrainedTokenizerBase
     train: Prompts
-    evaluation: Prompts
     sft: Prompts
     answers: Sequence[list[int]]
     masks: Sequence[list[bool]] | None
@@ -211,7 +210,6 @@ def prepare(recipe: Recipe) -> Run:
         model_directory,
         tokenizer,
         train=encoded.train,
-        evaluation=encoded.evaluation,
         sft=encoded.sft,
         answers=encoded.answers,
         masks=encoded.masks,

@@ -1,4 +1,4 @@
-"""How good the policy is on the named held-out sets of `evaluation`."""
+"""Measurement of the held-out sets: engines respond to their prompts, and the responses are scored."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ class SetMeasurer:
         groups, places = _by_prompt(batch, scored, planned.settings.passing)
         if not any(groups.values()):
             raise UserError(f"evaluation.{planned.name}: reward functions failed on all {len(batch)} responses")
-        figures = with_intervals(estimates(groups.values(), planned.settings.samples, votes=planned.votes))
+        found = estimates(groups.values(), planned.settings.samples, votes=planned.votes, measure=planned.measure)
+        figures = with_intervals(found)
         figures |= _of_lengths(batch, places)
         kept = sum(map(len, groups.values()))
         measured = sum(1 for group in groups.values() if group)
@@ -141,7 +142,8 @@ class SetMeasurer:
         if planned.name in self.learned:
             figures[metrics.SET_TRAINING] = self.learned[planned.name]
         self._keep_texts(planned, step, batch, scored, groups, places)
-        return MeasuredSet(self.identities[planned.name], step, measured, planned.settings.samples, figures)
+        identity, samples = self.identities[planned.name], planned.settings.samples
+        return MeasuredSet(identity, planned.measure, step, measured, samples, figures)
 
     def _scored(self, planned: PlannedSet, batch: RemoteBatch, where: str) -> Scored:
         if planned.scorer is None:
@@ -199,9 +201,8 @@ class SetMeasurer:
 
 
 def set_identities(recipe: Recipe, sets: Mapping[str, Prompts]) -> dict[str, str]:
-    """What identifies the figures of each set of a recipe: `set_identity`, by name; `sets` has their prompts."""
-    model = recipe.scoring.get("reward")
-    return {name: set_identity(each, sets[name], model, recipe.judge) for name, each in recipe.sets.items()}
+    """Identify the figures of each set of a recipe: `set_identity`, by name; `sets` has their prompts."""
+    return {name: set_identity(recipe, each, sets[name]) for name, each in recipe.sets.items()}
 
 
 def _by_prompt(

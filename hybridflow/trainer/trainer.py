@@ -19,10 +19,9 @@ from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
-from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import Resumption, inexact_because
-from hybridflow.checkpoint.set_results import Best, summary_of_best, summary_of_sets
+from hybridflow.checkpoint.set_results import Best, MeasuredSet, summary_of_best, summary_of_sets
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.orphans import remove_orphans
 from hybridflow.cluster.processes.termination import Abandoned, termination
@@ -70,12 +69,12 @@ class Outcome:
 
     Args:
         directory: of the run.
-        first, last: its first and its last evaluation; None where there was none.
+        first, last: the first and the last measurement of each held-out set, by its name.
     """
 
     directory: Path
-    first: Measured | None
-    last: Measured | None
+    first: dict[str, MeasuredSet]
+    last: dict[str, MeasuredSet]
 
 
 def train(recipe: Recipe) -> Outcome:
@@ -94,8 +93,7 @@ def train(recipe: Recipe) -> Outcome:
                 fall_back(opened, error)
                 continue
             opened.phases.enter("end")
-            of_sets = [*summary_of_sets(found.first_of_sets, found.last_of_sets), *summary_of_best(best)]
-            measured = [*summary(found.first, found.last), *of_sets]
+            measured = [*summary_of_sets(found.first, found.last), *summary_of_best(best)]
             with cleaning("hybridflow: the result could not be recorded", needed=False):
                 record_end(run.directory, measured)
         for line in (*measured, *results(opened.recipe)):
@@ -244,9 +242,8 @@ class Trainer:
         self.updates = 0
         self.steps_without_update = 0
         self.timeline_shown = -math.inf
-        subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
         measurer = SetMeasurer.of_run(recipe, run, roles, self.source)
-        self.evaluations = Evaluations(self.machinery, sinks, subject, measurer, evaluating)
+        self.evaluations = Evaluations(self.machinery, sinks, measurer, evaluating)
 
     def run(self) -> Measurements:
         """Warm up and train, or go on; what the evaluations of the run have measured."""
@@ -361,10 +358,8 @@ class Trainer:
             algorithm=self.machinery.controllers.state_dict(),
             updates=self.updates,
             steps_without_update=self.steps_without_update,
-            first_evaluation=measured.first,
-            last_evaluation=measured.last,
-            first_of_sets=measured.first_of_sets,
-            last_of_sets=measured.last_of_sets,
+            first_measured=measured.first,
+            last_measured=measured.last,
             evaluation_due=due is not None,
             random=RandomState.capture(),
             run=self.facts.identity,

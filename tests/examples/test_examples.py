@@ -35,16 +35,16 @@ def test_every_example_is_in_the_list() -> None:
         (
             [
                 *("-m", "hybridflow", "train", "{root}/examples/own_reward.yaml", "warmup.steps=1"),
-                *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
-                *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+                *("trainer.steps=1", "trainer.prompts_per_step=8", "evaluation.eval.before_train=false"),
+                *("evaluation.eval.prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
             ],
             r"^train 1/1 ",
         ),
         pytest.param(
             [
                 *("-m", "hybridflow", "train", "{root}/examples/mathematics.yaml", "warmup.steps=1"),
-                *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
-                *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+                *("trainer.steps=1", "trainer.prompts_per_step=8", "evaluation.eval.before_train=false"),
+                *("evaluation.eval.prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
             ],
             r"^train 1/1 ",
             marks=pytest.mark.long,
@@ -53,8 +53,8 @@ def test_every_example_is_in_the_list() -> None:
             [
                 *("-m", "hybridflow", "train", "{root}/launch/recipes/demo.yaml", "warmup.steps=1"),
                 "algorithm={{name: examples/own_algorithm.py:ALGORITHM, shift: 0.1}}",
-                *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
-                *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+                *("trainer.steps=1", "trainer.prompts_per_step=8", "evaluation.eval.before_train=false"),
+                *("evaluation.eval.prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
             ],
             r"^own_algorithm.py:ALGORITHM: 1 steps? of 8 prompts[\s\S]*^train 1/1 ",
             marks=pytest.mark.long,
@@ -100,8 +100,8 @@ def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
         )
         words = [
             *("-m", "hybridflow", "train", "judge.yaml", "warmup.steps=1"),
-            *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
-            *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+            *("trainer.steps=1", "trainer.prompts_per_step=8", "evaluation.eval.before_train=false"),
+            *("evaluation.eval.prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
         ]
         done = subprocess.run(
             [warm_python(), *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False

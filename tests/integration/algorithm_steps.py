@@ -24,6 +24,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole
 from hybridflow.config.yaml_loader import build_settings, read_with_bases
 from hybridflow.metrics.logger import Metrics
+from hybridflow.planning.evaluation_sets import encode_sets
 from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.trainer.event_log import EventLog
@@ -146,7 +147,8 @@ _COMMON: dict[str, Any] = {
     "reward": {"functions": [{"name": "characters", "path": f"{ROOT}/tests/integration/reward.py:score"}]},
     "data": {"arithmetic": {"train_size": 40}},
     "warmup": None,
-    "trainer": {"steps": STEPS, "prompts_per_step": 8, "eval_interval": None, "eval_prompts": 8},
+    "trainer": {"steps": STEPS, "prompts_per_step": 8},
+    "evaluation": {"eval": {"prompts": 8}},
     "placement": {"actor": "cpu:0", "rollout": "cpu:1"},
 }
 """Of every case."""
@@ -274,7 +276,7 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStor
     facts, machinery, weights = first.facts, first.machinery, first.machinery.weights
     if not recipe.algorithm.needs_engines:
         encoded = encode(recipe, facts.tokenizer, prompt_limit(recipe))
-        facts = dataclasses.replace(facts, train=encoded.train, evaluation=encoded.evaluation)
+        facts = dataclasses.replace(facts, train=encoded.train, sets=encode_sets(recipe, facts.tokenizer))
         weights = NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
     return Trainer(

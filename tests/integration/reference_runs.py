@@ -45,10 +45,8 @@ COMMON: dict[str, Any] = {
         "steps": 3,
         "prompts_per_step": 4,
         "mini_batches": 2,
-        "eval_before_train": False,
-        "eval_prompts": 8,
-        "eval_samples": 1,
     },
+    "evaluation": {"eval": {"before_train": False, "prompts": 8, "samples": 1}},
 }
 """Of every case. The prompts begin a second epoch within step 3."""
 

@@ -136,7 +136,11 @@ def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -
         *FEW,
         "cost_critic.train.layout.ep=1",
         "train.megatron={moe_z_loss_coeff: 1e-3, moe_aux_loss_coeff: 1e-3}",
-        *("trainer.steps=null", "trainer.epochs_of_data=1.1", "trainer.eval_before_train=false"),  # 3 steps of 8 of 20
+        *(
+            "trainer.steps=null",
+            "trainer.epochs_of_data=1.1",
+            "evaluation.eval.before_train=false",
+        ),  # 3 steps of 8 of 20
         f"reward_model={{path: {scorer}, weight: 0.5}}",
         f"cost_model={{path: {scorer}, weight: 2.0}}",
     )
@@ -209,8 +213,10 @@ def test_models_alone_reward_and_cost(tmp_path: Path) -> None:
     evaluations = records(tmp_path / "small", "eval")
     assert [evaluation["step"] for evaluation in evaluations] == [0, 1]
     for evaluation in evaluations:
-        assert evaluation.keys() == {"phase", "step", "eval/score_mean", "eval/prompts", "eval/training_prompts"}
-    values = " -> ".join(f"{evaluation['eval/score_mean']:.3f}" for evaluation in evaluations)
+        assert evaluation["eval/prompts"] == 16 and evaluation["eval/training_prompts"] == 0
+        assert "eval/mean@1" in evaluation and "eval/maj@1" not in evaluation
+    figures = [[evaluation[f"eval/score_mean{end}"] for end in ("", "_low", "_high")] for evaluation in evaluations]
+    values = " -> ".join(f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in figures)
     last = f"mean reward model score of 16 held-out prompts: {values}, step 0 -> step 1"
     assert last in done.stdout.splitlines()
     assert "Mean score of held-out prompts by the reward model" in render(read_run(tmp_path / "small"))
@@ -251,7 +257,7 @@ def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path
     shared = [*SMALL, "placement={actor: cpu:0, rollout: cpu:0}", *ONE_RANK, "cost_critic.train.layout.ep=1"]
     shared += [
         "trainer.steps=2",
-        "trainer.eval_before_train=false",
+        "evaluation.eval.before_train=false",
         "rollout.samples_per_prompt=2",
         "algorithm.critic_warmup_steps=1",
         "algorithm.gamma=1",
@@ -290,12 +296,12 @@ def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path
 def test_a_reward_model_scores_an_evaluation_beside_a_step_once_the_models_have_learned(tmp_path: Path) -> None:
     scorer = a_scorer(tmp_path / "scorer")
     overrides = [
-        *("placement={actor: cpu:0, rollout: cpu:2}", *ONE_RANK, *FEW, "trainer.steps=2", "trainer.eval_interval=1"),
+        *("placement={actor: cpu:0, rollout: cpu:2}", *ONE_RANK, *FEW, "trainer.steps=2", "evaluation.eval.interval=1"),
         *("cost_critic.train.layout.ep=1", "reward=null", f"reward_model={{path: {scorer}, weight: 0.5}}"),
     ]
     found = {}
     for name, setting in (("waiting", "false"), ("beside", "true")):
-        recipe, own = str(RECIPES / "safe_rlhf.yaml"), (f"name={name}", f"trainer.eval_beside={setting}")
+        recipe, own = str(RECIPES / "safe_rlhf.yaml"), (f"name={name}", f"trainer.async_evaluation={setting}")
         done = run_recipe(recipe, tmp_path, *overrides, *own)
         assert done.returncode == 0, done.stderr[-3000:]
         found[name] = [

@@ -20,7 +20,7 @@ GROUPS = [
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_run_with_groups_learns_from_what_they_draw(tmp_path: Path) -> None:
-    settings = ["trainer.steps=3", "trainer.eval_interval=2", "rollout.verify_weights=true"]
+    settings = ["trainer.steps=3", "evaluation.eval.interval=2", "rollout.verify_weights=true"]
     done = run_recipe(DEMO, tmp_path, *GROUPS, *settings, rewarded_by_length(tmp_path))
     assert done.returncode == 0, done.stderr
     train = records(tmp_path / "small", "train")

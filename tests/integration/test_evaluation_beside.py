@@ -16,10 +16,11 @@ from hybridflow.planning.recipe_check import check_recipe
 from tests.support.runs import DEMO, ROOT, SMALL, records, rewarded_by_length
 from tests.support.warm import warm_python
 
-BESIDE = "trainer.eval_beside=true"
+BESIDE = "trainer.async_evaluation=true"
 RECIPE = [
     "trainer.steps=3",
-    "trainer.eval_interval=1",
+    "evaluation.eval.interval=1",
+    "evaluation.beyond.interval=1",
     "checkpoint.save_interval=1",
     "checkpoint.keep_best=null",
     "evaluation.sums.prompts=12",
@@ -99,8 +100,8 @@ def test_a_signal_ends_a_run_that_waits_for_an_evaluation(tmp_path: Path) -> Non
 def test_engines_on_devices_of_a_model_are_refused(tmp_path: Path) -> None:
     common = [f"run_dir={tmp_path}", *SMALL, BESIDE]
     expected = (
-        r"trainer\.eval_beside=true with placement\.rollout and placement\.actor both on cpu:0 of node 0, expected "
-        r"rollout on devices of its own, or trainer\.eval_beside=false"
+        r"trainer\.async_evaluation=true with placement\.rollout and placement\.actor both on cpu:0 of node 0, "
+        r"expected rollout on devices of its own, or trainer\.async_evaluation=false"
     )
     with pytest.raises(SettingsError, match=expected):
         check_recipe(load_recipe(DEMO, common))

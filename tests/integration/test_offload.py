@@ -27,7 +27,7 @@ def test_ppo_with_offloaded_models_learns_the_same_bits_and_resumes_with_them(tm
 
     And with the states of both optimizers in host memory, on their way there while others compute.
     """
-    settings = ["trainer.eval_interval=1", "checkpoint.save_interval=1", "algorithm.critic_warmup_steps=0"]
+    settings = ["evaluation.eval.interval=1", "checkpoint.save_interval=1", "algorithm.critic_warmup_steps=0"]
     settings.append(rewarded_by_length(tmp_path))
     overlap = ("train.optimizer.offload=true", "train.optimizer.overlap_offload=true")
     for recipe, name, *more in (
@@ -74,7 +74,7 @@ def test_an_engine_that_releases_its_weights_serves_the_same_policy(tmp_path: Pa
     settings = [
         "train.layout={pp: 2}",
         "trainer.steps=2",
-        "trainer.eval_interval=1",
+        "evaluation.eval.interval=1",
         "algorithm.kl_coef=0.01",
         "rollout.weights.share=false",
         rewarded_by_length(tmp_path),

@@ -28,7 +28,7 @@ def test_the_example_runs_and_a_server_that_dies_is_started_again(tmp_path: Path
     words = [
         *("-m", "hybridflow", "train", str(ROOT / "examples/own_judge.yaml"), f"run_dir={tmp_path / 'runs'}"),
         *(f"judge.path={judge}", "judge.restarts=1", "warmup.steps=1", "trainer.steps=3"),
-        *("trainer.prompts_per_step=8", "trainer.eval_before_train=false", "trainer.eval_prompts=16"),
+        *("trainer.prompts_per_step=8", "evaluation.eval.before_train=false", "evaluation.eval.prompts=16"),
         *("trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1", "evaluation={}"),
     ]
     output = tmp_path / "output"

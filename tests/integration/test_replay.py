@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 SETTINGS = [
     "trainer.steps=4",
-    "trainer.eval_before_train=false",
+    "evaluation.eval.before_train=false",
     "trainer.export=false",
     "checkpoint.save_interval=2",
 ]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 # and the second update of a step needs the log-probs of the policy before the first.
 RECIPE = [
     "trainer.steps=5",
-    "trainer.eval_interval=2",
+    "evaluation.eval.interval=2",
     "trainer.epochs=2",
     "checkpoint={save_interval: 2, keep_last_k: 2, keep_best: {metric: eval/sums/reward_mean, mode: min}}",
     "evaluation.sums.interval=2",
@@ -40,7 +40,7 @@ RECIPE = [
     "algorithm.kl_coef=0.01",
     "train.optimizer.warmup_steps=3",
 ]
-BESIDE = ["trainer.eval_beside=true", "placement.rollout=cpu:2"]
+BESIDE = ["trainer.async_evaluation=true", "placement.rollout=cpu:2"]
 
 
 EVALUATED = str(ROOT / "examples/evaluation.yaml")
@@ -63,7 +63,7 @@ def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Killed
 
 @pytest.fixture(scope="module")
 def beside(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
-    """The same with its evaluations beside training."""
+    """The same with asynchronous evaluations."""
     run = a_run(tmp_path_factory.mktemp("beside"), [*recipe, *BESIDE])
     assert run.run().exit_code == 0, run.output
     return run
@@ -111,7 +111,7 @@ def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
     evaluations = records(directory, "eval")
     sums = [record for record in evaluations if "eval/sums/mean@4" in record]
     beyond = [record for record in evaluations if "eval/beyond/mean@1" in record]
-    own = [record for record in evaluations if "eval/training_accuracy" in record or "eval/reward_mean" in record]
+    own = [record for record in evaluations if "eval/reward_mean" in record]
     assert [[record["step"] for record in each] for each in (sums, beyond, own)] == [[0, 2, 4, 5], [3, 5], [0, 2, 4, 5]]
     for record in sums:
         # A response passes with a reward of 1: four characters, which max_new_tokens=4 are.
@@ -124,7 +124,7 @@ def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
         assert 0 <= record["eval/sums/maj@4"] <= 1 and record["eval/sums/time_ms"] > 0
     for record in beyond:
         assert "eval/beyond/maj@1" not in record and record["eval/beyond/prompts"] == 5
-        assert record["eval/beyond/reward_mean"] == record["eval/beyond/pass@1"]  # rewards of its own, 0 or 1
+        assert record["eval/beyond/accuracy"] == record["eval/beyond/pass@1"]  # rewards of its own, 0 or 1
     texts = {name: steps_with_texts(directory / "evaluations")[name] for name in ("sums", "beyond")}
     assert texts == {"sums": [0, 2, 4, 5], "beyond": [3, 5]}
     one = read_texts(text_file(directory / "evaluations", "beyond", 5))
@@ -132,10 +132,11 @@ def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
         (0, "50+0=", "50", 1), (2, "52+14=", "66", 1)
     ]  # fmt: skip
     state = driver_state(directory / "checkpoints" / "step-00000005")
-    assert state["best"]["step"] == 0 and state["last_of_sets"]["beyond"]["step"] == 5
+    assert state["best"]["step"] == 0 and state["last_measured"]["beyond"]["step"] == 5
     assert whole.output.count("best checkpoint: step 0, eval/sums/reward_mean") == 1
     assert re.search(
-        r"\nsums: mean@4 \S+ \[\S+, \S+\] -> \S+ \[\S+, \S+\], 12 prompts, step 0 -> step 5\n", whole.output
+        r"\nsums, mean reward of 12 held-out prompts: \S+ \[\S+, \S+\] -> \S+ \[\S+, \S+\], step 0 -> step 5\n",
+        whole.output,
     )
 
 
@@ -148,7 +149,7 @@ def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(whole
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
     assert found["step"] == 0 and found["sets"].keys() == {"sums"}
-    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["first_of_sets"]["sums"]
+    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["first_measured"]["sums"]
     assert measured["figures"].pop("training_prompts") == 0
     assert found["sets"]["sums"] == measured  # bit for bit: engines are deterministic, and weights are the same
     texts = [
@@ -169,7 +170,7 @@ def test_the_model_that_a_run_has_exported_gives_the_figures_of_its_last_step(wh
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
-    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["last_of_sets"]["sums"]
+    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["last_measured"]["sums"]
     assert measured["step"] == 5 and measured["figures"].pop("training_prompts") == 0
     assert found["step"] is None and found["sets"]["sums"]["figures"] == measured["figures"]
 
@@ -232,7 +233,7 @@ def test_a_run_that_is_killed_beside_an_evaluation_is_the_uninterrupted_one(
     outcome = run.run(Kill("driver", "update", 4, 0.0, signal.SIGTERM))
     assert outcome.killed and outcome.exit_code == 75 and not outcome.left_over, run.output
     saved = driver_state(run.run_directory / "checkpoints" / "step-00000004")
-    assert saved["evaluation_due"] and saved["last_of_sets"]["beyond"]["step"] == 3
+    assert saved["evaluation_due"] and saved["last_measured"]["beyond"]["step"] == 3
     outcome = run.run(Kill("driver", "update", 5, 0.1))
     assert outcome.killed and outcome.exit_code == -9 and not outcome.left_over, run.output
     outcome = run.run()

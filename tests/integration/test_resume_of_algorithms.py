@@ -22,14 +22,19 @@ STEPS = 4
 COMMON = [
     *SMALL,
     f"trainer.steps={STEPS}",
-    "trainer.eval_before_train=false",
+    "evaluation.eval.before_train=false",
     "checkpoint.save_interval=1",
     "placement={actor: cpu:0, rollout: cpu:1}",
     "train.layout.ep=1",
 ]
 GIVEN = [
     *("name=small", "warmup.steps=2", "data.arithmetic.train_size=20", "train.layout.ep=1", "placement={actor: cpu:0}"),
-    *(f"trainer.steps={STEPS}", "trainer.prompts_per_step=8", "trainer.eval_prompts=16", "trainer.eval_interval=2"),
+    *(
+        f"trainer.steps={STEPS}",
+        "trainer.prompts_per_step=8",
+        "evaluation.eval.prompts=16",
+        "evaluation.eval.interval=2",
+    ),
     "checkpoint.save_interval=1",
 ]
 """Of a recipe whose data have the responses."""

@@ -24,7 +24,7 @@ STEPS = 4
 AHEAD = [
     f"trainer.steps={STEPS}",
     "trainer.max_staleness=1",
-    "trainer.eval_interval=2",
+    "evaluation.eval.interval=2",
     "placement.rollout=cpu:2",
     "checkpoint.save_interval=1",
 ]

@@ -24,7 +24,7 @@ def _steps(directory: Path, *, pause_s: float, rollout: dict[str, Any]) -> list[
         "warmup": None,
         "data": {"arithmetic": {"train_size": 100}},
         "rollout": {"samples_per_prompt": 4} | rollout,
-        "trainer": {"steps": STEPS, "prompts_per_step": GROUPS, "eval_interval": None, "max_staleness": STALENESS},
+        "trainer": {"steps": STEPS, "prompts_per_step": GROUPS, "max_staleness": STALENESS},
     }
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))

@@ -17,14 +17,13 @@ from engine3d.errors import UserError
 from engine3d.models import load_model_spec
 from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.driver_state import RandomState, RunState
-from hybridflow.checkpoint.evaluation_result import Measured
 from hybridflow.checkpoint.resume import find_resumption
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.config.initial_model import create_model
 from hybridflow.config.recipe import Recipe, load_recipe
 
 DEMO = Path(__file__).parents[2] / "launch/recipes/demo.yaml"
-SMALL = ("data.arithmetic.train_size=64", "trainer.eval_prompts=16", "checkpoint.save_interval=1")
+SMALL = ("data.arithmetic.train_size=64", "evaluation.eval.prompts=16", "checkpoint.save_interval=1")
 
 
 def a_recipe(directory: Path, *overrides: str) -> Recipe:
@@ -38,8 +37,8 @@ def make_checkpoint(
     run: str = "first",
     model: Path | None = None,
     roles: tuple[str, ...] | None = None,
-    evaluations: tuple[Measured | None, Measured | None] = (None, None),
-    last_of_sets: dict[str, MeasuredSet] | None = None,
+    first_measured: dict[str, MeasuredSet] | None = None,
+    last_measured: dict[str, MeasuredSet] | None = None,
     best: Best | None = None,
 ) -> Path:
     """A complete checkpoint as a run of the recipe makes it, with zeros as weights, of all trained roles if None."""
@@ -59,9 +58,8 @@ def make_checkpoint(
         sampler={"count": 64, "seed": 1, "position": 8 * step},
         updates=step,
         steps_without_update=0,
-        first_evaluation=evaluations[0],
-        last_evaluation=evaluations[1],
-        last_of_sets=last_of_sets or {},
+        first_measured=first_measured or {},
+        last_measured=last_measured or {},
         best=best,
         random=RandomState.capture(),
         run=run,

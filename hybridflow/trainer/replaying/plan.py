@@ -49,7 +49,14 @@ _OWN = (
     "trainer.profile=null",
 )
 """Settings of every replay."""
-_OF_THE_LOOP = ("trainer.steps", "trainer.epochs_of_data", "trainer.eval_", "trainer.export", "trainer.profile")
+_OF_THE_LOOP = (
+    "trainer.steps",
+    "trainer.epochs_of_data",
+    "trainer.async_evaluation",
+    "evaluation",
+    "trainer.export",
+    "trainer.profile",
+)
 _LIBRARIES = ("torch", "megatron-core", "python")
 _OF_NO_RESULT = ("name", "run_dir", "resume", "overwrite", "checkpoint", "samples", "metrics", "limits", "network")
 """Groups of settings that do not change what a step makes of its samples."""

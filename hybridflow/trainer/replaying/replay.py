@@ -204,8 +204,6 @@ def _first_state(machinery: Machinery) -> RunState:
         sampler=machinery.source.snapshot().order,
         updates=0,
         steps_without_update=0,
-        first_evaluation=None,
-        last_evaluation=None,
         random=RandomState.capture(),
         run=machinery.run.identity,
         inputs=machinery.run.inputs,

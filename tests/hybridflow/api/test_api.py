@@ -100,8 +100,8 @@ def test_the_defaults_of_the_guides_become_a_recipe() -> None:
     trainer = recipe.trainer
     assert (trainer.prompts_per_step, trainer.mini_batches, trainer.epochs, trainer.steps) == (128, 8, 1, 100)
     assert recipe.rollout.samples_per_prompt == 1
-    assert trainer.eval_prompts == 64  # of those that it learns from
-    assert recipe_of(get_ppo_config(), eval_prompts=Path("others.jsonl")).trainer.eval_prompts is None
+    assert recipe.sets["eval"].settings.prompts == 64  # of those that it learns from
+    assert recipe_of(get_ppo_config(), eval_prompts=Path("others.jsonl")).sets["eval"].settings.prompts is None
     assert recipe.directory == run_directory(get_ppo_config()) == Path("runs/ppo").absolute()
 
 

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from engine3d.errors import EngineError, UserError
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
-from hybridflow.checkpoint.driver_state import RandomState, RunState
-from hybridflow.checkpoint.evaluation_result import Measured, Subject
+from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.data.files.config import DifficultyConfig
 from hybridflow.data.sampler import PromptOrder
@@ -62,14 +61,12 @@ def a_state(ahead: SampleBatch | None = None) -> RunState:
         sampler={"count": 64, "seed": 3, "position": 96},
         updates=24,
         steps_without_update=1,
-        first_evaluation=Measured(Subject("accuracy", 256, 0, "f00d"), 0, 0.1 + 0.2),
-        last_evaluation=None,
         random=RandomState.capture(),
         run="a1b2",
         inputs={"data.jsonl.train_path": "xxh3_128:00"},
         groups=BufferedGroups.of_batch(ahead) if ahead is not None else None,
-        first_of_sets={"aime": MeasuredSet("beef", 0, 30, 4, {"mean@4": 0.1, "mean@4_low": 0.1 + 0.2})},
-        last_of_sets={"aime": MeasuredSet("beef", 12, 30, 4, {"mean@4": 0.25})},
+        first_measured={"aime": MeasuredSet("beef", "reward_mean", 0, 30, 4, {"mean@4": 0.1, "mean@4_low": 0.1 + 0.2})},
+        last_measured={"aime": MeasuredSet("beef", "reward_mean", 12, 30, 4, {"mean@4": 0.25})},
         best=Best("eval/aime/mean@4", 8, 1 / 3, "beef"),
         algorithm={"kl_controller": {"coefficient": 0.1 + 0.2}, "lagrange": {"log_multiplier": -1e-30, "updates": 3.0}},
     )
@@ -150,7 +147,6 @@ def test_the_state_comes_back_with_its_samples(tmp_path: Path, streamed: bool) -
     assert replace(back.groups, ended=None, begun=None) == replace(groups, ended=None, begun=None)
     for name in ("step", "policy_version", "samples_drawn", "sampler", "updates", "steps_without_update", "run"):
         assert getattr(back, name) == getattr(state, name), name
-    assert back.first_evaluation == state.first_evaluation and back.last_evaluation is None
     assert back.random == state.random and back.inputs == state.inputs
     assert back.algorithm == state.algorithm and back.evaluation_due
     assert back.measurements == state.measurements
@@ -202,14 +198,15 @@ def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
     assert not back.evaluation_due
 
 
-def test_accuracies_of_no_known_step_count_as_no_evaluation(tmp_path: Path) -> None:
+def test_evaluations_of_earlier_versions_count_as_none(tmp_path: Path) -> None:
     a_state().write(tmp_path)
     driver = tmp_path / "driver.json"
     facts = json.loads(driver.read_text())
-    del facts["first_evaluation"], facts["last_evaluation"]
-    driver.write_text(json.dumps(facts | {"accuracy_before": 0.25, "accuracy_after": 0.5}))  # as format 2 has them
+    del facts["first_measured"], facts["last_measured"]
+    earlier = {"accuracy_before": 0.25, "accuracy_after": 0.5, "first_evaluation": None, "last_of_sets": {"aime": {}}}
+    driver.write_text(json.dumps(facts | earlier))
     back = RunState.read(tmp_path)
-    assert (back.step, back.first_evaluation, back.last_evaluation) == (12, None, None)
+    assert (back.step, back.measurements) == (12, Measurements())
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
@@ -250,7 +247,7 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
         ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "[[9, 1]]"}, "sampler.returned: draw 9"),
         ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "[[1, 64]]"}, "sampler.returned: draw 1"),
         ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "{}"}, "sampler.returned: expected a list"),
-        ("first_evaluation", {"step": 3}, "it has no first_evaluation.subject"),
+        ("first_measured", {"aime": {"step": 3}}, "it has no first_measured.aime.identity"),
         ("inputs", {"seed": 1}, "inputs.seed"),
         ("algorithm", {"kl": {"coefficient": None}}, "algorithm.kl.coefficient"),
         ("random", {"python": [], "numpy": [], "torch": 1}, "random.torch"),

@@ -115,8 +115,6 @@ def a_state(step: int) -> RunState:
         sampler={"count": 20, "seed": 1, "position": step},
         updates=step,
         steps_without_update=0,
-        first_evaluation=None,
-        last_evaluation=None,
         random=RandomState.capture(),
         run="test",
         inputs={},
@@ -184,7 +182,7 @@ def test_the_best_of_another_directory_keeps_none_of_this_one(stage: Stage, tmp_
     """As of a run that was resumed under another name."""
 
     def measured(step: int, value: float) -> Measurements:
-        return Measurements(last_of_sets={"sums": MeasuredSet("beef", step, 12, 1, {"pass@1": value})})
+        return Measurements(last={"sums": MeasuredSet("beef", "accuracy", step, 12, 1, {"pass@1": value})})
 
     sets = ["evaluation.sums.data.path=sums.jsonl", "evaluation.sums.interval=1"]
     best = ["checkpoint.keep_best.metric=eval/sums/pass@1", "checkpoint.keep_last_k=1"]
@@ -200,7 +198,7 @@ def test_the_best_of_another_directory_keeps_none_of_this_one(stage: Stage, tmp_
 
 def test_what_is_measured_after_a_save_reaches_its_checkpoint(stage: Stage, tmp_path: Path) -> None:
     def measured(step: int, value: float) -> Measurements:
-        return Measurements(last_of_sets={"sums": MeasuredSet("beef", step, 12, 1, {"pass@1": value})})
+        return Measurements(last={"sums": MeasuredSet("beef", "accuracy", step, 12, 1, {"pass@1": value})})
 
     metric, root = "eval/sums/pass@1", tmp_path / "checkpoints"
     sets = ["evaluation.sums.data.path=sums.jsonl", "evaluation.sums.interval=1"]

@@ -11,6 +11,8 @@ from engine3d.rollout import SamplingConfig
 from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
 from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.prompts import prompt_limit, training_limit
 
@@ -86,8 +88,8 @@ def test_prompts_to_learn_from_may_be_longer_than_those_of_an_evaluation() -> No
     recipe = _recipe(table, "rollout.engine.context_length=20")
     assert prompt_limit(recipe) == 16  # for rollout.sampling.max_new_tokens=4
     assert training_limit(recipe, 16) == 18
-    lengths = Lengths.of(recipe, [[1] * 8, [1] * 15], [[1] * 9])
-    assert (lengths.response, lengths.sequence, lengths.held_out_sequence) == (12, 20, 13)
+    lengths = Lengths.of(recipe, [[1] * 8, [1] * 15], {"eval": Prompts([Example("9", "1")], [[1] * 9])})
+    assert (lengths.response, lengths.sequence, lengths.sets[0].sequence) == (12, 20, 13)
 
 
 def test_a_penalty_of_length_needs_room_in_each_row() -> None:

@@ -15,7 +15,7 @@ from tests.support.runs import DEMO
 
 AHEAD = ("trainer.mini_batches=1", "trainer.epochs=1", "trainer.max_staleness=1", "placement.rollout=cpu:2")
 EASY = "{path: easy.jsonl, weight: 1}"
-FILES = ("warmup=null", "trainer.eval_samples=1", "data.source=files")
+FILES = ("warmup=null", "evaluation.eval=null", "data.source=files")
 STEADY = [*FILES, f"data.files.train=[{EASY}, {{path: hard.jsonl, weight: 2}}]"]
 RISING = [
     *FILES,

@@ -41,7 +41,7 @@ def a_recipe(name: str, *overrides: str) -> Recipe:
             "trainer.profile={steps: [1], rollout_steps: 4}",
             f"trainer.profile.rollout_steps=4 is set with {FILE}; expected 0",
         ),
-        ("dpo", "trainer.eval_samples=2", f"trainer.eval_samples is set with {FILE}; expected none"),
+        ("dpo", "evaluation.eval.samples=2", "evaluation.eval.samples is set with algorithm.name=dpo, which learns"),
         ("dpo", "trainer.max_staleness=1", "trainer.max_staleness=1 with algorithm.name=dpo, which was not"),
         ("dpo_online", "trainer.max_staleness=1", "trainer.max_staleness=1 with algorithm.name=dpo, which was not"),
         (
@@ -105,7 +105,8 @@ def test_check_looks_at_the_pairs(tmp_path: Path) -> None:
     told = check_recipe(with_pairs(tmp_path, GOOD * 64 + same, "data.pairs.same_responses=drop"))
     assert told == [
         "data: 1 of 65 training pairs have the same response twice and are left out; the first is "
-        f"{tmp_path}/p.jsonl:65"
+        f"{tmp_path}/p.jsonl:65",
+        "evaluation.eval: the model learns from 256 of its 256 prompts too",
     ]
 
 
@@ -140,7 +141,7 @@ def test_check_refuses_fewer_pairs_than_ranks_share(tmp_path: Path) -> None:
 def test_one_actor_learns_from_pairs_beside_one_with_engines(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     own = {"algorithm": {"name": "dpo"}, "rollout": None, "placement": {"actor": "cpu:2", "rollout": None}}
-    own |= {"trainer": {"eval_samples": 1, "eval_temperature": 0.0}, "train": {"layout": {"ep": 1}}}
+    own |= {"evaluation": {"eval": {"samples": 1, "temperature": 0.0}}, "train": {"layout": {"ep": 1}}}
     actors = {"paired": own, "rewarded": {"placement": {"actor": "cpu:0-1", "rollout": "cpu:0"}}}
     path.write_text(f"base: {DEMO}\nrun_dir: {tmp_path}\nactors: {json.dumps(actors)}\n")
     recipes = load_recipes(path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.evaluation import EvaluationSet
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError, settings_yaml
@@ -15,7 +16,7 @@ SUMS = "evaluation.sums.data.path=sums.jsonl"
 KEEP = "checkpoint.keep_best={metric: eval/sums/pass@1}"
 WITHOUT_ENGINES = [
     "algorithm={name: dpo, pairs: file}", "data={source: arithmetic}", "rollout=null", "reward=null",
-    "placement={actor: 'cpu:0-1'}", "trainer={eval_samples: 1, eval_temperature: 0.0}",
+    "placement={actor: 'cpu:0-1'}", "evaluation.eval={samples: 1, temperature: 0.0}",
 ]  # fmt: skip
 
 
@@ -29,20 +30,20 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_set_takes_from_the_run_what_it_does_not_say() -> None:
+def test_a_set_takes_its_rewards_and_its_limit_from_the_run() -> None:
     own = (
         "evaluation.own={data: {path: o.jsonl}, samples: 8, temperature: 0.6, max_new_tokens: 9, interval: 3, "
         "before_train: false, sampling: {top_p: 0.95}, reward: {functions: [{name: exact, path: arithmetic}]}}"
     )
-    sets = recipe("trainer.eval_temperature=0.5", "trainer.eval_interval=7", own).sets
+    sets = recipe("evaluation.eval.temperature=0.5", "evaluation.sums.interval=7", own).sets
+    assert list(sets) == ["eval", "sums", "own"]
     sums, other = sets["sums"], sets["own"]
-    assert (sums.interval, sums.before_train, sums.scorer) == (7, True, "reward")
-    assert (sums.sampling.temperature, sums.sampling.max_new_tokens) == (0.5, 4)
-    assert (other.interval, other.before_train, other.scorer) == (3, False, "evaluation.own")
+    assert (sums.scorer, other.scorer) == ("reward", "evaluation.own")
+    assert (sums.sampling.temperature, sums.sampling.max_new_tokens) == (0, 4)
     assert (other.sampling.temperature, other.sampling.max_new_tokens, other.sampling.top_p) == (0.6, 9, 0.95)
     assert other.metrics[:7] == [
         f"eval/own/{figure}"
-        for figure in ("reward_mean", "mean@8", "pass@1", "pass@2", "pass@4", "pass@8", "maj@8")
+        for figure in ("accuracy", "mean@8", "pass@1", "pass@2", "pass@4", "pass@8", "maj@8")
     ]  # fmt: skip
     assert [step for step in range(11) if other.due(step, 10)] == [3, 6, 9, 10]
     assert [step for step in range(11) if sums.due(step, 10)] == [0, 7, 10]
@@ -51,8 +52,33 @@ def test_a_set_takes_from_the_run_what_it_does_not_say() -> None:
     assert list(recipe(own).functions) == ["reward"]  # what steps and streams score with
 
 
+def test_the_set_eval_is_there_where_the_data_hold_out_prompts() -> None:
+    given = load_recipe(DEMO.parent / "h200-1gpu.yaml").sets
+    assert (list(given), given["eval"].settings) == (["eval"], EvaluationSet())
+    assert load_recipe(DEMO, ["evaluation.eval=null"]).sets == {}
+    files = ("data={source: files, files: {train: [{path: a.jsonl}]}}", "warmup=null", "evaluation.eval=null")
+    assert load_recipe(DEMO, files).sets == {}
+    held_out = recipe().sets["eval"]
+    assert held_out.metrics[:3] == ["eval/accuracy", "eval/mean@4", "eval/pass@1"] and held_out.scorer == "reward"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measure"),
+    [
+        ((), "accuracy"),
+        (("reward.functions=[{name: a, path: arithmetic, weight: 2.0}]",), "reward_mean"),
+        (("reward.functions=[{name: length, path: length}]",), "reward_mean"),
+        (("reward=null", "reward_model.path=/models/scorer"), "score_mean"),
+        (tuple(WITHOUT_ENGINES), "preference_accuracy"),
+    ],
+)
+def test_only_exact_matches_are_an_accuracy(overrides: tuple[str, ...], measure: str) -> None:
+    planned = load_recipe(DEMO, overrides).sets["eval"]
+    assert planned.measure == measure and planned.metrics[0] == f"eval/{measure}"
+
+
 def test_a_recipe_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
-    given = recipe("evaluation.sums.samples=4", "checkpoint.save_interval=10", KEEP)
+    given = recipe("evaluation.sums.samples=4", "evaluation.sums.temperature=1", "checkpoint.save_interval=10", KEEP)
     (tmp_path / "recipe.yaml").write_text(settings_yaml(given))
     assert load_recipe(tmp_path / "recipe.yaml") == given
 
@@ -66,10 +92,6 @@ def test_a_recipe_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
             "temperature above 0, or samples=1",
         ),
         (
-            ["evaluation.sums.samples=4", "trainer.eval_temperature=0"],
-            "evaluation.sums.samples=4 with temperature=0 of trainer.eval_temperature, which would draw the same text",
-        ),
-        (
             ["evaluation.sums.sampling.top_p=0.9", "evaluation.sums.temperature=0"],
             "evaluation.sums.sampling.top_p is set with temperature=0, which takes the most likely token",
         ),
@@ -80,29 +102,34 @@ def test_a_recipe_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
         (["evaluation.sums.sampling.top_k=1", "evaluation.sums.temperature=0.5"], "evaluation.sums: top_k is 1"),
         (["evaluation.a b.data.path=x.jsonl"], "evaluation: 'a b' is no name of a set, expected letters, digits, _"),
         (["evaluation.sums.data.weight=2"], "evaluation.sums.data: weight is set, which is of training prompts"),
-        (["evaluation.sums.data=null"], "evaluation.sums.data = None: expected the keys path"),
+        (["evaluation.sums.data=null"], "evaluation.sums.data is missing, expected evaluation.sums.data.path"),
         (["evaluation.sums.k=4"], "unknown key evaluation.sums.k: evaluation.sums takes data, reward, prompts"),
         (
-            [*WITHOUT_ENGINES, "trainer.eval_beside=true"],
-            "trainer.eval_beside is set with algorithm.name=dpo and algorithm.pairs=file, which learns from responses",
+            [*WITHOUT_ENGINES, "trainer.async_evaluation=true"],
+            "trainer.async_evaluation=true with algorithm.name=dpo and algorithm.pairs=file, which learns from",
         ),
         (
-            ["trainer.eval_beside=true", "rollout.stream={}", "placement.rollout=cpu:2"],
-            "trainer.eval_beside=true with rollout.stream, whose engines respond to prompts of further steps while",
+            ["trainer.async_evaluation=true", "rollout.stream={}", "placement.rollout=cpu:2"],
+            "trainer.async_evaluation=true with rollout.stream, whose engines respond to prompts of further steps",
         ),
-        (WITHOUT_ENGINES, "evaluation is set with algorithm.name=dpo, which learns from responses that the data"),
+        (WITHOUT_ENGINES, "evaluation.sums is set with algorithm.name=dpo, which learns from responses that the data"),
+        (
+            [*WITHOUT_ENGINES, "evaluation.eval.max_new_tokens=4"],
+            "evaluation.eval.max_new_tokens is set with algorithm.name=dpo, which learns from responses that the data",
+        ),
         ([KEEP, "checkpoint.save_interval=null"], "checkpoint: keep_best of eval/sums/pass@1 in a run that saves"),
         (
-            ["checkpoint.keep_best.metric=eval/accuracy", "checkpoint.save_interval=5"],
-            "'eval/accuracy' is no figure of a set in evaluation, expected such as eval/NAME/pass@1",
+            ["checkpoint.keep_best.metric=train/loss", "checkpoint.save_interval=5"],
+            "'train/loss' is no figure of a set in evaluation, expected such as eval/NAME/pass@1",
         ),
         (
             ["checkpoint.keep_best.metric=eval/other/pass@1", "checkpoint.save_interval=5"],
-            "checkpoint.keep_best.metric=eval/other/pass@1 is not measured in this run, expected one of ",
+            "checkpoint.keep_best.metric=eval/other/pass@1 is not measured in this run, expected one of eval/accuracy, "
+            "eval/sums/accuracy",
         ),
         (
             ["checkpoint.keep_best.metric=eval/sums/pass@4", "checkpoint.save_interval=5"],
-            "is not measured in this run, expected one of eval/sums/reward_mean, eval/sums/mean@1, eval/sums/pass@1",
+            "is not measured in this run, expected one of eval/sums/accuracy, eval/sums/mean@1, eval/sums/pass@1",
         ),
         (
             [KEEP, "checkpoint.save_interval=7", "evaluation.sums.interval=40", "warmup=null"],
@@ -110,7 +137,7 @@ def test_a_recipe_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
             "7: of 120 steps only the last has both",
         ),
         (
-            [KEEP, "checkpoint.save_interval=7", "trainer.eval_interval=null", "warmup=null"],
+            [KEEP, "checkpoint.save_interval=7", "warmup=null"],
             "is measured after the last step alone and checkpoints are saved every 7",
         ),
     ],

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from hybridflow import PPOConfig
+from hybridflow.config.described_settings import all_settings
 from hybridflow.config.error_messages import _paths
 from hybridflow.config.known_names import API_NAMES, RECIPE_NAMES
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 
 DEMO = "launch/recipes/demo.yaml"
-SETTINGS = {".".join(path) for path in _paths(Recipe)}
+SETTINGS = {".".join(path) for path in _paths(Recipe)} | {each.path for each in all_settings()}
 
 
 def told(key: str, value: str = "1") -> str:
@@ -31,7 +32,7 @@ def told(key: str, value: str = "1") -> str:
 def named(text: str) -> list[str]:
     """The settings that a text says something is."""
     found = re.match(r"here it is ([\w.]+(?: and [\w.]+)*)(?=;|$| \()", text)
-    return found[1].split(" and ") if found else []
+    return found[1].replace("evaluation.eval.", "evaluation.NAME.").split(" and ") if found else []
 
 
 def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
@@ -85,12 +86,16 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
             "data.val_files",
             "here it is evaluation; {NAME: {data: {path: ...}}}; with data.source=jsonl also data.jsonl",
         ),
-        ("trainer.test_freq", "here it is trainer.eval_interval; of a set evaluation.NAME.interval"),
-        ("trainer.val_before_train", "here it is trainer.eval_before_train"),
+        ("trainer.test_freq", "here it is evaluation.eval.interval; evaluation.NAME has the same for another set"),
+        ("trainer.val_before_train", "here it is evaluation.eval.before_train"),
         ("trainer.val_only", "absent: hybridflow evaluate measures a model without training"),
-        ("actor_rollout_ref.rollout.val_kwargs.n", "here it is trainer.eval_samples; of a set evaluation.NAME.samples"),
-        ("n_samples_per_eval_prompt", "here it is trainer.eval_samples"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "here it is evaluation.eval.samples; evaluation.NAME has"),
+        ("n_samples_per_eval_prompt", "here it is evaluation.eval.samples"),
         ("eval_prompt_data", "here it is evaluation; {NAME: {data: {path: ...}}}"),
+        ("trainer.eval_samples", "here it is evaluation.eval.samples; evaluation.NAME has the same"),
+        ("trainer.eval_sampling", "here it is evaluation.eval.sampling; evaluation.NAME has the same"),
+        ("trainer.eval_prompts", "here it is evaluation.eval.prompts; evaluation.NAME has the same"),
+        ("trainer.eval_beside", "here it is trainer.async_evaluation"),
         ("use_vllm", "absent, because SGLang generates"),
         ("rollout.use_vllm", "absent, because SGLang generates"),
         ("fsdp_config", "absent, because Megatron-Core trains"),

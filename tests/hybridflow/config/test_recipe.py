@@ -102,17 +102,15 @@ def test_prompts_without_room_are_counted_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, said: str
 ) -> None:
     data = lines_of(tmp_path, "1+1=", "10+1=", "10+11=").replace("POLICY", policy)
-    overrides = [data, "warmup=null", "rollout.engine.context_length=8", "trainer.eval_prompts=null"]
+    overrides = [data, "warmup=null", "rollout.engine.context_length=8", "evaluation.eval.prompts=null"]
     assert main(["check", str(DEMO), *overrides]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:-1] == [line for line in lines if line.startswith("data: ")]
-    assert [said.format(name) in line for name, line in zip(("training", "held-out"), lines, strict=False)] == [
-        True
-    ] * 2
+    for name in ("training", "evaluation.eval"):
+        assert [line.startswith("data: ") for line in lines if said.format(name) in line] == [True]
     run = prepare(load_recipe(DEMO, [*overrides, f"run_dir={tmp_path}"]))
     run.lock.close()
     assert max(map(len, run.train.tokens)) == 4
-    assert (len(run.train), len(run.evaluation)) == ((1, 1) if policy == "drop" else (3, 3))
+    assert (len(run.train), len(run.sets["eval"])) == ((1, 1) if policy == "drop" else (3, 3))
 
 
 def test_prompts_without_room_are_refused_by_default_and_never_all_dropped(tmp_path: Path) -> None:
@@ -147,11 +145,11 @@ def test_older_checkpoints_refused_long_prompts(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     checkpoint = make_checkpoint(recipe, 2)
     saved = recipe.model_dump(mode="json")
-    del saved["data"]["overlong_prompts"], saved["trainer"]["epochs_of_data"], saved["trainer"]["eval_before_train"]
+    del saved["data"]["overlong_prompts"], saved["trainer"]["epochs_of_data"]
     inputs: dict[str, str] = {}
     assert contradictions(recipe, checkpoint / "model", ["actor"], saved, inputs) == []
     assert changes(recipe, saved) == []
-    assert changes(a_recipe(tmp_path, "trainer.eval_beside=true"), saved) == []  # which changes no result
+    assert changes(a_recipe(tmp_path, "trainer.async_evaluation=true"), saved) == []  # which changes no result
     [other] = contradictions(a_recipe(tmp_path, "data.overlong_prompts=drop"), checkpoint / "model", [], saved, inputs)
     assert str(other) == "data.overlong_prompts: refuse in the checkpoint, drop in the recipe"
     assert "data.overlong_prompts: " in refusal(a_recipe(tmp_path, "resume=auto", "data.overlong_prompts=drop"))[1]

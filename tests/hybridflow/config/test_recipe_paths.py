@@ -72,7 +72,7 @@ def test_an_error_says_what_a_path_is_relative_to(
     assert f"{here}/no.jsonl" in (line := capsys.readouterr().err.splitlines()[0]) and line.endswith(origin)
     for name in ("no.parquet", "no-*.parquet"):
         data = f"data={{source: files, files: {{train: [{{path: {name}}}]}}}}"
-        assert main(["check", str(DEMO), data, "trainer.eval_samples=1"]) == 2
+        assert main(["check", str(DEMO), data, "evaluation.eval=null"]) == 2
         assert f"{here}/{name}: no" in (line := capsys.readouterr().err.splitlines()[0]) and line.endswith(origin)
     assert main(["check", str(DEMO), 'reward.functions=[{name: a, path: "no.py:score"}]']) == 2
     assert f"file {here}/no.py does not exist {origin}" in capsys.readouterr().err

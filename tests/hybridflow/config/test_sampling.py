@@ -39,7 +39,7 @@ def test_a_recipe_is_refused_and_its_neutral_value_is_not(name: str, tmp_path: P
         load_recipe(DEMO, [*SMALL, f"{setting}={OTHERS[name]}"])
     [line] = error.value.lines
     assert _REFUSED in line
-    assert f"expected {NEUTRAL[name]:g}, or trainer.eval_sampling.{name} for evaluation alone" in line
+    assert f"expected {NEUTRAL[name]:g}, or evaluation.NAME.sampling.{name} for evaluation alone" in line
     load_recipe(DEMO, [*SMALL, f"{setting}={NEUTRAL[name]}"])
     (tmp_path / "recipe.yaml").write_text(f"base: {DEMO}\nrollout: {{sampling: {{{name}: {OTHERS[name]}}}}}\n")
     with pytest.raises(SettingsError, match=_REFUSED):
@@ -55,9 +55,9 @@ def test_the_python_interface_is_refused_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_evaluation_may_and_what_is_learned_from_stays_as_it_is(name: str) -> None:
-    overrides = ["trainer.eval_temperature=1", f"trainer.eval_sampling.{name}={OTHERS[name]}"]
+    overrides = ["evaluation.eval.temperature=1", f"evaluation.eval.sampling.{name}={OTHERS[name]}"]
     recipe = load_recipe(DEMO, [*SMALL, "rollout.engine.deterministic=false", *overrides])
-    assert recipe.eval_sampling.altered == {name: OTHERS[name]}
+    assert recipe.sets["eval"].sampling.altered == {name: OTHERS[name]}
     assert recipe.rollout.sampling.altered == {}
 
 

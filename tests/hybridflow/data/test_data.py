@@ -19,8 +19,10 @@ from hybridflow.data.sampler import PromptSampler
 from hybridflow.data.tasks import (
     ARITHMETIC_CHARACTERS,
     Example,
+    arithmetic_held_out,
     arithmetic_splits,
     field_names,
+    load_held_out,
     load_splits,
     read_jsonl,
 )
@@ -40,7 +42,7 @@ def test_every_arithmetic_answer_is_right_and_within_the_settings() -> None:
     config = ArithmeticConfig(operators=("+", "-", "*"), smallest_operand=5, largest_operand=30, seed=3, **sizes)
     splits = arithmetic_splits(config)
     seen = set()
-    for example in itertools.chain(splits.sft, splits.train, splits.evaluation):
+    for example in itertools.chain(splits.sft, splits.train, arithmetic_held_out(config)):
         expression = example.prompt.removesuffix("=")
         operator = next(symbol for symbol in "+-*" if symbol in expression)
         left, right = map(int, expression.split(operator))
@@ -56,7 +58,7 @@ def test_splits_are_disjoint_and_take_the_whole_space_when_asked_to() -> None:
     config = ArithmeticConfig(operators=("+", "*"), largest_operand=9, eval_size=50, sft_size=50, train_size=100)
     assert config.problems == 200
     splits = arithmetic_splits(config)
-    prompts = [example.prompt for example in itertools.chain(splits.sft, splits.train, splits.evaluation)]
+    prompts = [example.prompt for example in itertools.chain(splits.sft, splits.train, arithmetic_held_out(config))]
     assert len(prompts) == len(set(prompts)) == 200
 
 
@@ -64,12 +66,14 @@ def test_splits_depend_on_the_seed_and_eval_problems_on_nothing_else() -> None:
     config = ArithmeticConfig(eval_size=40, sft_size=30, train_size=50)
     splits = arithmetic_splits(config)
     assert arithmetic_splits(config) == splits
-    larger = arithmetic_splits(config.model_copy(update={"train_size": 500}))
-    assert larger.evaluation == splits.evaluation
+    held_out = arithmetic_held_out(config)
+    more = config.model_copy(update={"train_size": 500})
+    assert arithmetic_held_out(more) == held_out
+    larger = arithmetic_splits(more)
     assert larger.sft == splits.sft
     assert larger.train[:50] == splits.train
-    assert arithmetic_splits(config.model_copy(update={"sft_size": 60})).evaluation == splits.evaluation
-    assert arithmetic_splits(config.model_copy(update={"seed": 1})).evaluation != splits.evaluation
+    assert arithmetic_held_out(config.model_copy(update={"sft_size": 60})) == held_out
+    assert arithmetic_held_out(config.model_copy(update={"seed": 1})) != held_out
 
 
 def test_problems_are_drawn_from_all_over_the_space() -> None:
@@ -153,8 +157,8 @@ def test_load_splits_from_either_source(tmp_path: Path) -> None:
     )
     splits = load_splits(config)
     example = Example("a", "b", {"prompt": "a", "answer": "b"})
-    assert (splits.train, splits.evaluation, splits.sft) == ([example], [example], [])
-    assert len(load_splits(DataConfig()).evaluation) == 256
+    assert (splits.train, load_held_out(config), splits.sft) == ([example], [example], [])
+    assert len(load_held_out(DataConfig())) == 256
     with pytest.raises(ValueError, match="jsonl is missing with source 'jsonl'"):
         DataConfig.model_validate({"source": "jsonl"})
 
@@ -289,7 +293,7 @@ def test_tokenizers_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_a_share_of_the_supervised_answers_is_wrong_and_no_other() -> None:
     right = arithmetic_splits(ArithmeticConfig(sft_size=1000, train_size=100))
     some = arithmetic_splits(ArithmeticConfig(sft_size=1000, train_size=100, sft_wrong=0.3))
-    assert some.train == right.train and some.evaluation == right.evaluation
+    assert some.train == right.train
     assert [example.prompt for example in some.sft] == [example.prompt for example in right.sft]
     errors = [int(a.answer) - int(b.answer) for a, b in zip(some.sft, right.sft, strict=True)]
     assert set(errors) == {-10, -1, 0, 1, 10}

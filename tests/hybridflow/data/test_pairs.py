@@ -15,8 +15,8 @@ from engine3d.errors import UserError
 from hybridflow.data.config import ArithmeticConfig, DataConfig, OverlongPolicy, PairsConfig
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.given_responses import GivenResponses, encode_pairs, pair_notes
-from hybridflow.data.pairs import Pair, load_pairs, read_pairs
-from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, load_splits
+from hybridflow.data.pairs import Pair, load_held_out_pairs, load_pairs, read_pairs
+from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, load_held_out, load_splits
 from hybridflow.data.tokenizer import make_character_tokenizer, make_chat_tokenizer
 
 GOOD = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
@@ -111,8 +111,8 @@ def test_pairs_of_files_and_supervised_examples_of_their_better_responses(tmp_pa
     path = tmp_path / "p.jsonl"
     path.write_text(GOOD)
     data = DataConfig(source="pairs", pairs=config(path, sft_path=path))
-    splits = load_pairs(data, unpaired=False)
-    assert splits.train == splits.evaluation == [a_pair("1+1=", "2", "3", f"{path}:1")]
+    train, held_out = load_pairs(data, unpaired=False), load_held_out_pairs(data, unpaired=False)
+    assert train == held_out == [a_pair("1+1=", "2", "3", f"{path}:1")]
     [example] = load_splits(data).sft
     assert (example.prompt, example.answer) == ("1+1=", "2")
 
@@ -196,10 +196,10 @@ def test_a_response_that_is_no_answer_to_its_prompt_is_refused(tmp_path: Path) -
 
 def test_arithmetic_pairs_are_of_the_task_s_problems_right_against_wrong() -> None:
     data = DataConfig(arithmetic=ArithmeticConfig(train_size=50, eval_size=20))
-    pairs, splits = load_pairs(data, unpaired=False), load_splits(data)
-    assert [pair.prompt for pair in pairs.train] == [example.prompt for example in splits.train]
-    assert [pair.chosen for pair in pairs.evaluation] == [example.answer for example in splits.evaluation]
-    assert {abs(int(str(pair.chosen)) - int(str(pair.rejected))) for pair in pairs.train} == {1, 10}
+    pairs, held_out = load_pairs(data, unpaired=False), load_held_out_pairs(data, unpaired=False)
+    assert [pair.prompt for pair in pairs] == [example.prompt for example in load_splits(data).train]
+    assert [pair.chosen for pair in held_out] == [example.answer for example in load_held_out(data)]
+    assert {abs(int(str(pair.chosen)) - int(str(pair.rejected))) for pair in pairs} == {1, 10}
     assert pairs == load_pairs(data, unpaired=True)
 
 

@@ -29,7 +29,7 @@ def test_a_sample_is_a_line_and_a_resumed_run_makes_later_ones_again(tmp_path: P
     with Metrics(ONLY_SAMPLES, tmp_path) as log:
         for step in (1, 2, 3):
             log.log_samples(step, [a_sample(10 * step), a_sample(10 * step + 1, math.nan)])
-            log.log_samples(step, [a_sample(10 * step + 2)], phase="eval")
+            log.log_samples(step, [a_sample(10 * step + 2)])
     assert lines(tmp_path)[:2] == [
         {
             **{"phase": "train", "step": 1, "prompt": "10+1=", "response": "ä\n", "answer": {"value": [10]}},

@@ -8,11 +8,12 @@ import pytest
 
 from engine3d.rollout.cache import tokens_needed
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.planning.cache_size import Lengths, cache_tokens
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
+from hybridflow.planning.cache_size import Lengths, SetLengths, cache_tokens
 
 DEMO = Path(__file__).parents[3] / "launch" / "recipes" / "demo.yaml"
-LENGTHS = Lengths(prompt=20, held_out_prompt=30, response=12, held_out=10)
-
+LENGTHS = Lengths(prompt=20, response=12, sets=(SetLengths(prompts=10, samples=4, sequence=42),))
 
 STREAM = ["rollout.stream={}", "trainer.max_staleness=2", "rollout.over_sampling=0.25", "placement.rollout=cpu:2"]
 
@@ -55,7 +56,8 @@ def test_a_request_has_pages_of_its_own_and_one_more() -> None:
 
 
 def test_lengths_are_of_the_longest(tmp_path: Path) -> None:
-    found = Lengths.of(recipe(), [[1] * 3, [1] * 7], [[1] * 9])
-    assert found == Lengths(prompt=7, held_out_prompt=9, response=4, held_out=1)
-    assert found.sequence == 11
-    assert Lengths.of(recipe(), [[1]], []).held_out_prompt == 0
+    held_out = Prompts([Example("9", "1")], [[1] * 9])
+    found = Lengths.of(recipe(), [[1] * 3, [1] * 7], {"eval": held_out})
+    assert found == Lengths(prompt=7, response=4, sets=(SetLengths(prompts=1, samples=4, sequence=13),))
+    assert (found.sequence, found.longest_sequence) == (11, 13)
+    assert Lengths.of(recipe(), [[1]], {}).longest_sequence == 5

@@ -62,8 +62,8 @@ data:
     train: [{{path: {tmp_path}/train.jsonl, where: {{level: 1}}}}]
     sft: [{{path: {tmp_path}/sft.jsonl}}]
     cache: {tmp_path}/cache
-trainer: {{eval_samples: 1}}
 evaluation:
+  eval: null
   easy: {{data: {{path: {tmp_path}/test.jsonl, name: train}}}}
 """)
     return path
@@ -77,9 +77,12 @@ def test_all_phases_are_shown_with_what_is_dropped(recipe: Path, capsys: pytest.
     assert "without the tokenizer's chat template" in notes
 
 
-def test_settings_of_another_evaluation_are_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(recipe), "trainer.eval_samples=4"]) == 2
-    assert "trainer.eval_samples=4 with data.source=files" in capsys.readouterr().err
+def test_a_set_of_files_without_a_file_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(recipe), "evaluation.eval.samples=4"]) == 2
+    assert (
+        "evaluation.eval.data is missing with data.source=files, which holds out no prompts; expected "
+        "evaluation.eval.data.path, or evaluation.eval=null" in capsys.readouterr().err
+    )
 
 
 def test_a_wrong_row_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

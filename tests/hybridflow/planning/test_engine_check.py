@@ -25,7 +25,6 @@ from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.planning.engine_check import (
     check_baselines,
     check_engine_nodes,
-    check_evaluation,
     check_same_tokens,
     hosts_of_engine,
 )
@@ -168,17 +167,8 @@ def test_engines_with_a_device_of_a_model_are_lent() -> None:
     )
 
 
-def test_evaluations_and_baselines_have_something_for_everyone() -> None:
-    recipe = a_recipe("reward=null", "reward_model.path=/models/scorer", "trainer.eval_samples=2")
+def test_baselines_have_something_for_everyone() -> None:
     layouts = {"rollout": Layout(dp=3), "reward_model": Layout(dp=8)}
-    check_evaluation(recipe, 4, layouts)
-    assert refusal(lambda: check_evaluation(recipe, 2, layouts)).startswith(
-        "data: 2 prompts to evaluate with, expected at least 3: a prompt for each rollout engine"
-    )
-    line = (
-        "data: 3 prompts to evaluate with and trainer.eval_samples=2, expected at least 8 samples: one for each data-"
-    )
-    assert refusal(lambda: check_evaluation(recipe, 3, layouts)).startswith(line)
     remax = [*("algorithm={name: remax}", "reward_model.path=/models/scorer"), "trainer.mini_batches=1"]
     check_baselines(a_recipe(*remax, "trainer.prompts_per_step=8"), layouts)
     few = a_recipe(*remax, "trainer.prompts_per_step=7")

@@ -45,9 +45,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     sets = [f"evaluation.{name}.data.path={rows}" for name in ("sums", "others")]
     recipe = a_recipe(directory, keep, *sets, "evaluation.sums.interval=1", "trainer.steps=4")
     for step in (2, 4):
-        measured = MeasuredSet("a", step, 4, 1, {"pass@1": 1 / step})
+        measured = MeasuredSet("a", "accuracy", step, 4, 1, {"pass@1": 1 / step})
         best = Best("eval/sums/pass@1", 2, 0.5, "a")
-        make_checkpoint(recipe, step, last_of_sets={"sums": measured}, best=best)
+        make_checkpoint(recipe, step, last_measured={"sums": measured}, best=best)
     (recipe.directory / "recipe.yaml").write_text(settings_yaml(recipe))
     return recipe
 
@@ -64,13 +64,14 @@ def test_of_a_run_the_last_checkpoint_is_taken_or_the_best_or_a_step(recipe: Rec
         assert found.directory == recipe.directory / "evaluate" / f"step-{step:08d}"
         assert found.recipe.model.path == found.checkpoint / "model"  # type: ignore[operator]
         assert list(found.recipe.sets) == ["sums"] and not found.recipe.trains
-    assert list(plan(recipe).recipe.sets) == ["sums", "others"]
+    assert list(plan(recipe).recipe.sets) == ["eval", "sums", "others"]
     assert plan(recipe, out=recipe.run_dir / "out").directory == recipe.run_dir / "out"
 
 
 def test_an_evaluation_may_lack_the_figure_by_which_its_run_chose_the_best(tmp_path: Path) -> None:
     keep = "checkpoint.keep_best={metric: eval/sums/pass@4}"
-    recipe = a_run(tmp_path, keep, "evaluation.sums.samples=4", "evaluation.sums.interval=1", "warmup=null")
+    drawn = [f"evaluation.sums.{each}" for each in ("samples=4", "temperature=1", "interval=1")]
+    recipe = a_run(tmp_path, keep, *drawn, "warmup=null")
     greedy = ["evaluation.sums.samples=1", "evaluation.sums.temperature=0"]
     found = plan_evaluation(recipe.directory, [], greedy)
     assert found.step == 2 and found.recipe.sets["sums"].settings.samples == 1
@@ -102,7 +103,7 @@ def test_a_model_is_measured_on_the_sets_of_a_recipe(recipe: Recipe, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--set", "aime"], "--set aime: no such set, expected one of sums, others"),
+        (["--set", "aime"], "--set aime: no such set, expected one of eval, sums, others"),
         (["--set", "sums", "--set", "sums"], "--set sums stands twice, expected each once"),
         (["--checkpoint", "3"], "--checkpoint 3: expected best, last, or a step of 2, 4"),
         (["--checkpoint", "newest"], "--checkpoint newest: expected best, last, or a step of 2, 4"),

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
+from engine3d.layout import Layout
 from hybridflow.cli.main import main
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import arithmetic_held_out
 from hybridflow.planning.cache_size import Lengths, cache_tokens
-from hybridflow.planning.evaluation_sets import encode_sets
+from hybridflow.planning.evaluation_sets import check_sets, encode_sets
 from tests.support.resumable import DEMO
 
 
@@ -36,14 +38,14 @@ def test_the_prompts_of_a_set_are_the_first_of_its_files(tmp_path: Path) -> None
     recipe, sets = encoded(tmp_path, sums(tmp_path / "sums.jsonl"), "evaluation.sums.prompts=4")
     assert [example.prompt for example in sets["sums"].examples] == ["0+1=", "1+1=", "2+1=", "3+1="]
     assert [example.answer for example in sets["sums"].examples] == ["1", "2", "3", "4"]
-    assert len(sets["sums"].tokens) == 4 and recipe.evaluation["sums"].prompts == 4
+    assert len(sets["sums"].tokens) == 4 and recipe.sets["sums"].settings.prompts == 4
 
 
 def test_the_cache_has_room_for_the_responses_of_a_set(tmp_path: Path) -> None:
-    settings = ("evaluation.sums.samples=200", "evaluation.sums.max_new_tokens=50")
+    settings = [f"evaluation.sums.{each}" for each in ("samples=200", "temperature=1", "max_new_tokens=50")]
     recipe, sets = encoded(tmp_path, sums(tmp_path / "sums.jsonl"), *settings, "rollout.engine.max_total_tokens=null")
-    without = cache_tokens(recipe, Lengths.of(recipe, [[1] * 6], [[1] * 6]), 1, "cpu")
-    lengths = Lengths.of(recipe, [[1] * 6], [[1] * 6], sets)
+    without = cache_tokens(recipe, Lengths.of(recipe, [[1] * 6], {"eval": sets["eval"]}), 1, "cpu")
+    lengths = Lengths.of(recipe, [[1] * 6], {"sums": sets["sums"]})
     assert [(each.prompts, each.samples, each.sequence) for each in lengths.sets] == [(6, 200, 54)]
     assert lengths.longest_sequence == 54
     requests = recipe.rollout.engine.max_running_requests
@@ -96,6 +98,33 @@ def test_limits_of_training_prompts_are_not_those_of_a_set(tmp_path: Path) -> No
     files = f"{{train: [{{path: {training}}}], max_prompt_tokens: 4, cache: {tmp_path}/cache}}"
     given = rows(tmp_path / "sums.jsonl", {"prompt": "10+10=", "answer": 20}, {"prompt": "1+2=", "answer": 3})
     data = f"data={{source: files, files: {files}}}"
-    recipe, sets = encoded(tmp_path, data, given, "warmup=null", "trainer.eval_samples=1")
+    recipe, sets = encoded(tmp_path, data, given, "warmup=null", "evaluation.eval=null")
     assert [example.prompt for example in sets["sums"].examples] == ["10+10=", "1+2="]
-    assert not recipe.has_own_evaluation
+    assert list(sets) == list(recipe.sets) == ["sums"]
+
+
+def test_the_set_eval_is_of_the_prompts_that_the_data_hold_out(tmp_path: Path) -> None:
+    recipe, sets = encoded(tmp_path, "evaluation.eval.prompts=3", sums(tmp_path / "sums.jsonl"))
+    assert list(sets) == ["eval", "sums"]
+    assert list(sets["eval"].examples) == arithmetic_held_out(recipe.data.arithmetic)[:3]
+    (tmp_path / "tokenizer").rename(tmp_path / "before")
+    assert list(encoded(tmp_path, "evaluation.eval=null")[1]) == []
+
+
+def test_every_reader_of_a_set_has_a_prompt(tmp_path: Path) -> None:
+    scored = (
+        "reward=null",
+        "reward_model.path=/models/scorer",
+        "evaluation.eval={prompts: 4, samples: 2, temperature: 1}",
+    )
+    recipe, sets = encoded(tmp_path, *scored)
+    layouts = {"rollout": Layout(dp=3), "reward_model": Layout(dp=8)}
+    check_sets(recipe, sets, layouts)
+    few = {"eval": Prompts(sets["eval"].examples[:3], sets["eval"].tokens[:3])}
+    with pytest.raises(UserError, match=r"evaluation\.eval: 3 prompts with samples=2, expected at least 8 responses"):
+        check_sets(recipe, few, layouts)
+    pairs = load_recipe(DEMO.parent / "algorithms/dpo.yaml")
+    with pytest.raises(
+        UserError, match=r"evaluation\.eval: 3 prompts, expected at least 4: one for each data-parallel"
+    ):
+        check_sets(pairs, few, {"actor": Layout(dp=4)})

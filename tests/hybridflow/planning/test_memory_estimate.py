@@ -16,7 +16,7 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning import memory_estimate
-from hybridflow.planning.cache_size import Lengths, cache_tokens
+from hybridflow.planning.cache_size import Lengths, SetLengths, cache_tokens
 from hybridflow.planning.memory_ledger import GpuMemory, Ledger
 from hybridflow.planning.memory_report import recipe_ledger, recipe_specs
 from hybridflow.planning.placement_check import planned_devices
@@ -316,7 +316,7 @@ def test_cpu_slots_and_their_host_are_shown_and_checked(tmp_path: Path, capsys: 
     assert main(["check", demo, "--memory", "rollout.engine.max_total_tokens=null", apart]) == 0
     shown = capsys.readouterr().out.splitlines()
     # All held-out prompts, four samples each, of at most 6 tokens and 4 more, and not what the machine has room for.
-    lengths = Lengths(prompt=6, held_out_prompt=6, response=4, held_out=256)
+    lengths = Lengths(prompt=6, response=4, sets=(SetLengths(prompts=256, samples=4, sequence=10),))
     tokens = cache_tokens(_recipe("demo.yaml", "rollout.engine.max_total_tokens=null"), lengths, 1, "cpu")
     assert re.match(rf"CPU slot 0 of node 0: at most \d\.\d GB in .*, KV cache of {tokens:,} tokens$", shown[0])
     assert any(line.startswith("CPU slot 1 of node 0: at most 0.") for line in shown)

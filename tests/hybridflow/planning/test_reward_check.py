@@ -29,7 +29,7 @@ def checked(tmp_path: Path, answers: list[Any], function: dict[str, Any] | str, 
         *("check", str(DEMO), "warmup=null", f"evaluation.held_out.data.path={held_out}"),
         f"data={json.dumps({'source': 'files', 'files': files})}",
         f"reward.functions={json.dumps([function])}",
-        "trainer.eval_samples=1",
+        "evaluation.eval=null",
     ]
 
 

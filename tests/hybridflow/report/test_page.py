@@ -149,7 +149,7 @@ def small_run(directory: Path, **more: float) -> Path:
         log.log(1, {metrics.SFT_LOSS: 2.0}, phase="sft")
         for number in range(1, 6):
             log.log(number, step(number, **more))
-        log.log(5, {metrics.EVAL_ACCURACY: 0.75}, phase="eval")
+        log.log(5, {metrics.of_set(metrics.EVAL, "accuracy"): 0.75}, phase="eval")
     return directory
 
 
@@ -300,7 +300,7 @@ def test_what_does_not_change_has_no_panel(tmp_path: Path) -> None:
             constant = {metrics.ROLLOUT_STALENESS: 0.0, metrics.TRAIN_KL_COEF: 0.1, metrics.TRAIN_ENTROPY: math.nan}
             clipped = {metrics.TRAIN_CLIP_FRACTION_HIGH: 0.1 * number, metrics.TRAIN_CLIP_FRACTION_DUAL: 0.0}
             log.log(number, step(number) | constant | clipped)
-        log.log(5, {metrics.EVAL_ACCURACY: 0.75}, phase="eval")
+        log.log(5, {metrics.of_set(metrics.EVAL, "accuracy"): 0.75}, phase="eval")
     page = report(tmp_path)
     assert not {"staleness", "kl-coefficient", "entropy", "accuracy"} & set(page.figures)
     assert page.figures["clip-fraction"]["legend"] == ["ratio above the upper bound ", metrics.TRAIN_CLIP_FRACTION_HIGH]
@@ -311,7 +311,7 @@ def test_what_does_not_change_has_no_panel(tmp_path: Path) -> None:
         (metrics.TRAIN_KL_COEF, "0.1", 5),
         (metrics.TRAIN_ENTROPY, "not finite", 5),
         (metrics.TRAIN_CLIP_FRACTION_DUAL, "0", 5),
-        (metrics.EVAL_ACCURACY, "0.75", 1),
+        (metrics.of_set(metrics.EVAL, "accuracy"), "0.75", 1),
     ):
         assert f"<td><code>{name}</code></td><td>{value}</td><td>{count}</td>" in text, name
 

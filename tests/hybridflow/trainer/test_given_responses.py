@@ -48,7 +48,7 @@ class Source(GivenSource):
 
     def __init__(self, name: str = "dpo", train: int = 5, evaluation: int = 3, replicas: int = 1) -> None:
         recipe = load_recipe(ROOT / f"launch/recipes/algorithms/{name}.yaml", ["trainer.prompts_per_step=2"])
-        run: Any = SimpleNamespace(train=given(train), evaluation=given(evaluation))
+        run: Any = SimpleNamespace(train=given(train), sets={"eval": given(evaluation)})
         actor: Any = SimpleNamespace(layout=SimpleNamespace(dp=replicas))
         super().__init__(recipe, run, actor)
         self.asked: list[int] = []

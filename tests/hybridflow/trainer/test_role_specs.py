@@ -58,7 +58,7 @@ def test_an_evaluation_alone_has_engines_that_load_weights_and_what_scores_its_s
     own = "{data: {path: own.jsonl}, reward: {functions: [{name: length, path: length}]}}"
     recipe = load_recipe(DEMO, [WITH_REFERENCE, "evaluation.sums.data.path=sums.jsonl", f"evaluation.own={own}"])
     prompts = Prompts([Example("1+1=", "2")], [[4, 5]])
-    run = replace(run, sets={"sums": prompts, "own": prompts})
+    run = replace(run, sets=dict.fromkeys(("eval", "sums", "own"), prompts))
     training = specs_of(recipe, run)
     assert list(training["reward"].arguments[0]) == ["reward", "evaluation.own"]
     assert training["rollout"].arguments[1].server_args["load_format"] == "dummy"

@@ -99,7 +99,7 @@ def test_the_demo_makes_its_model_and_splits(tmp_path: Path) -> None:
     run = prepare(recipe)
     assert (run.model_directory / "model.safetensors").is_file() and (run.directory / "recipe.yaml").is_file()
     assert load_recipe(run.directory / "recipe.yaml") == recipe
-    problems = [{example.prompt for example in phase.examples} for phase in (run.train, run.evaluation, run.sft)]
+    problems = [{example.prompt for example in phase.examples} for phase in (run.train, run.sets["eval"], run.sft)]
     assert not problems[0] & problems[1] and not problems[0] & problems[2] and not problems[1] & problems[2]
     assert len(run.answers) == len(run.sft) and all(answer[-1] == 2 for answer in run.answers)
     run.lock.close()

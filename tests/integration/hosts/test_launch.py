@@ -32,7 +32,7 @@ ENGINES_APART = ["trainer.steps=3", "placement.actor=cpu:0-1"]
 MANY_STEPS = [
     "warmup=null",
     "trainer.steps=1000",
-    "trainer.eval_before_train=false",
+    "evaluation.eval.before_train=false",
     "placement.actor=cpu:0-1",
     "placement.rollout=cpu:4,8",
     "limits.host_s=8",
@@ -239,7 +239,7 @@ def test_a_run_that_fails_of_the_same_again_is_not_started_any_more(tmp_path: Pa
     (tmp_path / "broken.py").write_text("def score(generated_texts):\n    raise ValueError('no figure 42')\n")
     reward = f'reward.functions=[{{name: broken, path: "{tmp_path}/broken.py:score"}}]'
     with hosts_or_skip(2, shared=tmp_path) as hosts:
-        words = small_run(tmp_path, "warmup=null", "trainer.eval_before_train=false", reward)
+        words = small_run(tmp_path, "warmup=null", "evaluation.eval.before_train=false", reward)
         launch = start(hosts, tmp_path, lambda index: agent_command(index, 2, *words, restarts=9))
         assert launch.wait() == [1, 1], launch.outputs()
         assert launch.output(0).count("starting the run again") == 1

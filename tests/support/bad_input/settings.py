@@ -91,7 +91,11 @@ NUMBERS = [
     Case("samples", lambda at: at.check("", f"rollout.samples_per_prompt={10**9}"), r"samples_per_prompt = .*at most"),
     Case("mini-batches", lambda at: at.check("", f"trainer.mini_batches={10**9}"), r"mini_batches"),
     Case("epochs", lambda at: at.check("", f"trainer.epochs={10**12}"), r"epochs = .*at most"),
-    Case("eval-samples", lambda at: at.check("", f"trainer.eval_samples={10**12}"), r"eval_samples = .*at most"),
+    Case(
+        "eval-samples",
+        lambda at: at.check("", f"evaluation.eval.samples={10**12}"),
+        r"evaluation.eval.samples = .*at most",
+    ),
     Case("warmup", lambda at: at.check("", f"warmup.batch_size={10**12}"), r"warmup.batch_size = .*at most"),
     Case("requests", lambda at: at.check("", f"rollout.engine.max_running_requests={10**12}"), r"requests = .*at most"),
     Case("cache", lambda at: at.check("", f"rollout.engine.max_total_tokens={10**15}"), r"max_total_tokens"),
