@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import TrainerConfig
@@ -12,22 +11,17 @@ from hybridflow.config.run import TrainerConfig
 
 def stream_misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
     """What does not go together, a line each."""
-    stream, name = rollout.stream, algorithm.name
+    stream = rollout.stream
     if stream is None:
         yield (
             f"trainer.max_staleness={trainer.max_staleness} without rollout.stream, where rollout runs one step "
             "ahead at most; expected 0 or 1, or rollout.stream: {}"
         )
         return
-    if algorithm.greedy_baseline:
+    if algorithm.greedy_baseline and trainer.max_staleness:
         yield (
-            f"rollout.stream is set with algorithm.name={name}, whose baselines are generated between rollout and "
-            "update; expected null"
-        )
-    if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
-        yield (
-            "rollout.stream is set with algorithm.dynamic_sampling, whose further prompts are drawn once the first are "
-            "scored; expected one of them"
+            f"trainer.max_staleness={trainer.max_staleness} with rollout.stream and algorithm.name={algorithm.name}, "
+            "whose baselines would be of newer weights than its samples; expected 0"
         )
     if stream.left_over == "carry" and not trainer.max_staleness:
         yield (

@@ -17,7 +17,7 @@ from hybridflow.data.sampler import PromptOrder
 from hybridflow.rewards.result import RewardResult
 from hybridflow.rollout.buffered_groups import BufferedGroups
 from hybridflow.rollout.generator import Generator
-from hybridflow.rollout.source import Rollout, RolloutSnapshot, RolloutSource
+from hybridflow.rollout.source import Rollout, RolloutSnapshot, RolloutSource, drawn_event
 from hybridflow.workers.future import Future
 
 
@@ -82,7 +82,7 @@ class BatchSource(RolloutSource):
             draw = self._ahead[0]
         else:
             draw = self._next(self._plan.prompts_per_step if count is None else count)
-        self._events.append({"event": "drawn", "groups": list(draw.groups), "prompts": list(draw.indices)})
+        self._events.append(drawn_event(draw))
         return draw
 
     def rollout(self, draw: Draw, step: int) -> Rollout:

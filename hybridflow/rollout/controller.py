@@ -222,10 +222,15 @@ class RolloutController:
         """Have nothing in flight at these engines any more."""
         await self._stream.withdraw(engines)
 
-    async def give_back(self) -> None:
-        """The step will not learn, whether it has its groups or waits for them."""
+    async def draw(self, count: int) -> list[tuple[int, int]]:
+        """Number and prompt index of further draws, which no group of the stream is made of."""
+        return self._sampler.draw(count)
+
+    async def give_back(self, further: Mapping[int, int]) -> None:
+        """Return the step's groups and its further draws, as it will not train; it may still wait for groups."""
         if self._taking is not None:
             self._taking.cancel()
+        self._sampler.load_state_dict(self._sampler.with_returned(self._sampler.state_dict(), further))
         self._stream.give_back()
 
     async def state(self) -> tuple[dict[str, int | str], StreamState]:

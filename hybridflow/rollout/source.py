@@ -44,6 +44,11 @@ class RolloutSnapshot:
     groups: BufferedGroups | None = None
 
 
+def drawn_event(draw: Draw) -> dict[str, Any]:
+    """Event of prompts that were drawn for one call of all engines."""
+    return {"event": "drawn", "groups": list(draw.groups), "prompts": list(draw.indices)}
+
+
 class Samples(Protocol):
     """Responses to any prompts: evaluations, greedy baselines."""
 

@@ -32,7 +32,7 @@ from hybridflow.rollout.controller import ControllerPrompts, start_controller
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.source import Rollout, RolloutSnapshot, RolloutSource
+from hybridflow.rollout.source import Rollout, RolloutSnapshot, RolloutSource, drawn_event
 from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
 from hybridflow.workers.future import Future
 
@@ -161,6 +161,8 @@ class StreamSource(RolloutSource):
         self._version = 0
         self._open = False
         self._drawn: tuple[Draw, Rollout] | None = None
+        self._further: dict[int, int] = {}
+        """Prompt indices of the step's draws besides its groups, by the draw's number."""
         self._metrics: dict[str, float] = {}
         self._scores: dict[int, Mapping[str, SampleScore]] = {}
         self._events: tuple[dict[str, Any], ...] = ()
@@ -228,7 +230,7 @@ class StreamSource(RolloutSource):
             EngineError: an engine failed.
         """
         if count is not None:
-            raise UserError(f"{count} prompts beside those of the step with rollout.stream, expected null of it")
+            return self._draw_further(count)
         if self._drawn is None:
             taking, times = self._controller.take.remote(self._version), dict[str, float]()
             with self._lent(taking, times):
@@ -243,6 +245,14 @@ class StreamSource(RolloutSource):
             draw = Draw(self._prompts, [each.prompt for each in groups], [each.number for each in groups])
             self._drawn, self._metrics, self._events = (draw, rollout), rows.figures | times, rows.events
         return self._drawn[0]
+
+    def _draw_further(self, count: int) -> Draw:
+        """Prompts of the step besides its groups, for the responses of one call of all engines."""
+        drawn: list[tuple[int, int]] = self._get(self._controller.draw.remote(count))
+        self._further |= dict(drawn)
+        draw = Draw(self._prompts, [index for _, index in drawn], [number for number, _ in drawn])
+        self._events += (drawn_event(draw),)
+        return draw
 
     @contextmanager
     def _lent(self, taking: Any, times: dict[str, float]) -> Iterator[None]:
@@ -271,14 +281,18 @@ class StreamSource(RolloutSource):
             self._get(self._controller.withdraw.remote(lending.engines))
 
     def rollout(self, draw: Draw, step: int) -> Rollout:
-        """The responses to what `draw` gave. Raises UserError for other prompts."""
-        held, self._drawn = self._drawn, None
-        if held is None or held[0] is not draw:
+        """The responses to what `draw` returned. Raises UserError for other prompts."""
+        if self._further.keys() >= set(draw.groups):
+            rollout, began = self._recipe.rollout, time.perf_counter()
+            batch = self.sample(draw, rollout.sampling_table, rollout.samples_per_prompt).batch()
+            return Rollout(batch, time.perf_counter() - began)
+        drawn, self._drawn = self._drawn, None
+        if drawn is None or drawn[0] is not draw:
             raise UserError(
                 f"step {step}: responses to other prompts than those that the stream gave, expected "
                 "step.generate(step.draw()) once a step with rollout.stream"
             )
-        return held[1]
+        return drawn[1]
 
     def rewards(self, what: str, sample_ids: Sequence[int]) -> RewardResult | None:
         """What functions have given these samples; None where not all of them were scored.
@@ -305,7 +319,7 @@ class StreamSource(RolloutSource):
         return events
 
     def trained(self, version: int, rates: Mapping[int, float]) -> None:
-        self._version = version
+        self._version, self._further = version, {}
         self._get(self._controller.learned.remote(version, rates))
 
     # Other prompts
@@ -341,8 +355,8 @@ class StreamSource(RolloutSource):
         """The controller has the groups of the step until it is over."""
 
     def abandon(self) -> None:
-        self._drawn = None
-        self._get(self._controller.give_back.remote())
+        self._drawn, further, self._further = None, self._further, {}
+        self._get(self._controller.give_back.remote(further))
         if self._lending is not None:  # models may compute next
             self._get(self._controller.withdraw.remote(self._lending.engines))
 

@@ -218,18 +218,18 @@ def run_cases(directory: Path, cases: Sequence[str]) -> dict[str, Any]:
                 SampleStore(recipe.samples, directory / case / SAMPLE_STORE, 0) as samples,
                 EventLog(directory / case / EVENTS, None) as events,
             ):
-                trainer = _trainer(recipe, first, sinks, samples, events)
+                trainer = trainer_of(recipe, first, sinks, samples, events)
                 trainer.version = version
                 columns = step_case(trainer)
                 version = trainer.version
             trainer.roles.actor.export(directory / case / "model").result()
-            found[case] = {"columns": columns, **_without_versions(run_figures(directory / case))}
+            found[case] = {"columns": columns, **without_versions(run_figures(directory / case))}
             (directory / case / REPLAYED).write_text(json.dumps(replayed(trainer, directory / case, STEPS)))
             print(case, flush=True)
     return found
 
 
-def _without_versions(figures: dict[str, Any]) -> dict[str, Any]:
+def without_versions(figures: dict[str, Any]) -> dict[str, Any]:
     """Without those of the weights, which go on from case to case."""
     samples = [{name: value for name, value in each.items() if name != "version"} for each in figures["samples"]]
     return figures | {"samples": samples}
@@ -262,7 +262,7 @@ def begin_anew(trainer: Trainer) -> None:
     trainer.begin()
 
 
-def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStore, events: EventLog) -> Trainer:
+def trainer_of(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStore, events: EventLog) -> Trainer:
     """Of a case, over those of the roles that it needs."""
     roles, wanted = first.roles, recipe.models
     roles = dataclasses.replace(
