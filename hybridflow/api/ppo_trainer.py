@@ -140,8 +140,7 @@ class PPOTrainer:
         trainer = self._started()
         step = trainer.next_step(trainer.steps_done + 1, begun=bool(self._made))
         for made in self._made:
-            step.texts += made.step.texts
-            step.take_scores(made.step)
+            step.record.add_all(made.step.record, step.version - 1, trainer.facts.train)
         whole = next((made for made in self._made if made.batch is rollouts), None)
         if whole is not None:
             trainer.learn(step, lambda: whole.experience)

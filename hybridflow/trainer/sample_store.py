@@ -51,7 +51,7 @@ _REPEATED = [
 
 
 @dataclass(frozen=True, eq=False)
-class LearnedSamples:
+class TrainedSamples:
     """What a step has learned from.
 
     Args:
@@ -85,8 +85,8 @@ class SampleStore:
     def __init__(self, settings: SamplesConfig, directory: Path, steps_done: int) -> None:
         self._settings, self._directory, self._steps_done = settings, directory, steps_done
         self._changed = threading.Condition()
-        self._waiting: deque[LearnedSamples] = deque()
-        self._writing: LearnedSamples | None = None
+        self._waiting: deque[TrainedSamples] = deque()
+        self._writing: TrainedSamples | None = None
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._closing = self._stuck = self._left = False
@@ -119,7 +119,7 @@ class SampleStore:
                 self._miss(unwritten[0], f"not written within {limit_s:g} s of the end")
             self._left = True
 
-    def keep(self, learned: LearnedSamples) -> None:
+    def keep(self, learned: TrainedSamples) -> None:
         """Have the samples of a step written; waits for earlier ones where the disk is slower than training."""
         if not self._settings.store or not any(map(len, learned.batches)):
             return
@@ -170,7 +170,7 @@ class SampleStore:
                 self._began = time.monotonic()
             self._write(learned)
 
-    def _write(self, learned: LearnedSamples) -> None:
+    def _write(self, learned: TrainedSamples) -> None:
         began = time.perf_counter()
         try:
             self._directory.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone stays so
@@ -210,7 +210,7 @@ class SampleStore:
         self._missing = (step if self._missing is None else self._missing[0]), step
 
 
-def write_samples(file: BinaryIO, learned: LearnedSamples, *, most_tokens: int = _MOST_TOKENS) -> None:
+def write_samples(file: BinaryIO, learned: TrainedSamples, *, most_tokens: int = _MOST_TOKENS) -> None:
     """Write the samples of a step as Parquet, with so many tokens in memory at a time (but for a longer sample).
 
     Raises:
@@ -237,7 +237,7 @@ def write_samples(file: BinaryIO, learned: LearnedSamples, *, most_tokens: int =
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
 
 
-def _with_baselines(learned: LearnedSamples) -> Mapping[str, ByName]:
+def _with_baselines(learned: TrainedSamples) -> Mapping[str, ByName]:
     """Figures by name, and what the reward of each sample was compared with, where that is none of its group's."""
     if not learned.baselines:
         return learned.by_name

@@ -11,20 +11,21 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up, seal_warmed_up
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.model import update_metrics
 from hybridflow.rundir.lock import move_aside
-from hybridflow.trainer.role_startup import raise_failed_start, wait_for
-from hybridflow.trainer.step import Machinery
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.role_startup import Roles, raise_failed_start, wait_for
+from hybridflow.trainer.run_setup import Run
 
 
-def warm_up(machinery: Machinery, sinks: Metrics) -> None:
+def warm_up(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile, sinks: Metrics) -> None:
     """Train the actor on the supervised examples; other roles may still be starting."""
-    machinery.phases.enter("warmup")
-    recipe, run, actor = machinery.recipe, machinery.run, machinery.roles.actor
-    settings = recipe.warmup
+    phases.enter("warmup")
+    settings, actor = recipe.warmup, roles.actor
     assert settings is not None
     prompts, answers, masks = run.sft, run.answers, run.masks
     kept = recipe.train.optimizer  # where its state lies, and as what, is of the model and not of a phase
@@ -33,7 +34,7 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
     sampler = PromptSampler(len(prompts), recipe.order_seed)
     sinks.begin("sft", f"warm-up: {settings.steps:,} steps of {settings.batch_size:,} examples")
     for step in range(1, settings.steps + 1):
-        raise_failed_start(machinery.roles)
+        raise_failed_start(roles)
         values: dict[str, float] = {}
         indices = sampler.next(settings.batch_size)
         batch = RemoteBatch.of(
@@ -57,8 +58,8 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
         actor.export(directory).result()
         if recipe.checkpoint.save_interval is not None and needs_warmed_up(recipe):
             seal_warmed_up(directory)
-        wait_for(machinery.roles, *followers)
-        for loading in [machinery.roles.models[role].load(directory) for role in followers]:
+        wait_for(roles, *followers)
+        for loading in [roles.models[role].load(directory) for role in followers]:
             loading.result()
 
 

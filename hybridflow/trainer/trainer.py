@@ -56,7 +56,7 @@ from hybridflow.trainer.sample_store import SampleStore
 from hybridflow.trainer.set_evaluation import SetMeasurer
 from hybridflow.trainer.sft_warmup import warm_up
 from hybridflow.trainer.start_log import steps_sentence
-from hybridflow.trainer.step import Machinery, TrainerStep
+from hybridflow.trainer.step import StepSettings, TrainerStep
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
@@ -220,22 +220,14 @@ class Trainer:
         events: EventLog,
         evaluating: Executor,
     ) -> None:
-        self.recipe, self.facts, self.roles = recipe, run, roles
+        self.recipe, self.facts, self.roles, self.weights, self.phases = recipe, run, roles, weights, phases
         self.sinks, self.checkpoints, self.devices, self.samples = sinks, checkpoints, devices, samples
         self.events = events
         self.order = prompt_order(recipe, run.train)
         self.source = rollout_source(recipe, run, roles, weights, self.order)
-        self.machinery = Machinery(
-            recipe=recipe,
-            run=run,
-            roles=roles,
-            weights=weights,
-            phases=phases,
-            source=self.source,
-            controllers=Controllers(recipe.algorithm),
-            contract=Contract(recipe.trainer.max_staleness),
-            given=GivenSource(recipe, run, roles.actor) if not recipe.algorithm.needs_engines else None,
-        )
+        self.controllers = Controllers(recipe.algorithm)
+        self.contract = Contract(recipe.trainer.max_staleness)
+        self.given = GivenSource(recipe, run, roles.actor) if not recipe.algorithm.needs_engines else None
         self.algorithm = load(recipe.algorithm.name)
         self.steps_done = 0
         self.version = 0
@@ -262,7 +254,7 @@ class Trainer:
                 self.save(number)
                 if termination.asked:
                     self.end_saved(self.state())
-            self.machinery.phases.enter("save")
+            self.phases.enter("save")
             self.checkpoints.wait()
         if settings.export:
             self.roles.actor.export(self.facts.directory / EXPORT).result()
@@ -286,7 +278,7 @@ class Trainer:
             Whether the run begins; it goes on otherwise.
         """
         resumption = self.facts.resumption
-        self.machinery.phases.enter("start" if resumption is None else "load")
+        self.phases.enter("start" if resumption is None else "load")
         wait_for(self.roles, "actor")
         found: dict[str, str] = self.roles.starting["actor"].result()[0]
         log.info("  ".join(f"{name} {version}" for name, version in found.items()))
@@ -300,33 +292,32 @@ class Trainer:
         """Warm up, and bring the engines to the weights that the first step begins with."""
         RandomState.seed(self.recipe.seed)
         if self.recipe.warmup is not None:
-            warm_up(self.machinery, self.sinks)
+            warm_up(self.recipe, self.facts, self.roles, self.phases, self.sinks)
         wait_for(self.roles, *self.roles.starting)
         digests = self.digests()
         self.synchronise({})
         self.events.write(0, [self.weights_event(digests)])
         self.source.open(self.version, steps_left=self.recipe.trainer.steps)
-        if (given := self.machinery.given) is not None:
-            self.machinery.phases.enter("infer")
-            given.measure()
+        if self.given is not None:
+            self.phases.enter("infer")
+            self.given.measure()
 
     def resume(self, resumption: Resumption, state: RunState) -> None:
         """Restore the run's state of `state`; engines serve the same version of the weights."""
         if (self.facts.directory / EXPORT).exists():
             move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
         wait_for(self.roles, *self.roles.starting)
-        machinery = self.machinery
         draws = resumed_draws(self.recipe, self.order.sampler(), self.source, resumption, state)
         for note in draws.notes:
             log.info(note)
         self.source.restore(draws.snapshot)
-        machinery.contract.begin(draws.snapshot.order["position"], draws.ahead)
-        machinery.controllers.load_state_dict(state.algorithm)
-        if machinery.controllers.replay is not None:
-            machinery.controllers.replay.restore(None if resumption.accepted else state.replay)
-        if machinery.given is not None:
-            machinery.given.load_state_dict(state.kept)
-        self.steps_done = machinery.phases.step = state.step
+        self.contract.begin(draws.snapshot.order["position"], draws.ahead)
+        self.controllers.load_state_dict(state.algorithm)
+        if self.controllers.replay is not None:
+            self.controllers.replay.restore(None if resumption.accepted else state.replay)
+        if self.given is not None:
+            self.given.load_state_dict(state.kept)
+        self.steps_done = self.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
         self.evaluations.measurements = state.measurements
@@ -344,9 +335,8 @@ class Trainer:
         Args:
             rollouts: state of the source of rollouts; the current one if None.
         """
-        machinery = self.machinery
         rollouts = rollouts or self.source.snapshot()
-        replay, samples = machinery.controllers.replay, rollouts.samples_drawn
+        replay, samples = self.controllers.replay, rollouts.samples_drawn
         if (due := self.evaluations.pending) is not None and due.first_sample is not None:
             samples = due.first_sample  # a resumed run evaluates first
         measured = self.evaluations.measurements
@@ -355,7 +345,7 @@ class Trainer:
             policy_version=self.version,
             samples_drawn=samples,
             sampler=rollouts.order,
-            algorithm=self.machinery.controllers.state_dict(),
+            algorithm=self.controllers.state_dict(),
             updates=self.updates,
             steps_without_update=self.steps_without_update,
             first_measured=measured.first,
@@ -366,14 +356,14 @@ class Trainer:
             inputs=self.facts.inputs,
             groups=rollouts.groups,
             replay=replay.samples if replay is not None else None,
-            kept=self.machinery.given.state_dict() if self.machinery.given is not None else {},
+            kept=self.given.state_dict() if self.given is not None else {},
         )
 
     def save(self, step: int) -> None:
         """Look after the checkpoint that is under way, and begin one where it is due, or a signal has asked for it."""
         self.checkpoints.poll()
         if self.checkpoints.due(step) or self.asked_to_save():
-            self.machinery.phases.enter("save")
+            self.phases.enter("save")
             self.checkpoints.save(self.roles.learning, self.state())
 
     def asked_to_save(self) -> bool:
@@ -395,7 +385,7 @@ class Trainer:
         try:
             self.step(number)
         except Abandoned:
-            log.info(f"step {number}: abandoned in phase {self.machinery.phases.phase}, as the run is to end")
+            log.info(f"step {number}: abandoned in phase {self.phases.phase}, as the run is to end")
             self.source.abandon()
             rollouts = self.source.snapshot()
             samples = before.samples_drawn if before.evaluation_due else rollouts.samples_drawn
@@ -407,7 +397,7 @@ class Trainer:
         Raises:
             Terminated: always.
         """
-        self.machinery.phases.enter("save")
+        self.phases.enter("save")
         if not (self.checkpoints.begun(state.step) or self.checkpoints.has(state.step)):
             self.checkpoints.save(self.roles.learning, state)
         self.checkpoints.wait()
@@ -430,10 +420,23 @@ class Trainer:
             EngineError: the run's directory is gone.
         """
         self.facts.check_directory()
-        self.machinery.phases.step = number
+        self.phases.step = number
         if not begun:
             self.devices.begin()
-        return TrainerStep(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
+        return TrainerStep(
+            StepSettings.of(self.recipe),
+            self.facts,
+            self.roles,
+            self.source,
+            self.weights,
+            self.phases,
+            self.controllers,
+            self.contract,
+            number,
+            version=self.version + 1,
+            given_responses=self.given,
+            poll=self.checkpoints.poll,
+        )
 
     def learn(self, step: TrainerStep, make_experience: Callable[[], Experience]) -> None:
         """Make an experience and learn from it, and bring the new weights to the engines."""
@@ -447,19 +450,19 @@ class Trainer:
             self.finish_rollout(step.values)
             self.finish_evaluation(step.values)
             self.synchronise(step.values)
-            step.events.append(self.weights_event(digests))
-            self.source.trained(self.version, step.pass_rates)
+            step.record.events.append(self.weights_event(digests))
+            self.source.trained(self.version, step.record.pass_rates)
         step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
-        if step.tokens:  # none where the responses were given
-            rate = step.tokens / (step.values[metrics.TRAIN_STEP_TIME] / 1000)
+        if step.record.tokens:  # none where the responses were given
+            rate = step.record.tokens / (step.values[metrics.TRAIN_STEP_TIME] / 1000)
             step.values[metrics.STEP_DEVICE_THROUGHPUT] = rate / self.roles.devices
         step.values |= self.devices.collect() | self.samples.take_figures()
         self.steps_done = step.number
         self.sinks.log(step.number, step.values)
-        self.sinks.log_samples(step.number, step.texts)
+        self.sinks.log_samples(step.number, step.record.texts)
         self.evaluations.log()
-        self.samples.keep(step.learned_samples())
-        self.events.write(step.number, step.events)
+        self.samples.keep(step.trained_samples())
+        self.events.write(step.number, step.record.events)
         self.show_timeline()
 
     def show_timeline(self) -> None:
@@ -472,8 +475,8 @@ class Trainer:
     def count(self, step: TrainerStep) -> None:
         """Count the step's updates; an error where nothing is learned any more."""
         self.updates += len(step.updates)
-        for batch in step.learned:
-            self.machinery.contract.learned(batch)
+        for batch in step.record.trained:
+            self.contract.learned(batch)
         if step.updates:
             applied = any(ranks[0].applied for ranks in step.updates)
             self.steps_without_update = 0 if applied else self.steps_without_update + 1
@@ -495,7 +498,7 @@ class Trainer:
     def finish_rollout(self, values: dict[str, float]) -> None:
         """Wait for requests in flight, where they have to end before weights change."""
         if self.source.drains:
-            self.machinery.phases.enter("rollout")
+            self.phases.enter("rollout")
             with Timer(values, metrics.ROLLOUT_WAIT_TIME):
                 self.source.drain()
 
@@ -509,8 +512,8 @@ class Trainer:
         if self.roles.rollout is None:
             self.version += 1
             return
-        self.machinery.phases.enter("sync")
+        self.phases.enter("sync")
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
             self.source.notice_lost()
-            values |= self.machinery.weights.sync_weights(self.version, self.source)
+            values |= self.weights.sync_weights(self.version, self.source)

@@ -273,7 +273,7 @@ def trainer_of(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleSt
         functions={what: group for what, group in roles.functions.items() if what in recipe.functions},
         trained=recipe.trained_roles,
     )
-    facts, machinery, weights = first.facts, first.machinery, first.machinery.weights
+    facts, weights = first.facts, first.weights
     if not recipe.algorithm.needs_engines:
         encoded = encode(recipe, facts.tokenizer, prompt_limit(recipe))
         facts = dataclasses.replace(facts, train=encoded.train, sets=encode_sets(recipe, facts.tokenizer))
@@ -286,7 +286,7 @@ def trainer_of(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleSt
         weights,
         sinks,
         first.checkpoints,
-        machinery.phases,
+        first.phases,
         first.devices,
         samples,
         events,

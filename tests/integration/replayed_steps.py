@@ -11,8 +11,7 @@ from hybridflow.config.replay_recipe import ReplayRecipe
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.rundir.sample_files import sample_file
 from hybridflow.trainer.replaying.comparison import TOLERANCES, compare_figures
-from hybridflow.trainer.replaying.replay import replay_machinery
-from hybridflow.trainer.replaying.step import ReplayedStep
+from hybridflow.trainer.replaying.replay import ReplayedRun
 from hybridflow.trainer.replaying.stored_step import StepFacts, StoredStep, all_learned
 from hybridflow.trainer.trainer import Trainer
 from tests.support.runs import records
@@ -41,13 +40,13 @@ def replayed(trainer: Trainer, run: Path, steps: int) -> dict[str, Any]:
     recipe, last = ReplayRecipe.of(trainer.recipe), _digests(trainer)
     models = {role: group for role, group in trainer.roles.scalar.items() if role in recipe.models}
     roles = dataclasses.replace(trainer.roles, rollout=None, functions={}, scalar=models)
-    machinery = replay_machinery(recipe, trainer.facts, roles, trainer.machinery.phases)
+    again = ReplayedRun(recipe, trainer.facts, roles, trainer.phases)
     weights = [event for event in _events(run) if event["event"] == "weights"]
     initial_models(trainer)
     found: dict[str, Any] = {"steps": []}
     version, ran = weights[0]["version"], records(run, "train")
     for number in range(1, steps + 1):
-        step = ReplayedStep(machinery, number, version=version + number, poll=lambda: None)
+        step = again.step(number, version + number)
         path = sample_file(run / SAMPLE_STORE, number)
         compared = None
         if path.exists():

@@ -1,6 +1,6 @@
 """Steps of some algorithms from a stream with staleness 0 and from calls of all engines, on the same roles.
 
-    python -m tests.integration.streamed_steps OUTPUT [CASE ...]
+python -m tests.integration.streamed_steps OUTPUT [CASE ...]
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ _BOTH: dict[str, Any] = {"rollout": {"engine": {"token_versions": True}}}
 def run_both(directory: Path, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Step every case both ways and evaluate it; what each found, by its name and "call" or "stream"."""
     make_teacher(directory)
-    started = build_settings(
-        EveryRole, merged(recipe_of(ROLES, directory, CASES["safe_rlhf"]), _BOTH), {}, ROLES
-    )
+    started = build_settings(EveryRole, merged(recipe_of(ROLES, directory, CASES["safe_rlhf"]), _BOTH), {}, ROLES)
     found: dict[str, dict[str, Any]] = {}
     with open_run(started) as opened, start_trainer(opened) as first:
         wait_for(first.roles, *first.roles.starting)

@@ -15,7 +15,7 @@ from hybridflow.batch.sample_table import ByName
 from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.rundir.file_names import SAMPLE_STORE
 from hybridflow.rundir.sample_files import replacing, sample_file
-from hybridflow.trainer.sample_store import LearnedSamples, write_samples
+from hybridflow.trainer.sample_store import TrainedSamples, write_samples
 
 CHARACTERS = "0123456789+= abcdef\n\x1b"
 
@@ -76,14 +76,14 @@ def samples_of(
 
 def learned_from(
     step: int, batch: SampleBatch, by_name: Mapping[str, ByName] | None = None, **facts: Tensor
-) -> LearnedSamples:
+) -> TrainedSamples:
     """What a step has learned from."""
     facts |= {"sample_ids": batch.sample_ids, "group_ids": batch.group_ids}
     local: Any = LocalBatch(batch, facts, [])
-    return LearnedSamples(step, step + 1, (local,), by_name or {})
+    return TrainedSamples(step, step + 1, (local,), by_name or {})
 
 
-def store(run: Path, learned: LearnedSamples) -> Path:
+def store(run: Path, learned: TrainedSamples) -> Path:
     """Write a step's samples into a run's store."""
     path = sample_file(run / SAMPLE_STORE, learned.step)
     path.parent.mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ from hybridflow.trainer.replaying.step import ReplayedStep
 from hybridflow.trainer.replaying.stored_step import StoredStep, all_learned
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import Run, open_run
-from hybridflow.trainer.step import Machinery
+from hybridflow.trainer.step import StepSettings
 from hybridflow.trainer.weight_sync import NoEngines
 
 RESULT = "replay.json"
@@ -123,9 +123,8 @@ def replay(plan: ReplayPlan) -> Replayed:
     with open_run(plan.recipe) as opened:
         recipe, run, sinks = opened.recipe, opened.run, opened.sinks
         with Checkpoints(recipe, run.model_directory, sinks) as checkpoints, start_roles(recipe, run) as roles:
-            machinery = replay_machinery(recipe, run, roles, opened.phases)
             wait_for(roles, *roles.starting)
-            made = _Replaying(plan, machinery, sinks)
+            made = _Replaying(plan, ReplayedRun(recipe, run, roles, opened.phases), sinks)
             state = made.begin()
             steps = {number: made.step(number, original) for number, original in plan.steps.items()}
             if plan.after is not None:
@@ -139,74 +138,90 @@ def replay(plan: ReplayPlan) -> Replayed:
     return found
 
 
-def replay_machinery(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> Machinery:
-    """What all steps of a replay share: nothing that generates, and controllers as a run begins with them."""
-    return Machinery(
-        recipe=recipe,
-        run=run,
-        roles=roles,
-        weights=NoEngines(),
-        phases=phases,
-        source=BatchSource(BatchPlan.of(recipe), run.train, prompt_order(recipe, run.train), Generator(None)),
-        controllers=Controllers(recipe.algorithm),
-        contract=Contract(recipe.trainer.max_staleness),
-    )
+class ReplayedRun:
+    """A run whose steps are made again: nothing generates, and controllers begin as in a new run.
+
+    Args:
+        recipe, run, roles, phases: of the run.
+    """
+
+    def __init__(self, recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> None:
+        self.recipe, self.run, self.roles, self.phases = recipe, run, roles, phases
+        self.controllers = Controllers(recipe.algorithm)
+        self.contract = Contract(recipe.trainer.max_staleness)
+        order = prompt_order(recipe, run.train)
+        self.source = BatchSource(BatchPlan.of(recipe), run.train, order, Generator(None))
+
+    def step(self, number: int, version: int) -> ReplayedStep:
+        """The step of this number, which makes the weights of `version`."""
+        return ReplayedStep(
+            StepSettings.of(self.recipe),
+            self.run,
+            self.roles,
+            self.source,
+            NoEngines(),
+            self.phases,
+            self.controllers,
+            self.contract,
+            number,
+            version,
+        )
 
 
 class _Replaying:
     """The steps, one after another."""
 
-    def __init__(self, plan: ReplayPlan, machinery: Machinery, sinks: Metrics) -> None:
-        self._plan, self._machinery, self._sinks = plan, machinery, sinks
+    def __init__(self, plan: ReplayPlan, replayed: ReplayedRun, sinks: Metrics) -> None:
+        self._plan, self._replayed, self._sinks = plan, replayed, sinks
         self.version = 1
 
     def begin(self) -> RunState:
         """Be where the run was. Returns the driver's state then."""
-        machinery, resumption = self._machinery, self._machinery.run.resumption
+        replayed, resumption = self._replayed, self._replayed.run.resumption
         state = resumption.state if resumption is not None else None
         if state is None:
-            RandomState.seed(machinery.recipe.seed)
-            return _first_state(machinery)
-        machinery.controllers.load_state_dict(state.algorithm)
-        if machinery.controllers.replay is not None:
-            machinery.controllers.replay.restore(state.replay)
+            RandomState.seed(replayed.recipe.seed)
+            return _first_state(replayed)
+        replayed.controllers.load_state_dict(state.algorithm)
+        if replayed.controllers.replay is not None:
+            replayed.controllers.replay.restore(state.replay)
         self.version = state.policy_version
         state.random.restore()
         return replace(state, groups=None)
 
     def step(self, number: int, original: Original) -> StepCompared:
         """Make one again, and compare what it tells."""
-        machinery, plan = self._machinery, self._plan
-        machinery.run.check_directory()
-        machinery.phases.step = number
-        step = ReplayedStep(machinery, number, version=self.version + 1, poll=lambda: None)
+        replayed, plan = self._replayed, self._plan
+        replayed.run.check_directory()
+        replayed.phases.step = number
+        step = replayed.step(number, self.version + 1)
         with Timer(step.values, metrics.TRAIN_STEP_TIME):
             if original.path is not None and original.facts is not None:
-                keeps = machinery.recipe.algorithm.kept_samples > 0
+                keeps = replayed.recipe.algorithm.kept_samples > 0
                 stored = StoredStep.read(original.path, keeps_samples=keeps)
-                step.make_again(stored, all_learned=all_learned(machinery.recipe, original.facts))
-                machinery.contract.learned(step.learned[0])
+                step.make_again(stored, all_learned=all_learned(replayed.recipe, original.facts))
+                replayed.contract.learned(step.record.trained[0])
         self.version += 1
-        digests = tuple(machinery.roles.actor.weights_digest().result())
+        digests = tuple(replayed.roles.actor.weights_digest().result())
         self._sinks.log(number, step.values)
-        tolerance = TOLERANCES[machinery.recipe.train.dtype]
+        tolerance = TOLERANCES[replayed.recipe.train.dtype]
         figures = compare_figures(original.figures, step.values, tolerance, same_layout=not plan.changed)
         comparable = original.digests and len(digests) == len(original.digests)
         same = digests == original.digests if comparable and (not plan.changed or digests == original.digests) else None
         return StepCompared(figures, same)
 
 
-def _first_state(machinery: Machinery) -> RunState:
+def _first_state(replayed: ReplayedRun) -> RunState:
     return RunState(
         step=0,
         policy_version=1,
         samples_drawn=0,
-        sampler=machinery.source.snapshot().order,
+        sampler=replayed.source.snapshot().order,
         updates=0,
         steps_without_update=0,
         random=RandomState.capture(),
-        run=machinery.run.identity,
-        inputs=machinery.run.inputs,
+        run=replayed.run.identity,
+        inputs=replayed.run.inputs,
     )
 
 

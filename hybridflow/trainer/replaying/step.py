@@ -14,7 +14,7 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.rollout.source import Rollout
 from hybridflow.trainer.replaying.stored_step import StoredStep
 from hybridflow.trainer.step import TrainerStep
-from hybridflow.trainer.step_figures import Scores, rollout_metrics
+from hybridflow.trainer.step_record import Scores, rollout_metrics
 
 
 @dataclass
@@ -38,9 +38,9 @@ class ReplayedStep(TrainerStep):
         algorithm = load(self.config.name)
         if self.config.needs_engines:
             versions = stored.batch.policy_versions
-            self.stale = self.machinery.recipe.trainer.max_staleness > 0 or bool((versions < serving).any())
-        self._recalled.update(stored.batch.sample_ids[stored.recalled].tolist())
-        self.tokens = int(batch.lengths.sum())
+            self.record.stale = self.settings.trainer.max_staleness > 0 or bool((versions < serving).any())
+        self.record.recalled.update(stored.batch.sample_ids[stored.recalled].tolist())
+        self.record.tokens = int(batch.lengths.sum())
         if all_learned:
             self.values |= rollout_metrics([Rollout(batch, None)], serving) | _score_metrics(stored)
         batch = algorithm.read(self, batch)

@@ -20,7 +20,7 @@ from hybridflow.data.tasks import Example
 from hybridflow.rundir.sample_files import stored_steps
 from hybridflow.rundir.stored_samples import StepFile, Wanted
 from hybridflow.trainer import sample_store
-from hybridflow.trainer.sample_store import LearnedSamples, SampleStore, write_samples
+from hybridflow.trainer.sample_store import SampleStore, TrainedSamples, write_samples
 from hybridflow.trainer.sample_texts import answer_texts
 from tests.support.stored_samples import LocalBatch, learned_from, samples_of
 
@@ -28,7 +28,7 @@ TEXTS = [("1+1=", "2"), ("1+1=", "3 abc"), ("1+1=", ""), ("1+1=", "22")]
 REWARDS = [1.0, 0.0, 0.5, 0.25]
 
 
-def a_step(number: int, *, tokens: int = 0) -> LearnedSamples:
+def a_step(number: int, *, tokens: int = 0) -> TrainedSamples:
     noise = "".join("0123456789"[digit] for digit in torch.randint(10, (tokens,)).tolist())
     return learned_from(number, samples_of([*TEXTS[:3], ("1+1=", f"2{noise}")], REWARDS, first=4 * number))
 
@@ -69,7 +69,7 @@ def test_steps_are_there_when_the_run_ends_and_a_resumed_one_makes_later_ones_ag
     with SampleStore(SamplesConfig(), store, 0) as samples:
         for step in (1, 2, 3):
             samples.keep(a_step(step))
-        samples.keep(LearnedSamples(4, 5, ()))  # has learned from none
+        samples.keep(TrainedSamples(4, 5, ()))  # has learned from none
     assert written(store) == {step: list(range(4 * step, 4 * step + 4)) for step in (1, 2, 3)}
     with SampleStore(SamplesConfig(), store, 1) as samples:
         assert list(stored_steps(store)) == [1]

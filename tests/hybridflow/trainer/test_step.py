@@ -21,6 +21,7 @@ from hybridflow.data.tasks import Example
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import RewardFailure, RewardResult
 from hybridflow.trainer.step import TrainerStep, old_logprobs
+from hybridflow.trainer.step_record import StepRecord
 
 
 class Batch:
@@ -50,14 +51,18 @@ def step_of(
     *, updates: int = 2, stale: bool = False, seed: int = 3, number: int = 1, config: Any = None
 ) -> TrainerStep:
     """On an actor that tells what it is asked."""
-    recipe = SimpleNamespace(
+    unused: Any = None
+    settings: Any = SimpleNamespace(
         seed=seed,
         trainer=SimpleNamespace(updates_per_step=updates),
         rollout=SimpleNamespace(sampling=SimpleNamespace(temperature=0.7)),
     )
-    controllers = SimpleNamespace(config=lambda step: config or GRPOSettings())
-    machinery: Any = SimpleNamespace(recipe=recipe, roles=SimpleNamespace(actor=Actor()), controllers=controllers)
-    return TrainerStep(machinery, number, version=number, poll=lambda: None, stale=stale)
+    controllers: Any = SimpleNamespace(config=lambda step: config or GRPOSettings())
+    roles: Any = SimpleNamespace(actor=Actor())
+    record = StepRecord(stale=stale)
+    return TrainerStep(
+        settings, unused, roles, unused, unused, unused, controllers, unused, number, number, record=record
+    )
 
 
 def current(step: TrainerStep) -> Any:
@@ -105,16 +110,15 @@ def failing(monkeypatch: pytest.MonkeyPatch, on_failure: str, *failed: tuple[boo
     function = RewardFunctionConfig(name="mine", path="length", on_failure=on_failure)  # type: ignore[arg-type]
     results = iter([result_of(each, dropped=on_failure == "drop") for each in failed])
     monkeypatch.setattr("hybridflow.trainer.step.reward_result", lambda scored: next(results))
-    step = step_of()
-    machinery: Any = step.machinery
-    machinery.phases = SimpleNamespace(enter=lambda phase: None, phase="reward")
-    machinery.run = SimpleNamespace(train=Prompts([Example("1+1=", "2")], [[1]]))
-    machinery.texts = lambda *_: []
-    machinery.roles.judge = None
-    machinery.roles.functions = {"reward": SimpleNamespace(score=lambda *_, **__: None)}
-    machinery.recipe.scoring, machinery.recipe.data = {}, SimpleNamespace(files=None)
-    machinery.recipe.functions = {"reward": RewardConfig(functions=(function,))}
-    machinery.stream, machinery.roles.models, machinery.recipe.trainer.mini_batches = None, {}, 3
+    step: Any = step_of()
+    step.phases = SimpleNamespace(enter=lambda phase: None, phase="reward")
+    step.run = SimpleNamespace(train=Prompts([Example("1+1=", "2")], [[1]]), tokenizer=None)
+    step.source = SimpleNamespace(rewards=lambda what, samples: None)
+    step.roles.judge, step.roles.models = None, {}
+    step.roles.functions = {"reward": SimpleNamespace(score=lambda *_, **__: None)}
+    step.settings.scoring, step.settings.passing, step.settings.texts = {}, None, (0, 0)
+    step.settings.functions = {"reward": RewardConfig(functions=(function,))}
+    step.settings.trainer.mini_batches = 3
     batch = RemoteBatch.of(
         SampleBatch.from_generations(
             prompts=[[1]] * 2,
@@ -168,18 +172,6 @@ def test_all_parts_of_a_step_may_not_be_without_a_reward_of_a_function(
     step.rewards(batch, part=True)
     with pytest.raises(EngineError, match="2 samples are left to learn from, expected at least 3"):
         step.update(Experience(batch))
-
-
-def test_a_step_takes_over_what_another_knows_of_its_samples() -> None:
-    made, step = step_of(stale=True), step_of()
-    made._recalled, made._passes = {7}, {3: (1, 4)}
-    step._passes = {3: (2, 4), 5: (0, 4)}
-    for each, passed in ((made, 100.0), (step, 20.0)):
-        each.values |= {"rollout/time_ms": passed, "reward/mean": passed}
-    made.tokens, step.tokens = 7, 5
-    step.take_scores(made)
-    assert (step.tokens, step.values) == (12, {"rollout/time_ms": 120.0, "reward/mean": 100.0})
-    assert step.stale and step._recalled == {7} and step.pass_rates == {3: 3 / 8, 5: 0.0}
 
 
 def test_choices_at_random_are_those_of_run_step_and_name() -> None:

@@ -1,4 +1,4 @@
-"""Figures of a step whose samples came in several rollouts are those of one."""
+"""Results of a step whose samples came in several rollouts are those of one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
 from hybridflow.rewards.result import RewardFailure, RewardResult, join_results
 from hybridflow.rollout.source import Rollout
-from hybridflow.trainer.step_figures import Scores, rollout_metrics
+from hybridflow.trainer.step_record import RewardsBySource, Scores, StepRecord, rollout_metrics
 from tests.support.steps import NumberedStep
 
 NAN = float("nan")
@@ -65,3 +66,42 @@ def test_rollouts_of_a_step_are_told_as_one() -> None:
     }
     restored = rollout_metrics([rollouts[0], Rollout(rollouts[1].batch, None)], version=4)
     assert metrics.ROLLOUT_TIME not in restored
+
+
+class Mixed(Prompts):
+    """Prompts 0 to 2 of one source, 3 and 4 of another; a third has none in the step."""
+
+    def sources(self) -> tuple[tuple[str, int], ...]:
+        return ("easy", 3), ("hard", 5), ("other", 9)
+
+
+def test_each_source_has_its_samples_and_its_mean_reward() -> None:
+    rewards = RewardsBySource()
+    rewards.add(torch.tensor([0, 0, 2, 3]), torch.tensor([1.0, 0.0, 0.5, 0.25]))
+    rewards.add(torch.tensor([4]), torch.tensor([0.75]))
+    assert rewards.metrics(Mixed([], [])) == {
+        "data/easy/samples": 3,
+        "data/easy/reward_mean": 0.5,
+        "data/hard/samples": 2,
+        "data/hard/reward_mean": 0.5,
+    }
+    assert rewards.metrics(Prompts([], [])) == {}
+
+
+def test_a_record_adds_the_results_of_another() -> None:
+    made, record = StepRecord(stale=True, tokens=7, recalled={7}), StepRecord(tokens=5)
+    for each, value in ((made, 100.0), (record, 20.0)):
+        each.values |= {"rollout/time_ms": value, "reward/mean": value}
+    prompts = Prompts([], [])
+    record.add_rewards(torch.tensor([3, 3, 3, 3, 5, 5, 5, 5]), torch.tensor([1.0, 1.0, *[0.0] * 6]), prompts, 0.5)
+    made.add_rewards(torch.tensor([3, 3, 3, 3]), torch.tensor([1.0, 0.0, 0.0, 0.0]), prompts, 0.5)
+    record.add_all(made, serving=0, prompts=prompts)
+    assert (record.tokens, record.values) == (12, {"rollout/time_ms": 120.0, "reward/mean": 100.0})
+    assert record.stale and record.recalled == {7} and record.pass_rates == {3: 3 / 8, 5: 0.0}
+
+
+def test_means_are_of_all_values_that_were_added() -> None:
+    record = StepRecord()
+    record.add_means({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([])})
+    record.add_means({"a": torch.tensor([6.0])})
+    assert record.values == {"a": 3.0}
