@@ -17,6 +17,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import Sampling
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import gathered
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
@@ -26,6 +27,7 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.timeline import Span, timeline
+from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
 from hybridflow.rollout.buffered_groups import BufferedGroups, buffered_groups, stream_state
 from hybridflow.rollout.controller import ControllerPrompts, start_controller
@@ -89,18 +91,43 @@ class Restarts(Protocol):
     def give_weights(self, engine: int, version: int) -> None: ...
 
 
-def stream_limits(recipe: Recipe) -> StreamLimits:
-    """How far the stream of a recipe runs ahead."""
-    stream, trainer = recipe.rollout.stream, recipe.trainer
+def stream_plan(recipe: Recipe, prompts: Prompts, engines: int, lending: Lending | None) -> StreamPlan:
+    """The plan of a recipe's stream.
+
+    Args:
+        recipe: with `rollout.stream`.
+        prompts: of training.
+        engines: their number.
+        lending: engines that take requests only while a step waits, if there are any.
+    """
+    rollout, trainer, stream = recipe.rollout, recipe.trainer, recipe.rollout.stream
     assert stream is not None
-    groups = trainer.prompts_per_step
-    return StreamLimits(
-        groups,
+    bounds = None
+    if stream.dynamic_batching:
+        lengths = np.unique(PackedPrompts.of(prompts.tokens).lengths())
+        longest = max(map(rollout.sampling_table.sequence_tokens, lengths.tolist()))
+        bounds = RequestBounds(rollout.engine.max_running_requests, longest, stream.cache_target)
+    limits = StreamLimits(
+        trainer.prompts_per_step,
         trainer.max_staleness,
         extra=recipe.extra_groups,
         late=stream.late,
         queue=stream.queue,
         excess=stream.left_over,
+    )
+    return StreamPlan(
+        limits,
+        rollout.samples_per_prompt,
+        rollout.engine.max_running_requests,
+        engines,
+        bounds,
+        lending.engines if lending is not None else (),
+        stream.engine_restarts,
+        min((config.batches_at_once for config in recipe.functions.values()), default=1),
+        # A rank says itself what hangs below it.
+        engine_answers_s=rollout.engine.request_timeout_s + _LATER_S,
+        scorer_answers_s=recipe.limits.call_s,
+        sampling=rollout.sampling_table,
     )
 
 
@@ -108,9 +135,11 @@ class StreamSource(RolloutSource):
     """Gives each step its groups, as they become whole.
 
     Args:
-        recipe: with `rollout.stream`.
-        prompts: to learn from.
-        order: draws them.
+        plan: of the stream.
+        functions: reward functions of each kind of score, "reward" or "cost".
+        limits: of calls.
+        prompts: to train on.
+        order: of the prompts.
         engines: that serve the stream, once they were started.
         generator: calls all engines for other prompts than those of steps.
         check: raises what an engine's rank died of, where that is known; with `ask` it finds out.
@@ -123,7 +152,9 @@ class StreamSource(RolloutSource):
 
     def __init__(
         self,
-        recipe: Recipe,
+        plan: StreamPlan,
+        functions: Mapping[str, RewardConfig],
+        limits: LimitsConfig,
         prompts: Prompts,
         order: PromptOrder,
         engines: EngineHandles,
@@ -132,23 +163,9 @@ class StreamSource(RolloutSource):
         lending: Lending | None = None,
         restarts: Restarts | None = None,
     ) -> None:
-        self._recipe, self._prompts, self._check, self._engines = recipe, prompts, check, engines
+        self._plan, self._functions, self._limits = plan, functions, limits
+        self._prompts, self._check, self._engines = prompts, check, engines
         self._generator, self._lending, self._restarts = generator, lending, restarts
-        stream = recipe.rollout.stream
-        assert stream is not None
-        plan = StreamPlan(
-            stream_limits(recipe),
-            recipe.rollout.samples_per_prompt,
-            recipe.rollout.engine.max_running_requests,
-            len(engines.actors),
-            self._bounds(),
-            lending.engines if lending is not None else (),
-            stream.engine_restarts if restarts is not None else 0,
-            min((config.batches_at_once for config in recipe.functions.values()), default=1),
-            # A rank says itself what hangs below it.
-            engine_answers_s=recipe.rollout.engine.request_timeout_s + _LATER_S,
-            scorer_answers_s=recipe.limits.call_s,
-        )
         self._controller = start_controller(
             plan,
             ControllerPrompts(PackedPrompts.of(prompts.tokens), prompts.examples if engines.scorers else ()),
@@ -167,30 +184,20 @@ class StreamSource(RolloutSource):
         self._scores: dict[int, Mapping[str, SampleScore]] = {}
         self._events: tuple[dict[str, Any], ...] = ()
 
-    def _bounds(self) -> RequestBounds | None:
-        """Of requests in flight, where these follow the room in caches."""
-        rollout = self._recipe.rollout
-        if rollout.stream is None or not rollout.stream.dynamic_batching:
-            return None
-        lengths = np.unique(PackedPrompts.of(self._prompts.tokens).lengths())
-        longest = max(map(rollout.sampling_table.sequence_tokens, lengths.tolist()))
-        return RequestBounds(rollout.engine.max_running_requests, longest, rollout.stream.cache_target)
-
     # A step
 
     def open(self, version: int, *, steps_left: int) -> None:
         """Begin, with engines that serve this version, for so many steps."""
         self._version = version
         figures = [self._open_engine(number) for number in range(len(self._engines.actors))]
-        groups = steps_left * self._recipe.trainer.prompts_per_step
+        groups = steps_left * self._plan.limits.groups_per_step
         self._get(self._controller.open.remote(version, groups, figures))
         self._open = True
 
     def _open_engine(self, number: int) -> EngineFigures:
         """Have an engine take requests. How it is."""
         call = self._engines.actors[number].call_beside.options(concurrency_group=self._engines.threads)
-        table = self._recipe.rollout.sampling_table
-        figures: EngineFigures = self._get(call.remote("open_stream", 1, table))
+        figures: EngineFigures = self._get(call.remote("open_stream", 1, self._plan.sampling))
         return figures
 
     def notice_lost(self) -> None:
@@ -283,8 +290,9 @@ class StreamSource(RolloutSource):
     def rollout(self, draw: Draw, step: int) -> Rollout:
         """The responses to what `draw` returned. Raises UserError for other prompts."""
         if self._further.keys() >= set(draw.groups):
-            rollout, began = self._recipe.rollout, time.perf_counter()
-            batch = self.sample(draw, rollout.sampling_table, rollout.samples_per_prompt).batch()
+            assert self._plan.sampling is not None
+            began = time.perf_counter()
+            batch = self.sample(draw, self._plan.sampling, self._plan.samples_per_prompt).batch()
             return Rollout(batch, time.perf_counter() - began)
         drawn, self._drawn = self._drawn, None
         if drawn is None or drawn[0] is not draw:
@@ -304,7 +312,7 @@ class StreamSource(RolloutSource):
         Raises:
             UserError: a function failed on all of them, or every sample is dropped.
         """
-        config = self._recipe.functions.get(what)
+        config = self._functions.get(what)
         if config is None or not all(sample in self._scores for sample in sample_ids):
             return None
         return of_samples([self._scores[sample][what] for sample in sample_ids], config.functions)
@@ -367,7 +375,7 @@ class StreamSource(RolloutSource):
 
     def restore(self, snapshot: RolloutSnapshot) -> None:
         groups, drawn = snapshot.groups, snapshot.samples_drawn
-        state = None if groups is None else stream_state(groups, drawn, self._recipe.rollout.samples_per_prompt)
+        state = None if groups is None else stream_state(groups, drawn, self._plan.samples_per_prompt)
         self._get(self._controller.restore.remote(snapshot.order, state, drawn))
 
     def unusable(self, groups: BufferedGroups) -> str | None:
@@ -382,7 +390,7 @@ class StreamSource(RolloutSource):
 
         `of_step`: a step's groups, which may take as long as engines come further, and functions of rewards have time.
         """
-        limits, began = self._recipe.limits, time.monotonic()
+        limits, began = self._limits, time.monotonic()
         end, quiet = began + limits.call_s, began + limits.quiet_s
         mended = 0.0
         try:

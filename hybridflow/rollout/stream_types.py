@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine3d.rollout.config import Sampling
 from hybridflow.batch.stored_rows import Row
 from hybridflow.batch.stream_requests import Begun, SampleEnd
 from hybridflow.rollout.dynamic_batching import RequestBounds
@@ -26,6 +27,7 @@ class StreamPlan:
         restarts: how often an engine may be lost, and started again.
         scored_at_once: batches of samples that each scorer may have at a time.
         engine_answers_s, scorer_answers_s: that a rank has to answer a call.
+        sampling: distribution that tokens are drawn from.
     """
 
     limits: StreamLimits
@@ -38,6 +40,7 @@ class StreamPlan:
     scored_at_once: int = 1
     engine_answers_s: float = 660.0
     scorer_answers_s: float = 1800.0
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True)

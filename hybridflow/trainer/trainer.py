@@ -37,7 +37,7 @@ from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.batch_source import BatchPlan, BatchSource
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
-from hybridflow.rollout.stream_source import StreamSource
+from hybridflow.rollout.stream_source import StreamSource, stream_plan
 from hybridflow.rundir.evaluation_texts import forget_after
 from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
@@ -200,7 +200,9 @@ def rollout_source(
         assert isinstance(weights, WeightSync)
         restarts = EngineRestarts(roles.rollout, weights)
     handles, lending = roles.engine_handles, roles.lending(recipe)
-    return StreamSource(recipe, run.train, order, handles, generator, roles.check_engines, lending, restarts)
+    plan = stream_plan(recipe, run.train, len(handles.actors), lending)
+    running = order, handles, generator, roles.check_engines, lending, restarts
+    return StreamSource(plan, recipe.functions, recipe.limits, run.train, *running)
 
 
 class Trainer:
