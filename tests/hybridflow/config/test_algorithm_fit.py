@@ -14,6 +14,7 @@ from hybridflow.planning.replay_check import check_replay, replay_bytes
 from tests.support.runs import DEMO
 
 AHEAD = ("trainer.mini_batches=1", "trainer.epochs=1", "trainer.max_staleness=1", "placement.rollout=cpu:2")
+STREAM = ("rollout.stream={}", "placement.rollout=cpu:2")
 EASY = "{path: easy.jsonl, weight: 1}"
 FILES = ("warmup=null", "evaluation.eval=null", "data.source=files")
 STEADY = [*FILES, f"data.files.train=[{EASY}, {{path: hard.jsonl, weight: 2}}]"]
@@ -36,6 +37,11 @@ PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
             ["algorithm.dynamic_sampling=true", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
             "trainer.max_staleness=1 with algorithm.dynamic_sampling=true, whose further prompts are drawn once the "
             "rewards of the first are known; expected 0, or dynamic_sampling=false",
+        ),
+        (
+            ["algorithm.name=remax", *STREAM, "trainer.max_staleness=1"],
+            "trainer.max_staleness=1 with rollout.stream and algorithm.name=remax, whose baselines would be of newer "
+            "weights than its samples; expected 0",
         ),
         (
             ["algorithm={name: dapo, overlong_buffer: 5}"],
@@ -95,6 +101,8 @@ def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], 
         ["algorithm={name: ppo, critic_warmup_steps: 5}", "trainer.steps=6"],
         RISING,
         ["algorithm.dynamic_sampling=true", *STEADY],
+        ["algorithm.dynamic_sampling=true", *STREAM],
+        ["algorithm.name=remax", *STREAM],
         ["algorithm={name: pf_ppo, replay_buffer_size: 0}", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
         [PRETRAINED, "trainer.max_staleness=1", "placement.rollout=cpu:2"],
         ["algorithm.name=kl_cov", *AHEAD],
