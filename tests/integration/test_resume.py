@@ -337,7 +337,7 @@ def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
         assert f"hybridflow: terminated; the checkpoint of step {saved} is whole" in last.splitlines()
         assert driver_state(checkpoints / f"step-{saved:08}")["step"] == saved
     assert run.run(Kill("driver", "update", 4, 0.0, signal.SIGUSR1)).exit_code == 0, run.output
-    assert "hybridflow: SIGUSR1: the run saves a checkpoint after this step, and goes on" in run.output.splitlines()
+    assert "hybridflow: SIGUSR1: the run saves a checkpoint after this step, and continues" in run.output.splitlines()
     assert [path.name for path in sorted(checkpoints.glob("step-*"))] == [
         f"step-{number:08}" for number in (0, 1, 3, 4, 5)
     ]
