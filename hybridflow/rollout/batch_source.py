@@ -73,6 +73,9 @@ class BatchSource(RolloutSource):
     def open(self, version: int, *, steps_left: int) -> None:
         """Engines are asked as prompts are drawn."""
 
+    def close(self) -> None:
+        """Calls of engines end with their group."""
+
     # Groups of a step
 
     def draw(self, count: int | None = None) -> Draw:

@@ -83,6 +83,10 @@ class RolloutSource(ABC, Samples):
     def open(self, version: int, *, steps_left: int) -> None:
         """Begin, once: engines serve the weights of `version`, and `steps_left` steps follow."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End what the source has started."""
+
     # Groups of a step
 
     @abstractmethod

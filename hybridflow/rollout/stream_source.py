@@ -194,6 +194,9 @@ class StreamSource(RolloutSource):
         self._get(self._controller.open.remote(version, groups, figures))
         self._open = True
 
+    def close(self) -> None:
+        ray.kill(self._controller)
+
     def _open_engine(self, number: int) -> EngineFigures:
         """Have an engine take requests. How it is."""
         call = self._engines.actors[number].call_beside.options(concurrency_group=self._engines.threads)

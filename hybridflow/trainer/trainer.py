@@ -152,11 +152,13 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
         EventLog(run.directory / EVENTS, run.steps_done, wanted=recipe.samples.events) as events,
     ):
         checkpoints.after = samples.written  # a run that goes on from one has the samples of the steps before it
+        trainer = Trainer(
+            recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples, events, evaluating
+        )
         try:
-            yield Trainer(
-                recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples, events, evaluating
-            )
+            yield trainer
         finally:
+            trainer.source.close()
             write_timeline(run.directory)
 
 

@@ -5,7 +5,6 @@ python -m tests.integration.streamed_steps OUTPUT [CASE ...]
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -65,8 +64,7 @@ def run_both(directory: Path, cases: Sequence[str]) -> dict[str, dict[str, Any]]
                 trainer.roles.actor.export(directory / name / "model").result()
                 figures = without_versions(run_figures(directory / name))
                 found.setdefault(case, {})[way] = {"columns": columns, **figures}
-                del trainer
-                gc.collect()  # the controller of a stream ends with its last handle
+                trainer.source.close()
                 print(name, flush=True)
     return found
 
