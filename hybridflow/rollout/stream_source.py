@@ -178,6 +178,9 @@ class StreamSource(RolloutSource):
         self._version = 0
         self._open = False
         self._drawn: tuple[Draw, Rollout] | None = None
+        self._groups_per_step = plan.limits.groups_per_step
+        self._taken = False
+        """True once the step has its groups."""
         self._further: dict[int, int] = {}
         """Prompt indices of the step's draws besides its groups, by the draw's number."""
         self._metrics: dict[str, float] = {}
@@ -239,8 +242,11 @@ class StreamSource(RolloutSource):
             UserError: other prompts are asked for.
             EngineError: an engine failed.
         """
-        if count is not None:
+        if self._taken and count is not None:
             return self._draw_further(count)
+        if count not in (None, self._groups_per_step):
+            raise UserError(f"first draw of {count} prompts with rollout.stream, expected {self._groups_per_step}")
+        self._taken = True
         if self._drawn is None:
             taking, times = self._controller.take.remote(self._version), dict[str, float]()
             with self._lent(taking, times):
@@ -330,7 +336,7 @@ class StreamSource(RolloutSource):
         return events
 
     def trained(self, version: int, rates: Mapping[int, float]) -> None:
-        self._version, self._further = version, {}
+        self._version, self._further, self._taken = version, {}, False
         self._get(self._controller.learned.remote(version, rates))
 
     # Other prompts
@@ -366,7 +372,8 @@ class StreamSource(RolloutSource):
         """The controller has the groups of the step until it is over."""
 
     def abandon(self) -> None:
-        self._drawn, further, self._further = None, self._further, {}
+        self._drawn, self._taken = None, False
+        further, self._further = self._further, {}
         self._get(self._controller.give_back.remote(further))
         if self._lending is not None:  # models may compute next
             self._get(self._controller.withdraw.remote(self._lending.engines))

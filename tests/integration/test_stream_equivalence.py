@@ -24,6 +24,24 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_stream_with_staleness_0_makes_the_steps_of_a_call(name: str, stepped: dict[str, dict[str, Any]]) -> None:
-    call, stream = stepped[name]["call"], stepped[name]["stream"]
-    lines = differences(stream, call)
+    call, stream = (_comparable(stepped[name][way]) for way in ("call", "stream"))
+    lines = differences(stream, call, relative=1e-6, absolute=1e-6)
     assert not lines, "\n".join(lines[:20])
+
+
+def _comparable(values: dict[str, Any]) -> dict[str, Any]:
+    """Values without metrics and columns that only a stream has, and without rates, times and bits of weights.
+
+    Responses reach a scheduler one by one from a stream, so that it computes prompts in other batches: log-probs differ
+    by a rounding of float32 then, and what is computed of them by as much.
+    """
+    columns = [{key: column for key, column in step.items() if key not in _OF_STREAMS} for step in values["columns"]]
+    metrics = [{key: value for key, value in step.items() if not _of_a_way(key)} for step in values["metrics"]]
+    return without_digests(values | {"columns": columns, "metrics": metrics})
+
+
+_OF_STREAMS = frozenset({"token_versions", "newest_versions"})
+
+
+def _of_a_way(metric: str) -> bool:
+    return metric.startswith("stream/")
