@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.reference_runs import differences, run_module
+from tests.integration.reference_runs import differences, run_module, without_digests
 from tests.integration.streamed_steps import STREAMED
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
