@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 
@@ -11,14 +11,16 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.driver_state import Measurements
 from hybridflow.checkpoint.set_results import MeasuredSet
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.run import TrainerConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.rollout import LONGEST_ROLLOUT_S
-from hybridflow.trainer.pair_evaluation import measure_pairs
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.pair_evaluation import PairMeasurer
 from hybridflow.trainer.set_evaluation import SetMeasurer
-from hybridflow.trainer.step import Machinery
 from hybridflow.workers.future import Future as Call
 
 
@@ -66,13 +68,28 @@ class Evaluations:
     scores at the end, since its devices may be those of models that learn.
 
     Args:
-        machinery, sinks: of the run.
+        sets: held-out sets of the run, by name.
+        trainer: with the last step, and whether evaluations run in the background.
+        limits: of calls.
+        phases, sinks: of the run.
         measurer: of the sets.
+        pairs: measures the sets in a run without engines; None in another.
         thread: one, for an evaluation in the background of a step. It is to be left once the roles are gone.
     """
 
-    def __init__(self, machinery: Machinery, sinks: Metrics, measurer: SetMeasurer, thread: Executor) -> None:
-        self._machinery, self._sinks, self._measurer = machinery, sinks, measurer
+    def __init__(
+        self,
+        sets: Mapping[str, PlannedSet],
+        trainer: TrainerConfig,
+        limits: LimitsConfig,
+        phases: PhaseFile,
+        sinks: Metrics,
+        measurer: SetMeasurer,
+        pairs: PairMeasurer | None,
+        thread: Executor,
+    ) -> None:
+        self._sets, self._trainer, self._limits = sets, trainer, limits
+        self._phases, self._sinks, self._measurer, self._pairs = phases, sinks, measurer, pairs
         self.thread = thread
         self.measurements = Measurements()
         """The first and the last measurement of each set."""
@@ -92,14 +109,14 @@ class Evaluations:
         due = self._due(step, version)
         if due is None:
             return
-        if self._machinery.recipe.trainer.async_evaluation and step < self._machinery.recipe.trainer.steps:
+        if self._trainer.async_evaluation and step < self._trainer.steps:
             count = sum(map(self._measurer.samples, due.sets))
             # Now, so that the samples of the steps have the ids that they always have.
-            first = self._machinery.source.reserve_samples(count)
+            first = self._measurer.samples_of.reserve_samples(count)
             self.pending = replace(due, first_sample=first, samples_drawn=first + count)
             return
-        self._machinery.phases.enter("eval")
-        measured = self._pairs(due) if self._machinery.given is not None else self._measure(due, self._ask(due))
+        self._phases.enter("eval")
+        measured = self._measure(due, self._ask(due)) if self._pairs is None else self._measure_pairs(due, self._pairs)
         self._take(due, measured)
         self.log()
 
@@ -125,7 +142,7 @@ class Evaluations:
         due, scoring = self.pending, self._scoring
         if due is None or scoring is None:
             return None
-        self._machinery.phases.enter("eval")
+        self._phases.enter("eval")
         with Timer(values, metrics.EVAL_WAIT_TIME):
             scored = self._awaited(due, scoring)
             by_model = [each for each in self._asked if not self._has_functions(each.planned)]
@@ -147,8 +164,7 @@ class Evaluations:
 
     def _due(self, step: int, version: int) -> DueEvaluation | None:
         """The sets to measure after a step, if there are any."""
-        recipe, last = self._machinery.recipe, self._machinery.recipe.trainer.steps
-        sets = tuple(each for each in recipe.sets.values() if each.due(step, last))
+        sets = tuple(planned for planned in self._sets.values() if planned.due(step, self._trainer.steps))
         return DueEvaluation(step, version, sets) if sets else None
 
     def _ask(self, due: DueEvaluation) -> Iterator[_Asked]:
@@ -169,27 +185,24 @@ class Evaluations:
                 measured.sets[name] = self._measurer.measure_responses(each.planned, batch, due.step)
         return measured
 
-    def _pairs(self, due: DueEvaluation) -> _Measured:
+    def _measure_pairs(self, due: DueEvaluation, pairs: PairMeasurer) -> _Measured:
         """Measure the sets without engines."""
         measured, measurer = _Measured(), self._measurer
         for name in (each.name for each in due.sets):
             identity, again = measurer.identities[name], measurer.learned[name]
             with Timer(measured.times, name):
-                measured.sets[name] = measure_pairs(
-                    self._machinery, due.step, identity=identity, training_prompts=again
-                )
+                measured.sets[name] = pairs.measure(due.step, identity=identity, training_prompts=again)
         return measured
 
     def _has_functions(self, planned: PlannedSet) -> bool:
         """True if reward functions score a set, and no model does."""
-        return planned.scorer in self._machinery.roles.functions
+        return planned.scorer in self._measurer.functions
 
     def _awaited(self, due: DueEvaluation, scoring: Future[_Measured]) -> _Measured:
         """The measurements of the thread. Each of its calls has a limit of its own, whose error says who was late."""
-        limits = self._machinery.recipe.limits
-        longest_s = len(due.sets) * (LONGEST_ROLLOUT_S + limits.call_s)
+        longest_s = len(due.sets) * (LONGEST_ROLLOUT_S + self._limits.call_s)
         try:
-            return scoring.result(limits.quiet_s)
+            return scoring.result(self._limits.quiet_s)
         except TimeoutError:
             if scoring.done():
                 raise

@@ -49,6 +49,7 @@ from hybridflow.trainer.engine_restarts import EngineRestarts
 from hybridflow.trainer.evaluations import Evaluations
 from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource
+from hybridflow.trainer.pair_evaluation import PairMeasurer
 from hybridflow.trainer.resume import resumed_draws
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
@@ -239,7 +240,10 @@ class Trainer:
         self.steps_without_update = 0
         self.timeline_shown = -math.inf
         measurer = SetMeasurer.of_run(recipe, run, roles, self.source)
-        self.evaluations = Evaluations(self.machinery, sinks, measurer, evaluating)
+        pairs = PairMeasurer(self.given, self.controllers) if self.given is not None else None
+        self.evaluations = Evaluations(
+            recipe.sets, recipe.trainer, recipe.limits, phases, sinks, measurer, pairs, evaluating
+        )
 
     def run(self) -> Measurements:
         """Warm up and train, or go on; what the evaluations of the run have measured."""
