@@ -13,7 +13,6 @@ from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import TrainerConfig
-from hybridflow.config.stream_fit import stream_misfits
 from hybridflow.data.config import DataConfig
 
 
@@ -22,7 +21,7 @@ def misfits(
 ) -> Iterator[str]:
     """What does not go together, a line each."""
     if rollout.stream is not None or trainer.max_staleness > 1:
-        yield from stream_misfits(algorithm, trainer, rollout)
+        yield from _of_stream(trainer, rollout)
     if trainer.async_evaluation and rollout.stream is not None:
         yield (
             "trainer.async_evaluation=true with rollout.stream, whose engines respond to prompts of further steps "
@@ -49,6 +48,41 @@ def misfits(
         yield from _of_filtration(algorithm, trainer, rollout)
     if trainer.epochs_of_data is None:
         yield from pretraining_misfits(algorithm, trainer.steps)
+
+
+def _of_stream(trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
+    stream = rollout.stream
+    if stream is None:
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness} without rollout.stream, where rollout runs one step "
+            "ahead at most; expected 0 or 1, or rollout.stream: {}"
+        )
+        return
+    if stream.left_over == "carry" and not trainer.max_staleness:
+        yield (
+            "rollout.stream.left_over=carry with trainer.max_staleness=0: what a step leaves would be too old for the "
+            "next; expected drop, or a max_staleness above 0"
+        )
+    if rollout.weights.rolling and not trainer.max_staleness:
+        yield (
+            "rollout.weights.rolling=true with trainer.max_staleness=0, where engines have nothing to generate while "
+            "weights change; expected false, or a max_staleness above 0"
+        )
+    if rollout.lend and rollout.engine.release_weights:
+        yield (
+            "rollout.lend=true with rollout.engine.release_weights=true, whose memory goes and comes back for all "
+            "engines at once; expected one of them"
+        )
+    if rollout.lend and stream.engine_restarts:
+        yield (
+            f"rollout.lend=true with rollout.stream.engine_restarts={stream.engine_restarts}, which was not tried: an "
+            "engine may be lost while a model has its device; expected one of them"
+        )
+    if rollout.weights.rolling and rollout.engine.release_weights:
+        yield (
+            "rollout.weights.rolling=true with rollout.engine.release_weights=true, whose memory goes and comes back "
+            "for all engines at once; expected one of them"
+        )
 
 
 def _of_one_update(name: str, trainer: TrainerConfig) -> Iterator[str]:

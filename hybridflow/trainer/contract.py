@@ -18,6 +18,7 @@ import torch
 from engine3d.errors import EngineError
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_fields import FinishReason
+from hybridflow.config.run import TrainerConfig
 
 
 class Numbers:
@@ -57,6 +58,16 @@ class Contract:
     def __init__(self, max_staleness: int) -> None:
         self._max_staleness = max_staleness
         self._learned = Numbers()
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> Contract:
+        """The contract of a run with these settings."""
+        return cls(trainer.max_staleness)
+
+    @property
+    def allows_older(self) -> bool:
+        """True if a step may train on samples of older weights than those that are served."""
+        return self._max_staleness > 0
 
     def begin(self, drawn: int, ahead: Iterable[int]) -> None:
         """Of the draws before `drawn`, all but those that are `ahead` were learned from, or never will be."""

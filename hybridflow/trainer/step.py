@@ -208,7 +208,7 @@ class TrainerStep(Step[Any]):
         self.values |= self.source.take_metrics()
         # A resumed run may hold a rollout that was made ahead, and make no more of them.
         older = bool((rollout.batch.facts["policy_versions"] < serving).any())
-        self.record.stale |= self.settings.trainer.max_staleness > 0 or older
+        self.record.stale |= self.contract.allows_older or older
         self.poll()  # files were written while the engines generated
         return rollout.batch
 

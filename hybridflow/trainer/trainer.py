@@ -231,7 +231,7 @@ class Trainer:
         self.order = prompt_order(recipe, run.train)
         self.source = rollout_source(recipe, run, roles, weights, self.order)
         self.controllers = Controllers(recipe.algorithm)
-        self.contract = Contract(recipe.trainer.max_staleness)
+        self.contract = Contract.of(recipe.trainer)
         self.given = GivenSource(recipe, run, roles.actor) if not recipe.algorithm.needs_engines else None
         self.algorithm = load(recipe.algorithm.name)
         self.steps_done = 0

@@ -148,7 +148,7 @@ class ReplayedRun:
     def __init__(self, recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> None:
         self.recipe, self.run, self.roles, self.phases = recipe, run, roles, phases
         self.controllers = Controllers(recipe.algorithm)
-        self.contract = Contract(recipe.trainer.max_staleness)
+        self.contract = Contract.of(recipe.trainer)
         order = prompt_order(recipe, run.train)
         self.source = BatchSource(BatchPlan.of(recipe), run.train, order, Generator(None))
 

@@ -38,7 +38,7 @@ class ReplayedStep(TrainerStep):
         algorithm = load(self.config.name)
         if self.config.needs_engines:
             versions = stored.batch.policy_versions
-            self.record.stale = self.settings.trainer.max_staleness > 0 or bool((versions < serving).any())
+            self.record.stale = self.contract.allows_older or bool((versions < serving).any())
         self.record.recalled.update(stored.batch.sample_ids[stored.recalled].tolist())
         self.record.tokens = int(batch.lengths.sum())
         if all_learned:

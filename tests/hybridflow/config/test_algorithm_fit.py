@@ -39,11 +39,6 @@ PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
             "rewards of the first are known; expected 0, or dynamic_sampling=false",
         ),
         (
-            ["algorithm.name=remax", *STREAM, "trainer.max_staleness=1"],
-            "trainer.max_staleness=1 with rollout.stream and algorithm.name=remax, whose baselines would be of newer "
-            "weights than its samples; expected 0",
-        ),
-        (
             ["algorithm={name: dapo, overlong_buffer: 5}"],
             "algorithm.overlong_buffer=5 with rollout.sampling.max_new_tokens=4, before which it lies; expected at "
             "most as many",
