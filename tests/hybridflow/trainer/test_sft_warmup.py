@@ -32,9 +32,9 @@ def test_the_optimizers_state_lies_where_training_has_it(tmp_path: Path, setting
     recipe = load_recipe(DEMO, [f"run_dir={tmp_path}", "train.dtype=bfloat16", f"train.optimizer.{setting}=true"])
     assert recipe.warmup is not None and not getattr(recipe.warmup.optimizer, setting)
     actor, run = Actor(), prepare(recipe)
-    phases = SimpleNamespace(enter=lambda phase: None)
-    machinery: Any = SimpleNamespace(recipe=recipe, run=run, phases=phases, roles=SimpleNamespace(actor=actor))
+    phases: Any = SimpleNamespace(enter=lambda phase: None)
+    roles: Any = SimpleNamespace(actor=actor)
     sinks: Any = None
     with run.lock, pytest.raises(BegunError):
-        warm_up(machinery, sinks)
+        warm_up(recipe, run, roles, phases, sinks)
     assert actor.optimizer == recipe.warmup.optimizer.model_copy(update={setting: True})
