@@ -10,8 +10,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hybridflow.config.known_imports import ATTRIBUTES, COMMANDS, MODULES, OPTIONS
-from hybridflow.config.known_names import ANYWHERE, API_ONLY, NEMO_RL, PRIME_RL, VERL
+from hybridflow.config.known_names import (
+    ANYWHERE,
+    API_ONLY,
+    ATTRIBUTES,
+    COMMANDS,
+    MODULES,
+    NEMO_RL,
+    OPTIONS,
+    PRIME_RL,
+    VERL,
+)
 
 PAGE = Path(__file__).parent / "coming_from.md"
 COMMAND = "python docs/generate_coming_from.py"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from engine3d.errors import shortened
 from engine3d.startup.imports import quick_imports
-from hybridflow.config.known_imports import COMMANDS, OPTIONS
-from hybridflow.config.known_names import RECIPE_NAMES
+from hybridflow.config.known_names import COMMANDS, OPTIONS, RECIPE_NAMES
 
 _ALIKE = 0.75
 """Likeness of a mistyped option or command to the one that was meant."""

@@ -11,11 +11,11 @@ import pytest
 
 import hybridflow
 from hybridflow.cli.main import main
-from hybridflow.config.known_imports import ATTRIBUTES, COMMANDS, MODULES, OPTIONS, import_text
+from hybridflow.config.known_names import ATTRIBUTES, COMMANDS, MODULES, OPTIONS, import_text
 
 
 def test_every_text_says_what_it_is_here() -> None:
-    for name, text in (ATTRIBUTES | COMMANDS | MODULES | OPTIONS).items():
+    for name, text in {**ATTRIBUTES, **COMMANDS, **MODULES, **OPTIONS}.items():
         assert re.match(r"(here |absent|is of )", text), (name, text)
     assert not set(ATTRIBUTES) & set(hybridflow.__all__)
 
