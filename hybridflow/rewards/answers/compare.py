@@ -321,9 +321,11 @@ ORDERED = (*_VECTORS, "(]", "[)")
 
 
 def _items(one: Items, other: Any, tolerance: Tolerance) -> bool:
-    marks = {each.brackets for each in (one, other) if isinstance(each, Items)} & _SPECIAL.keys()
-    if marks:
-        return _SPECIAL[marks.pop()](one, other, tolerance)
+    marks = {each.brackets for each in (one, other) if isinstance(each, Items)}
+    if one.brackets == ":" and len(one.items) == 2 and isinstance(other, Expr):
+        return same(one.items[0][0] / one.items[1][0], other, tolerance)
+    if marks & _SPECIAL.keys():
+        return isinstance(other, Items) and len(marks) == 1 and _SPECIAL[one.brackets](one, other, tolerance)
     if isinstance(other, MatrixBase):
         if one.brackets not in _VECTORS:
             return False
@@ -383,9 +385,7 @@ def _matched(right: Sequence[Readings], given: Sequence[Readings], tolerance: To
     return True
 
 
-def _dots(one: Items, other: Any, tolerance: Tolerance) -> bool:
-    if not isinstance(other, Items) or one.brackets != other.brackets:
-        return False
+def _dots(one: Items, other: Items, tolerance: Tolerance) -> bool:
     if len(one.items) == len(other.items):
         return _in_order(one.items, other.items, tolerance)
     summaries = [_progression(each) for each in (one, other)]
@@ -405,18 +405,12 @@ def _progression(sequence: Items) -> list[Readings] | None:
     return [(each,) for each in (shown[0], *steps, *last)] if len(steps) == 1 and len(last) < 2 else None
 
 
-def _ratio(one: Items, other: Any, tolerance: Tolerance) -> bool:
-    if isinstance(other, Expr) and len(one.items) == 2:
-        return same(one.items[0][0] / one.items[1][0], other, tolerance)
-    if not isinstance(other, Items) or one.brackets != other.brackets:
-        return False
+def _ratio(one: Items, other: Items, tolerance: Tolerance) -> bool:
     mine, others = ([(each[0] / ratio.items[0][0],) for each in ratio.items] for ratio in (one, other))
     return _in_order(mine, others, tolerance)
 
 
-def _builder(one: Items, other: Any, tolerance: Tolerance) -> bool:
-    if not isinstance(other, Items) or one.brackets != other.brackets:
-        return False
+def _builder(one: Items, other: Items, tolerance: Tolerance) -> bool:
     if len(one.items) == len(other.items) and _matched(one.items, other.items, tolerance):
         return True
     raise UndecidedError("two sets have different conditions")

@@ -123,19 +123,18 @@ def _as_formula(text: str | None) -> Readings:
         return ()
 
 
+_BETWEEN = re.compile(r"^(?:[,;. ]|\\text\{ ?(?:if|for|when|where) ?\}|(?:if|for|when|where)(?![A-Za-z]))+|[,;. ]+$")
+"""Marks and words between a value and its condition."""
+
+
 def cases(text: str) -> Readings | None:
     """Recognise equations of a system, or values of a function with their conditions."""
     inside = re.fullmatch(r"\\begin\{(cases|aligned)\}(.*)\\end\{\1\}", text)
     if not inside:
         return None
-    found: list[Readings] = []
+    found = []
     for row in filter(None, split(inside[2], r"\\\\")[0]):
-        words = r"(?:if|for|when|where)"
-        cells = [
-            re.sub(rf"^(?:[,;. ]|\\text\{{ ?{words} ?\}}|{words}(?![A-Za-z]))+|[,;. ]+$", "", cell)
-            for cell in split(row, "&")[0]
-        ]
-        cells = [cell for cell in cells if cell]
+        cells = [cell for cell in (_BETWEEN.sub("", cell) for cell in split(row, "&")[0]) if cell]
         if inside[1] == "cases" and len(cells) == 2 and not _has_sign(cells[0]):
             found.append((Items("()", tuple(map(read, cells))),))
         else:
