@@ -33,6 +33,7 @@ _SPACE = re.compile(
     r"\\h?phantom\s*\{[^{}A-Za-z]*\}|\\[hv]space\*?\s*\{[^{}]*\}|(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])"
     r"|\\(?:thin|med|thick)?space(?![A-Za-z])|~|\\\\(?=\s*$)"
 )
+_MOST_DEPTH = 24
 _SYSTEM = re.compile(
     r"\\left ?\\\{ ?\\begin ?\{(array|aligned|matrix)\}(?:\{[lcr]*\})?(.*?)\\end ?\{\1\} ?\\right ?\.?", re.DOTALL
 )
@@ -131,13 +132,15 @@ def split(text: str, marks: str) -> tuple[list[str], list[str]]:
     """Split at marks, a regular expression, that stand outside of all brackets; also return these, in order.
 
     Raises:
-        UnreadableError: a bracket is not closed, or closes none.
+        UnreadableError: a bracket is not closed, closes none, or stands in too many others.
     """
     parts, found, depth, begin = [], [], 0, 0
     for step in re.finditer(rf"{_STEP}|(?P<mark>{marks})|\\[A-Za-z]+|\\?.", text, re.DOTALL):
         depth += (step["open"] is not None) - (step["close"] is not None)
-        if depth < 0:
-            raise UnreadableError("a bracket closes none")
+        if not 0 <= depth <= _MOST_DEPTH:
+            raise UnreadableError(
+                "a bracket closes none" if depth < 0 else f"more than {_MOST_DEPTH} brackets in others"
+            )
         if step["mark"] is not None and depth == 0:
             parts.append(text[begin : step.start()].strip())
             found.append(step["mark"].strip())
