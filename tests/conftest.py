@@ -18,6 +18,7 @@ from engine3d.stores import KEY_VARIABLE, new_key
 
 if TYPE_CHECKING:
     from engine3d.rollout import RolloutEngine
+    from tests.support.checkpoint_sender import CheckpointSender
 
 
 def pytest_configure() -> None:
@@ -58,7 +59,7 @@ def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
 
 @pytest.fixture(scope="session")
 def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
-    """The session's engine. Its weights are whatever the last test loaded: use `engine` to have the first model's."""
+    """The session's engine. Its weights are whatever the last test sent: use `engine` to have the first model's."""
     from engine3d.rollout import RolloutEngine
     from tests.support.tiny_rollout import TINY_ROLLOUT
     from tests.support.transfers import started
@@ -67,9 +68,18 @@ def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]
         yield engine
 
 
+@pytest.fixture(scope="session")
+def checkpoints(shared_engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> CheckpointSender:
+    """A trainer that brings the session's engine to the weights of a directory."""
+    from tests.support.checkpoint_sender import CheckpointSender
+
+    return CheckpointSender(shared_engine, tiny_model_dirs[0])
+
+
 @pytest.fixture
-def engine(shared_engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> RolloutEngine:
+def engine(
+    shared_engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path]
+) -> RolloutEngine:
     """The session's engine with the first tiny model's weights as version 0."""
-    if shared_engine.weight_version != 0 or shared_engine.is_stale:
-        shared_engine.load_weights(tiny_model_dirs[0], version=0)
+    checkpoints.transfer(tiny_model_dirs[0], version=0)
     return shared_engine

@@ -1,13 +1,12 @@
-"""The rollout engine as its client sees it: start, generate, load weights, shut down."""
+"""Client of a rollout engine: start, generate, take weights, shut down."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from engine3d.errors import EngineError, UserError
-from engine3d.platform import platform
 from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig, Sampling
@@ -17,15 +16,13 @@ from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.rank import Call
 from engine3d.rollout.streams import ResponseStreams, sample_seed, sampling_parameters
-from engine3d.rollout.weights import check_weights_fit
 
 if TYPE_CHECKING:
     from engine3d.reshard.describe.memory import SharedShards
     from engine3d.reshard.describe.shards import Place
+    from engine3d.reshard.plan.coordinate import ReceiveOrder
+    from engine3d.reshard.transport.sender import Sent, Transport
     from engine3d.reshard.verify import Difference
-
-PauseMode = Literal["abort", "retract", "in_place"]
-
 
 _RELEASED = "their memory was released, and they were not transferred since"
 _BOUND = "they are the trainer's, who committed none yet"
@@ -69,16 +66,15 @@ class RolloutEngine(ResponseStreams):
             raise UserError(f"part {part.index} of a rollout engine is an EngineMember, expected part 0")
         self._part = part
         self._weight_sources = tuple(weight_sources)
-        self._weight_version = 0
         # Memory that is the trainer's holds whatever the trainer is at.
         self._stale: str | None = _BOUND if any(weight_sources) else None
         if any(weight_sources) and config.release_weights:
             raise UserError("weight_sources with release_weights=true: the trainer's memory cannot be released")
         self._released = False
         self._sampled = 0
-        self._aliased = any(source is not None for source in weight_sources)
         self._begun: int | None = None
         self._sealed = False
+        self._receive_timeout_s: float | None = None
 
     def start(self) -> Self:
         """Start the engine and wait until it can generate. Raises EngineError after `start_timeout_s` at the latest."""
@@ -178,41 +174,6 @@ class RolloutEngine(ResponseStreams):
         )
         return result
 
-    def load_weights(
-        self,
-        directory: str | Path,
-        version: int,
-        flush_cache: bool = True,
-        timeout_s: float | None = None,
-        under_way: UnderWay = "wait",
-    ) -> None:
-        """Load a directory of safetensors in HuggingFace names, as policy version `version`.
-
-        Waits for generations in progress, unless the engine is paused; `under_way` is for responses of the stream, as
-        in `begin_weights`. `flush_cache=False` keeps the KV cache, computed with the old weights. Raises UserError,
-        with the engine as it was, when the tensors are not those of the model; EngineError when loading fails, and then
-        the engine generates nothing until a load has succeeded.
-        """
-        host = self._running()
-        self._check_weights_are_there()
-        if self._aliased:
-            raise UserError("load_weights would write into the trainer's memory, which this engine's parameters are")
-        directory = Path(directory).resolve()
-        if self._model.tensors is not None:
-            check_weights_fit(directory, self._model.tensors)
-        self._stale, self._begun = f"loading version {version} from {directory} was not finished", None
-        host.call(
-            f"load of weights version {version}",
-            "load_weights",
-            timeout_s if timeout_s is not None else self.config.request_timeout_s,
-            responses=0,
-            directory=str(directory),
-            version=version,
-            flush_cache=flush_cache,
-            under_way=under_way,
-        )
-        self._weight_version, self._stale = version, None
-
     def share_weights(
         self, name: str = "engine", first_rank: int = 0, places: Sequence[Place] | None = None
     ) -> list[SharedShards]:
@@ -221,58 +182,42 @@ class RolloutEngine(ResponseStreams):
         `name`: how errors call the engine. `first_rank`: of its ranks among those of all engines. `places`: where each
         rank's memory is, where the platform cannot know.
         """
-        shards: list[SharedShards] = self.call_ranks(
-            "description of weights", "share", name=name, first_rank=first_rank, places=places
-        )
-        self._aliased = any(shared.shards.aliases for shared in shards)
-        return shards
+        return self._call_ranks("description of weights", "share", name=name, first_rank=first_rank, places=places)
 
-    def bind_weights(self, sources: Sequence[SharedShards | None]) -> list[tuple[str, ...]]:
-        """Let parameters that hold the same bytes as the trainer's rank on their device be that rank's memory.
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters in the memory of the engine's ranks, those in the trainer's memory left out."""
+        return sum(self._call_ranks("size of weights", "weight_bytes"))
 
-        As `weight_sources` does for an engine that is started, and only where SGLang captured no CUDA graphs. Waits for
-        generations in progress, unless the engine is paused. Nothing is generated until weights were shared again
-        (`share_weights`) and a transfer was committed.
-
-        `sources`: for each rank of the engine, what the trainer's rank says (`WeightSender.share`), or None.
-
-        Returns, for each rank, SGLang's names of the parameters that are bound.
-        """
-        if len(sources) != self.config.tp:
-            raise UserError(f"{len(sources)} weight sources for a rollout engine of tp {self.config.tp}")
-        if self.config.release_weights:
-            raise UserError("bind_weights with release_weights=true: the trainer's memory cannot be released")
-        needed = platform.rollout_server_arguments(self.config.requests_of_a_group)
-        if self.config.cuda_graph and not needed.get("disable_cuda_graph"):
-            raise UserError("parameters cannot be bound to other memory after CUDA graphs were captured")
-        self._begin("binding of weights", None)
-        self._stale, self._aliased = _BOUND, True
-        names: list[tuple[str, ...]] = self.call_ranks("binding of weights", "bind", sources=list(sources))
-        self._aliased = any(names)
-        return names
-
-    def unbind_weights(self) -> None:
-        """Give all parameters memory of their own, with the same contents. Transfers need `share_weights` again."""
-        self.call_ranks("unbinding of weights", "unbind")
-        self._aliased = False
+    def connect_weights(self, orders: Sequence[ReceiveOrder]) -> None:
+        """Make ready for what no rank of the trainer writes. `orders`: one for each rank, of `coordinate`."""
+        # Beyond the limits of the ranks themselves, whose errors name who was late.
+        limits = [2 * order.collective.timeout_s for order in orders if order.collective is not None]
+        self._receive_timeout_s = max(limits, default=None)
+        self._call_ranks("connection for weights", "connect", self._receive_timeout_s, orders=list(orders))
 
     def begin_weights(self, version: int, timeout_s: float | None = None, under_way: UnderWay = "wait") -> None:
-        """Begin a transfer: wait for generations in progress, unless the engine is paused, and refuse new ones.
+        """Begin a transfer: nothing is generated, and the engine's memory may be written, until `commit_weights`.
 
-        `under_way`: what becomes of responses of the stream (see `UnderWay`); those that are asked for now begin with
-        the new weights.
-
-        Until `commit_weights` the engine's memory may be written, and nothing is generated. A transfer that was never
-        committed may be begun again.
+        `under_way`: the fate of responses in flight (see `UnderWay`). Requests that come now begin with the new
+        weights. A transfer that was never committed may be begun again.
         """
-        self._begin(f"begin of weights version {version}", timeout_s, under_way)
+        self._check_weights_are_there()
+        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
+        phase = f"begin of weights version {version}"
+        self._running().call(phase, "begin_weights", timeout_s, responses=0, under_way=under_way)
         self._stale = f"the transfer of version {version} was not committed"
         self._begun, self._sealed = version, False
 
-    def _begin(self, phase: str, timeout_s: float | None, under_way: UnderWay = "wait") -> None:
-        self._check_weights_are_there()
-        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
-        self._running().call(phase, "begin_weights", timeout_s, responses=0, under_way=under_way)
+    def receive_weights(self, version: int) -> list[dict[Transport, Sent]]:
+        """Take what no rank of the trainer writes; return when all of it is there.
+
+        Returns:
+            Bytes and times of each rank's own reads, by transport.
+        """
+        self._check_begun(version)
+        return self._call_ranks(
+            f"transfer of weights version {version}", "receive", self._receive_timeout_s, version=version
+        )
 
     def seal_weights(self, version: int, flush_cache: bool = True) -> None:
         """Every element of `version` has been written: do all that can fail before it is served.
@@ -282,7 +227,7 @@ class RolloutEngine(ResponseStreams):
         """
         self._check_begun(version)
         phase = f"seal of weights version {version}"
-        self.call_ranks(phase, "seal")
+        self._call_ranks(phase, "seal")
         if flush_cache:
             self._call(phase, "drop_old_cache")
         self._sealed = True
@@ -293,7 +238,7 @@ class RolloutEngine(ResponseStreams):
         if not self._sealed:
             raise UserError(f"weights version {version} was not sealed")
         self._call(f"commit of weights version {version}", "commit_weights", version=version)
-        self._weight_version, self._stale, self._begun = version, None, None
+        self._stale = self._begun = None
 
     def _check_begun(self, version: int) -> None:
         if self._begun != version:
@@ -305,22 +250,9 @@ class RolloutEngine(ResponseStreams):
 
         Empty lists prove that all bits are equal, what SGLang derives from its parameters included.
         """
-        if self._model.tensors is not None:
-            check_weights_fit(Path(directory), self._model.tensors)
-        return self.call_ranks("verification of weights", "verify", directory=str(Path(directory).resolve()))
+        return self._call_ranks("verification of weights", "verify", directory=str(Path(directory).resolve()))
 
-    def update_weights_from_tensor(self, payloads: Sequence[str]) -> None:
-        """SGLang's own way to take HuggingFace tensors from another process: no transaction, and no version.
-
-        `payloads`: for each rank a flattened bucket, as SGLang's MultiprocessingSerializer makes it.
-        """
-        if self._aliased:
-            raise UserError("the update would write into the trainer's memory, which this engine's parameters are")
-        if self._stale is not None:
-            raise EngineError(f"rollout engine's weights are not whole: {self._stale}")
-        self._call("update of weights from tensors", "update_weights_from_tensor", payloads=list(payloads))
-
-    def call_ranks(self, phase: str, method: str, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
+    def _call_ranks(self, phase: str, method: str, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Call a method of `EngineRank` on every rank; their results in order of rank. Errors name the phase."""
         self._check_weights_are_there()
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
@@ -332,16 +264,6 @@ class RolloutEngine(ResponseStreams):
         return self._begun is not None
 
     @property
-    def weight_version(self) -> int:
-        """The version of the last weights that were loaded whole; 0 for those of the model directory."""
-        return self._weight_version
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the engine refuses to generate, because a load or transfer of weights was begun and not finished."""
-        return self._stale is not None
-
-    @property
     def context_length(self) -> int:
         """Tokens that a prompt and its response may have together."""
         return self._context_length
@@ -350,22 +272,6 @@ class RolloutEngine(ResponseStreams):
     def log_path(self) -> Path | None:
         """Where the engine's processes print; None before `start` where no path was given."""
         return self._host.log_path if self._host is not None else self._log_path
-
-    def flush_cache(self) -> None:
-        """Drop the KV cache. Raises EngineError while requests are running."""
-        self._call("flush of the cache", "flush_cache")
-
-    def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop generating; new requests wait for `resume`.
-
-        Those in progress end with what they have and finish reason "abort" (`abort`), go back to the queue without
-        their KV cache (`retract`), or stand still with it (`in_place`).
-        """
-        self._call("pause", "pause", mode=mode)
-
-    def resume(self) -> None:
-        """Generate again after `pause`."""
-        self._call("resume", "resume")
 
     def release_memory(self) -> None:
         """Give the KV cache's memory back and drop what it held; needs `RolloutConfig.memory_saver`.
@@ -385,7 +291,7 @@ class RolloutEngine(ResponseStreams):
         self._call("restore of memory", "restore_memory", tags=self._saved_memory)
         self._released = False
         if self.config.release_weights:
-            self.call_ranks("restore of memory", "restore")
+            self._call_ranks("restore of memory", "restore")
 
     @property
     def _saved_memory(self) -> list[str]:
@@ -395,11 +301,6 @@ class RolloutEngine(ResponseStreams):
     def _check_weights_are_there(self) -> None:
         if self._released and self.config.release_weights:
             raise EngineError("rollout engine's weights were released with its memory: restore_memory comes first")
-
-    def weight_checksums(self) -> list[dict[str, str]]:
-        """For each tensor parallel rank, a checksum of every parameter that SGLang holds, by SGLang's name."""
-        checksums: list[dict[str, str]] = self._call("checksum of weights", "weight_checksums")
-        return checksums
 
     def trace(self, directory: str | Path, steps: int) -> None:
         """Begin a trace of each rank's next steps, as torch.profiler sees them; they go on meanwhile.
@@ -417,10 +318,6 @@ class RolloutEngine(ResponseStreams):
             raise UserError(f"a trace of {steps} steps of a rollout engine; expected at least 1")
         self._call("trace", "trace", directory=str(Path(directory).resolve()), steps=steps)
 
-    def ping(self, timeout_s: float = 10) -> None:
-        """Raises EngineError when the engine's event loop does not answer in time. Answers during generation too."""
-        self._running().call("ping", "ping", timeout_s)
-
     def _call(self, phase: str, method: str, **arguments: Any) -> Any:
         return self._running().call(phase, method, self.config.request_timeout_s, **arguments)
 
@@ -432,7 +329,7 @@ class RolloutEngine(ResponseStreams):
         """The host process of an engine that can compute."""
         host = self._running()
         if self._stale is not None and host.is_alive:
-            raise EngineError(f"rollout engine's weights are not whole, transfer or load them again: {self._stale}")
+            raise EngineError(f"rollout engine's weights are not whole, transfer them again: {self._stale}")
         if self._released:
             raise EngineError("rollout engine's KV cache was released: restore_memory comes first")
         return host

@@ -14,6 +14,7 @@ from typing import Any
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
 from engine3d.models import sglang_overrides
+from engine3d.models.safetensors_files import read_header
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
@@ -31,7 +32,6 @@ from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VA
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
 from engine3d.rollout.served import check_device
 from engine3d.rollout.server_arguments import check_against_platform
-from engine3d.rollout.weights import ModelTensors
 from engine3d.sglang_source import attention_arguments, sglang_directory
 
 # Of a launcher's own process group, which SGLang's processes are no part of.
@@ -52,8 +52,6 @@ class ModelFacts:
     architectures: tuple[str, ...]
     vocab_size: int
     max_positions: int
-    tensors: ModelTensors | None
-    """None where there are no weights, which is right for load_format dummy."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the config that SGLang is to read otherwise than the file has them, and their values."""
 
@@ -70,11 +68,12 @@ def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
         architectures = tuple(overrides.get("architectures") or config["architectures"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{config_path} is not a model's configuration: {type(error).__name__} {error}") from error
-    has_weights = any(directory.glob("*.safetensors"))
-    if weights_needed and not has_weights:
+    files = sorted(directory.glob("*.safetensors"))
+    if weights_needed and not files:
         raise UserError(f"model directory {directory} holds no *.safetensors")
-    tensors = ModelTensors.of(directory, config) if has_weights else None
-    return ModelFacts(directory, architectures, vocab_size, max_positions, tensors, overrides)
+    for file in files:
+        read_header(file)
+    return ModelFacts(directory, architectures, vocab_size, max_positions, overrides)
 
 
 def context_length(config: RolloutConfig, model: ModelFacts) -> int:

@@ -222,16 +222,14 @@ class RolloutWorker:
     def share_weights(self) -> list[SharedShards]:
         """Which elements of the model the memory of each of this engine's ranks holds, and how to reach it."""
         if self._engine.config.release_weights:
-            self._weight_bytes = sum(self._engine.call_ranks("size of weights", "weight_bytes"))
+            self._weight_bytes = self._engine.weight_bytes()
         return self._engine.share_weights(f"rollout engine {self._number}", self._ranks.start, self._places)
 
     @register(ALL_TO_ALL)
     @on_first_host(None)
     def connect_weights(self, orders: list[ReceiveOrder]) -> None:
         """Make ready for what no rank of the actor writes. `orders`: one for each of this engine's ranks."""
-        # Beyond the limits of the ranks themselves, whose errors name who was late.
-        self._limit_s = 2 * max((order.collective.timeout_s for order in orders if order.collective), default=0.0)
-        self._engine.call_ranks("connection for weights", "connect", self._limit_s or None, orders=orders)
+        self._engine.connect_weights(orders)
 
     @register(ONE_TO_ALL)
     @on_first_host(cast("str | None", None))
@@ -257,8 +255,7 @@ class RolloutWorker:
     @on_first_host(list[dict[Transport, Sent]]())
     def receive_weights(self, version: int) -> list[dict[Transport, Sent]]:
         """Take what no rank of the actor writes; return when it is all there. What each of the engine's ranks read."""
-        phase = f"transfer of weights version {version}"
-        return self._engine.call_ranks(phase, "receive", self._limit_s or None, version=version)
+        return self._engine.receive_weights(version)
 
     @register(ONE_TO_ALL)
     @on_first_host(None)

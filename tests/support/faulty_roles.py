@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
-from engine3d.reshard.transport.sender import Sent, Transport
+from engine3d.reshard.transport.sender import Sent, Transport, mapped
 from hybridflow.roles.model import CheckpointFailure
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, register
+
+_OVERWRITTEN = -123.25
 
 
 class Overwritten(RolloutWorker):
@@ -23,7 +25,9 @@ class Overwritten(RolloutWorker):
     @register(ONE_TO_ALL)
     def seal_weights(self, version: int, *, flush_cache: bool) -> None:
         super().seal_weights(version, flush_cache=flush_cache)
-        self._engine.call_ranks("poison", "poison")
+        for rank in self._engine.share_weights():
+            for buffer in mapped(rank):
+                buffer.fill_(_OVERWRITTEN)
 
 
 class DiesSending(PolicyWorker):

@@ -15,6 +15,7 @@ from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
+from engine3d.rollout.host.stream import UnderWay
 from engine3d.stores import listen, serve, tcp_address
 from tests.support.trainer_ranks import TrainerRanks
 from tests.support.warm import warm_starts
@@ -54,14 +55,12 @@ class Connected:
     engines: Sequence[RolloutEngine]
     orders: Orders
 
-    def write(self, version: int) -> list[Any]:
+    def write(self, version: int, under_way: UnderWay = "wait") -> list[Any]:
         """Begin a version and write it into the engines; what each rank of the trainer sent."""
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda engine: engine.begin_weights(version), self.engines))
+            list(pool.map(lambda engine: engine.begin_weights(version, under_way=under_way), self.engines))
             receiving = [
-                pool.submit(engine.call_ranks, "receive", "receive", version=version)
-                for engine in self.engines
-                if self.orders.engines_receive
+                pool.submit(engine.receive_weights, version) for engine in self.engines if self.orders.engines_receive
             ]
             sent = self.trainer.call("send", version=version)
             for each in receiving:
@@ -103,10 +102,7 @@ def connect(
     receive = iter(orders.receive)
     with ThreadPoolExecutor() as pool:
         connecting = [
-            pool.submit(
-                engine.call_ranks, "connect", "connect", orders=list(itertools.islice(receive, engine.config.tp))
-            )
-            for engine in engines
+            pool.submit(engine.connect_weights, list(itertools.islice(receive, engine.config.tp))) for engine in engines
         ]
         trainer.call("connect", orders.send)
         for each in connecting:

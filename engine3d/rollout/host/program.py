@@ -47,8 +47,8 @@ from engine3d.stacks import write_stacks_when_asked
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
 
-_IDLE_TIMEOUT_S = 10.0  # for the generations that run to end
-_CLEAR_UP_S = 2.0  # between the last response and a scheduler that has cleared up after it
+_CLEAR_UP_S = 10.0  # between the last response and a scheduler that has cleared up after it
+_KEEPING_CACHE: tuple[UnderWay, ...] = ("continue", "recompute")  # responses stay with a scheduler that is paused
 
 
 class _Server:
@@ -62,12 +62,8 @@ class _Server:
         self._groups = int(self._manager.server_args.dp_size)  # of ranks, with attention and a KV cache of their own
         self._cache_tokens = int(info["max_total_num_tokens"]) * self._groups
         self._stream = ResponseStream(self._manager, client.send, self._scheduler_state, self._cache_tokens)
-        self._pauses = self._keeps_cache = False  # for the transfer that was begun
-        self._updating = asyncio.Lock()
+        self._standstill: UnderWay | None = None  # of a transfer that was begun: the fate of responses in flight
         self._calling = asyncio.Lock()  # SGLang has one socket for calls of all ranks
-        self._writing = False
-        self._locked = False
-        self._scheduler_paused = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._generating: dict[int, list[str]] = {}  # SGLang's names of a request's responses
 
@@ -135,9 +131,6 @@ class _Server:
         else:
             reply = Reply(request.id, result)
         self._client.send(reply)
-
-    async def ping(self, id: int) -> None:
-        """Say that the host's event loop runs."""
 
     async def cancel(self, id: int, request_id: int) -> None:
         """Give a request up: its generations are aborted in the scheduler."""
@@ -219,92 +212,76 @@ class _Server:
         )
         return [_given_logprobs(output["meta_info"]) for output in outputs]
 
-    async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool, under_way: UnderWay) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-        async with self._updating:
-            # Not SGLang's own way, which would let waiting generations begin after a load that failed.
-            await self.begin_weights(id, under_way)
-            flushes = flush_cache and not self._keeps_cache  # SGLang fails where it cannot drop all
-            success, message, _ = await self._manager._wait_for_model_update_from_disk(
-                UpdateWeightFromDiskReqInput(model_path=directory, load_format="auto", flush_cache=flushes)
-            )
-            if not success:
-                raise RuntimeError(message)
-            if flush_cache and not flushes:
-                await self.drop_old_cache(id)
-            await self._serve(id, version)
-
     @property
     def _version(self) -> int:
         return int(self._manager.server_args.weight_version)
 
     async def begin_weights(self, id: int, under_way: UnderWay) -> None:
-        """Let no generation begin until `commit_weights`. Those that run end, or stand still if the engine is paused.
+        """Let no generation begin until `commit_weights`.
 
         Args:
             id: of the request.
-            under_way: what becomes of the responses of the stream.
+            under_way: the fate of responses in flight.
         """
-        if self._writing:
-            return  # the last transfer or load was not finished: this one takes over from it
-        if under_way != "wait" and not self._manager.is_pause:
-            await self._stand_still(under_way)
-            self._pauses, self._keeps_cache = True, under_way != "resend"
-        if not self._manager.is_pause:
-            lock = self._manager.model_update_lock
-            try:
-                await lock.acquire_writer()
-            except asyncio.CancelledError:
-                await lock.acquire_reader()  # whose release wakes those who wait behind us
-                await lock.release_reader()
-                raise
-            self._locked = True
-        self._writing = True
-        if self._scheduler_paused:
-            # A pause is only asked for, and what ranks are called with comes another way, which may be quicker: the
-            # scheduler would begin one more batch, of weights that are half written. What it is asked the same way it
-            # answers after the pause.
-            await self._manager.get_internal_state()
-        # The batch under way reads the weights to its end.
-        await self.call_ranks(id, Call("settle", {"paused": self._scheduler_paused}))
-
-    async def _stand_still(self, under_way: UnderWay) -> None:
-        if under_way != "resend":
+        if self._standstill is not None:
+            return  # the last transfer was not committed: this one takes over from it
+        pauses_scheduler = under_way in _KEEPING_CACHE
+        if under_way == "wait":
+            await self._wait_for_generations()
+        elif under_way == "resend":
+            # Not SGLang's own abort, which looks once a second whether all have ended.
+            async with self._manager.is_pause_cond:
+                self._manager.is_pause = True
+            await self._stream.park()
+        else:
             self._stream.continues()
-            await self.pause(0, "in_place" if under_way == "continue" else "retract")
-            return
-        # Not SGLang's own abort, which looks once a second whether all have ended.
-        async with self._manager.is_pause_cond:
-            self._manager.is_pause = True
-        await self._stream.park()
+            await self._pause("in_place" if under_way == "continue" else "retract")
+        self._standstill = under_way
+        if pauses_scheduler:
+            # A pause has no answer, and calls of ranks take another socket, which may be quicker: the scheduler would
+            # run one more batch on half-written weights. This request takes the socket of the pause, so its answer
+            # comes after it.
+            await self._manager.get_internal_state()
+        # The batch in flight reads the weights to its end.
+        await self.call_ranks(id, Call("settle", {"paused": pauses_scheduler}))
+
+    async def _wait_for_generations(self) -> None:
+        """Wait for generations in flight, and hold others back."""
+        lock = self._manager.model_update_lock
+        try:
+            await lock.acquire_writer()
+        except asyncio.CancelledError:
+            await lock.acquire_reader()  # its release wakes those who wait behind us
+            await lock.release_reader()
+            raise
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def drop_old_cache(self, id: int) -> None:
-        """Drop the KV cache that the weights before made; but for that of responses which stand still with it."""
-        if self._keeps_cache:  # SGLang drops all at once, and only where it has no requests at all
+        """Drop the KV cache of the previous weights, except that of responses which the scheduler keeps."""
+        if self._standstill in _KEEPING_CACHE:  # SGLang drops all at once, and only where it has no requests at all
             self._stream.leave_cache()
             await self.call_ranks(id, Call("drop_unused_cache", {}))
             return
-        # Generations of a paused engine do not end by themselves.
-        await self._flush(_CLEAR_UP_S if self._manager.is_pause else _IDLE_TIMEOUT_S)
+        await self._flush()
 
     async def commit_weights(self, id: int, version: int) -> None:
         """Serve the weights that are there as this version. Nothing in it can fail but the process."""
-        if not self._writing:
-            raise EngineError(f"version {version} was never begun")
-        await self._serve(id, version)
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-    async def _serve(self, id: int, version: int) -> None:
+        if self._standstill is None:
+            raise EngineError(f"version {version} was never begun")
         if VERSIONS_VARIABLE in os.environ:
             await self.call_ranks(id, Call("serve", {"version": version}))
         self._manager._update_weight_version_if_provided(str(version))
-        self._writing = self._keeps_cache = False
-        if self._locked:
-            self._locked = False
+        under_way, self._standstill = self._standstill, None
+        if under_way == "wait":
             await self._manager.model_update_lock.release_writer()
-        if self._pauses:
-            self._pauses = False
-            await self.resume(id)
+        else:
+            await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def call_ranks(self, id: int, call: Call) -> list[Any]:
         """Call a method of EngineRank on every rank; their results in order of rank."""
@@ -330,43 +307,15 @@ class _Server:
             )
         path.unlink()
 
-    async def update_weights_from_tensor(self, id: int, payloads: list[str]) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        success, message = await self._manager.update_weights_from_tensor(
-            UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=payloads, load_format="flattened_bucket", flush_cache=False
-            )
-        )
-        if not success:
-            raise RuntimeError(message)
-
-    async def flush_cache(self, id: int) -> None:
-        await self._flush(_CLEAR_UP_S)
-
-    async def _flush(self, timeout_s: float) -> None:
-        result = await self._manager.flush_cache(timeout_s)
+    async def _flush(self) -> None:
+        result = await self._manager.flush_cache(_CLEAR_UP_S)
         if not result.success:
-            raise EngineError("SGLang keeps its cache while requests run; wait for them, or pause with mode abort")
-
-    async def pause(self, id: int, mode: str) -> None:
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        self._scheduler_paused = mode != "abort"  # which lets nothing begin at the manager alone
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
-
-    async def resume(self, id: int) -> None:
-        if self._writing:
-            raise EngineError("its weights are not whole; commit a transfer or load them first")
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self._manager.continue_generation(ContinueGenerationReqInput())
-        self._scheduler_paused = False
+            raise EngineError("SGLang keeps its cache while requests run, expected none in flight")
 
     async def release_memory(self, id: int, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self._flush(_CLEAR_UP_S)  # a scheduler that still clears up would end itself
+        await self._flush()  # a scheduler that still clears up would end itself
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def restore_memory(self, id: int, tags: list[str]) -> None:
@@ -375,15 +324,6 @@ class _Server:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
         if self._groups > 1:
             await self.call_ranks(id, Call("forget_requests", {}))
-
-    async def weight_checksums(self, id: int) -> list[dict[str, str]]:
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-        success, message, ranks, _ = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"))
-        if not success or ranks is None:
-            raise RuntimeError(message)
-        # Each group of ranks tells of all of them.
-        return [rank["checksums"] for rank in ranks[: len(ranks) // self._groups]]
 
     async def trace(self, id: int, directory: str, steps: int) -> None:
         from sglang.srt.managers.io_struct import ProfileReq

@@ -96,8 +96,6 @@ def _hook_engine() -> None:
 
     from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE
 
-    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     HookRegistry.register(f"{runner}.init_torch_distributed", _await_trainer, HookType.BEFORE)
     HookRegistry.register(f"{runner}.load_model", _keep_rank, HookType.AFTER)
@@ -134,15 +132,6 @@ def _freeze(*_: Any, **__: Any) -> None:
     # come and go, on each rank at another time, and all would wait for it. Not earlier: SGLang thaws what was frozen
     # when it has captured its CUDA graphs.
     gc.freeze()
-
-
-def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    # SGLang answers a failed load by loading the same path again, and the second failure ends the scheduler. Reported
-    # instead, the engine stays up with weights that are not whole, and the next whole update heals it.
-    try:
-        return update(*args, **kwargs)
-    except Exception as error:
-        return False, f"{type(error).__name__}: {error}"
 
 
 def _meet(initialise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,6 @@ SOURCES_TIMEOUT_VARIABLE = "ENGINE3D_ROLLOUT_WEIGHT_SOURCES_TIMEOUT_S"
 RELEASE_VARIABLE = "ENGINE3D_ROLLOUT_RELEASE_WEIGHTS"
 
 _POLL_S = 0.05
-_POISON = -123.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,34 +153,6 @@ class EngineRank:
         )
         return SharedShards(self._shards, handles, pulls)
 
-    def bind(self, sources: Sequence[SharedShards | None]) -> tuple[str, ...]:
-        """Let parameters whose bytes are the trainer's be the trainer's memory; give the memory that they had back.
-
-        Args:
-            sources: for each rank of the engine the trainer's rank on its device, or None.
-
-        Returns:
-            The names of the parameters.
-
-        Raises:
-            UserError: CUDA graphs would go on with the memory that they were captured with.
-        """
-        self.unbind()
-        source = sources[self.rank]
-        return self._bind(source) if source is not None else ()
-
-    def unbind(self) -> None:
-        """Give every parameter memory of its own again, with the same contents. Raises UserError as `bind` does."""
-        if not self._runner.server_args.disable_cuda_graph:
-            raise UserError("parameters cannot be bound to other memory after CUDA graphs were captured")
-        memory = self._memory() if self._aliased else []
-        for index in self._aliased:
-            parameter = memory[index]
-            with platform.shareable_memory():
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-        self._aliased = {}
-        self._disconnect()
-
     def settle(self, paused: bool) -> None:
         """Return when no forward pass reads the weights any more.
 
@@ -214,7 +185,8 @@ class EngineRank:
         from engine3d.reshard.transport.program import CopyProgram, Route
         from engine3d.reshard.transport.sender import mapped
 
-        shards = self._shared()
+        assert self._shards is not None, "share comes first"
+        shards = self._shards
         self._let_go()
         order, memory = orders[self.rank], self._memory()
         if order.one_sided or order.collective is not None:  # not of memory that is the trainer's, which may be strided
@@ -268,7 +240,6 @@ class EngineRank:
         """All weights are written: bring what SGLang derives from them up to date."""
         from engine3d.reshard.describe.trace import refresh_derived
 
-        self._shared()
         platform.synchronize()
         refresh_derived(self._runner.model)
         platform.synchronize()
@@ -278,18 +249,6 @@ class EngineRank:
         memory = self._memory()
         return sum(tensor.nbytes for index, tensor in enumerate(memory) if index not in self._aliased)
 
-    def allocated_bytes(self) -> int:
-        """Memory that this process has taken of its device: what it has of the trainer's does not count."""
-        return platform.memory().allocated
-
-    def poison(self) -> None:
-        """Overwrite all weights in this rank's own memory, so that one which is not transferred shows."""
-        memory = self._memory()
-        for holding in self._traced().holdings:
-            if holding.buffer not in self._aliased:
-                sizes = [stop - start for start, stop in holding.box]
-                memory[holding.buffer].data.as_strided(sizes, holding.strides, holding.offset).fill_(_POISON)
-
     def verify(self, directory: str) -> list[Difference]:
         """Compare what this rank holds with what SGLang's loader makes of a HuggingFace directory, bit for bit."""
         from engine3d.reshard.verify import differences
@@ -298,7 +257,8 @@ class EngineRank:
 
     # What they stand on
 
-    def _bind(self, source: SharedShards) -> tuple[str, ...]:
+    def _bind(self, source: SharedShards) -> None:
+        """Let parameters with the same bytes as the trainer's be the trainer's memory, and free their own."""
         from engine3d.reshard.describe.shards import Shards
         from engine3d.reshard.plan.aliases import find_aliases
 
@@ -317,12 +277,6 @@ class EngineRank:
             parameter.data = view
             self._aliased[alias.target_buffer] = alias
         platform.empty_cache()
-        return tuple(trace.buffers[index].name for index in self._aliased)
-
-    def _disconnect(self) -> None:
-        """Forget what was said of the memory: no transfer that was planned with it can be sealed."""
-        self._shards = None
-        self._let_go()
 
     def _let_go(self) -> None:
         """Leave transfers: the group, and the memory of others."""
@@ -330,11 +284,6 @@ class EngineRank:
         if self._participant is not None:
             self._participant.close()
             self._participant = None
-
-    def _shared(self) -> Shards:
-        if self._shards is None:
-            raise EngineError("its weights were bound to other memory, or never shared: share them, and plan anew")
-        return self._shards
 
     def _memory(self) -> list[torch.Tensor]:
         """The memory of each buffer of the trace, as it is now."""

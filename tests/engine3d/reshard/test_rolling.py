@@ -61,8 +61,7 @@ def _connect(
     ]
     with ThreadPoolExecutor() as pool:
         connecting = [
-            pool.submit(engine.call_ranks, "connect", "connect", orders=each.receive)
-            for engine, each in zip(engines, orders, strict=True)
+            pool.submit(engine.connect_weights, each.receive) for engine, each in zip(engines, orders, strict=True)
         ]
         trainer.call("connect_each", [[each.send[rank] for each in orders] for rank in trainer.ranks])
         for connected in connecting:
@@ -74,7 +73,7 @@ def _transfer(trainer: TrainerRanks, engine: RolloutEngine, orders: Orders, part
     """Bring a version to one engine; responses under way go on with it."""
     engine.begin_weights(version, under_way="recompute")
     with ThreadPoolExecutor() as pool:
-        receiving = pool.submit(engine.call_ranks, "receive", "receive", version=version)
+        receiving = pool.submit(engine.receive_weights, version)
         trainer.call("send", version=version, part=part)
         receiving.result()
     engine.seal_weights(version)

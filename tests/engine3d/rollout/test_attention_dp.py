@@ -24,6 +24,7 @@ from engine3d.rollout.served import check_served
 from tests.engine3d.rollout.test_engine import reference_logprobs
 from tests.engine3d.rollout.test_failures import scheduler_of
 from tests.support import tiny_families
+from tests.support.checkpoint_sender import CheckpointSender, transfer
 from tests.support.listening import listeners
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
@@ -53,7 +54,7 @@ def grouped(tiny_model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPat
 def test_groups_generate_what_one_rank_generates(
     engine: RolloutEngine, grouped: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
 ) -> None:
-    grouped.load_weights(tiny_model_dirs[0], version=1)
+    transfer(grouped, tiny_model_dirs[0], version=1)
     for prompts in (PROMPTS, PROMPTS[:1]):  # one alone leaves a group with nothing to do
         expected = [group[0] for group in engine.generate(prompts, GREEDY)]
         found = [group[0] for group in grouped.generate(prompts, GREEDY)]
@@ -83,7 +84,6 @@ def test_both_groups_have_requests_and_a_prompt_is_in_one_of_them(grouped: Rollo
         batches = [line for line in said.splitlines() if f"DP{group} " in line and "Prefill batch" in line]
         computed = sum(int(line.split("#new-token: ")[1].split(",")[0]) for line in batches)
         assert 3 * 24 <= computed < 2 * 3 * 24  # three of the prompts, computed once
-    assert len(grouped.weight_checksums()) == 2
     # Room for all requests at once, of which each group has its half.
     assert f"max_running_requests={GROUPS.max_running_requests // 2 + 1}" in grouped.log_path.read_text()
 
@@ -150,12 +150,13 @@ def cpu_s(engine: RolloutEngine) -> tuple[float, float]:
 def test_ranks_leave_the_cores_to_others_while_memory_is_released(
     grouped: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
 ) -> None:
-    grouped.load_weights(tiny_model_dirs[0], version=50)
+    sender = CheckpointSender(grouped, tiny_model_dirs[0])
+    sender.transfer(tiny_model_dirs[0], version=50)
     before, (polling, dealing) = grouped.generate(PROMPTS, GREEDY), cpu_s(grouped)
     grouped.release_memory()
     released, _ = cpu_s(grouped)
-    assert len(grouped.weight_checksums()) == 2
-    grouped.load_weights(tiny_model_dirs[0], version=51)
+    assert differences([grouped], tiny_model_dirs[0]) == []
+    sender.transfer(tiny_model_dirs[0], version=51)
     grouped.restore_memory()
     again = grouped.generate(PROMPTS, GREEDY)
     assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]

@@ -233,7 +233,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
         check_device(config, on_gpu=False)
     if not platform.gpus:
         with pytest.raises(UserError, match=line):
-            server_arguments(config, ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None))
+            server_arguments(config, ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096))
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:

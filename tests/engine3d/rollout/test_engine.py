@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
-from engine3d.rollout import engine as engine_module
 from engine3d.rollout.host.messages import Response
 from engine3d.rollout.streams import Asked
-from engine3d.rollout.weights import ModelTensors
+from tests.support.checkpoint_sender import CheckpointSender
 from tests.support.engine_traces import traced_steps
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -104,7 +103,6 @@ def test_a_response_may_fill_the_context(engine: RolloutEngine) -> None:
 
 def test_a_cache_of_the_size_that_is_needed_lets_all_requests_run_at_once(engine: RolloutEngine) -> None:
     assert engine.log_path is not None and engine.config.max_total_tokens is None
-    engine.flush_cache()
     before, most = engine.log_path.stat().st_size, engine.config.max_running_requests
     prompts = [[3 + number, 5, 7, 9] for number in range(most)]
     sampling = SamplingConfig(max_new_tokens=engine.context_length - 4, ignore_eos=True)
@@ -118,80 +116,28 @@ def test_a_cache_of_the_size_that_is_needed_lets_all_requests_run_at_once(engine
     assert "retract" not in said.lower()
 
 
-def test_loaded_weights_are_used_and_named(engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> None:
+def test_transferred_weights_are_used_and_named(
+    engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path]
+) -> None:
     before = engine.generate(PROMPTS, GREEDY)
-    checksums = engine.weight_checksums()
-    engine.load_weights(tiny_model_dirs[1], version=7)
+    checkpoints.transfer(tiny_model_dirs[1], version=7)
     after = engine.generate(PROMPTS, GREEDY)
     assert [group[0].token_ids for group in before] != [group[0].token_ids for group in after]
     for prompt, (generation,) in zip(PROMPTS, after, strict=True):
         assert_greedy_of(tiny_model_dirs[1], prompt, generation)
     assert {group[0].weight_version for group in before} == {0}
-    assert {group[0].weight_version for group in after} == {engine.weight_version} == {7}
-    assert engine.weight_checksums() != checksums
-    engine.load_weights(tiny_model_dirs[0], version=8)
-    assert engine.weight_checksums() == checksums
+    assert {group[0].weight_version for group in after} == {7}
+    checkpoints.transfer(tiny_model_dirs[0], version=8)
     assert engine.generate(PROMPTS, GREEDY)[0][0].token_ids == before[0][0].token_ids
 
 
-def test_weights_that_do_not_fit_are_refused_and_change_nothing(
-    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    tensors = load_file(tiny_model_dirs[1] / "model.safetensors")
-    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
-    misshapen = tensors | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}
-    extra = tensors | {"model.norm.bias": torch.zeros(64)}
-    for name, content, message in (
-        ("missing", missing, r"lacks the tensor model\.norm\.weight of shape \[64\]"),
-        ("misshapen", misshapen, r"lm_head\.weight has shape \[128, 32\]; the engine has \[128, 64\]"),
-        ("extra", extra, r"model\.norm\.bias"),
-    ):
-        (tmp_path / name).mkdir()
-        save_file(content, tmp_path / name / "model.safetensors")
-        with pytest.raises(UserError, match=message):
-            engine.load_weights(tmp_path / name, version=1)
-    (tmp_path / "cut").mkdir()
-    whole = (tiny_model_dirs[1] / "model.safetensors").read_bytes()
-    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:-1000])
-    with pytest.raises(UserError, match="not a whole safetensors file"):
-        engine.load_weights(tmp_path / "cut", version=1)
-    with pytest.raises(UserError, match=r"holds no \*\.safetensors"):
-        engine.load_weights(tmp_path, version=1)
-    ((generation,),) = engine.generate(PROMPTS[:1], GREEDY)
-    assert generation.weight_version == 0
-    assert_greedy_of(tiny_model_dirs[0], PROMPTS[0], generation)
-
-
-def test_a_load_that_fails_half_way_is_healed_by_a_whole_one(
-    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Two shards, the second cut off after the client has looked: the engine has loaded the first when it finds out.
-    tensors = load_file(tiny_model_dirs[1] / "model.safetensors")
-    names = sorted(tensors)
-    shards = names[: len(names) // 2], names[len(names) // 2 :]
-    for index, shard in enumerate(shards):
-        save_file({name: tensors[name] for name in shard}, tmp_path / f"model-{index + 1:05}-of-00002.safetensors")
-    second = tmp_path / "model-00002-of-00002.safetensors"
-    check = engine_module.check_weights_fit
-
-    def check_then_cut(directory: Path, expected: ModelTensors) -> None:
-        check(directory, expected)
-        second.write_bytes(second.read_bytes()[:-1000])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "check_weights_fit", check_then_cut)
-        with pytest.raises(EngineError, match="load of weights version 3 failed"):
-            engine.load_weights(tmp_path, version=3)
-    assert engine.is_stale
-    with pytest.raises(EngineError, match=r"weights are not whole.*version 3"):
-        engine.generate(PROMPTS, GREEDY)
-    shutil.copy(tiny_model_dirs[1] / "model.safetensors", tmp_path)
-    for index in (1, 2):
-        (tmp_path / f"model-{index:05}-of-00002.safetensors").unlink()
-    engine.load_weights(tmp_path, version=4)
-    ((generation,),) = engine.generate(PROMPTS[:1], GREEDY)
-    assert generation.weight_version == 4
-    assert_greedy_of(tiny_model_dirs[1], PROMPTS[0], generation)
+@contextmanager
+def standstill(engine: RolloutEngine) -> Iterator[None]:
+    """Generations stand still until the block ends, as in a transfer: of the weights that are there."""
+    engine.begin_weights(0, under_way="continue")
+    yield
+    engine.seal_weights(0, flush_cache=False)
+    engine.commit_weights(0)
 
 
 def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(engine: RolloutEngine) -> None:
@@ -205,9 +151,8 @@ def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(engi
         told, end = host._progress_at, time.monotonic() + 30
         while host._progress_at == told and time.monotonic() < end:
             time.sleep(0.05)
-        engine.pause()
-        time.sleep(1.8)
-        engine.resume()
+        with standstill(engine):
+            time.sleep(1.8)
     worker.join(60)
     assert time.monotonic() - before > 4
     assert [len(group[0].token_ids) for group in results[0]] == [60] * 400
@@ -232,9 +177,8 @@ def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine) -> Non
         count for request, count in host._progress.done.items() if request not in earlier
     ):
         time.sleep(0.05)
-    engine.pause()
-    worker.join(30)
-    engine.resume()
+    with standstill(engine):
+        worker.join(30)
     found = re.match(
         r"rollout engine: generate came no further within 2 s: no token since \d\d:\d\d:\d\d, (\d+) of 300 responses "
         r"are done; log: ",
@@ -347,34 +291,6 @@ def test_a_trace_has_the_next_steps_and_no_others(engine: RolloutEngine, tmp_pat
     assert trace.name == "engine-TP-0.trace.json.gz"
     steps = traced_steps(trace)
     assert len(steps) == 4 and steps[0].startswith("step[EXTEND") and steps[-1] == "step[DECODE bs=3]"
-
-
-def test_pause_holds_generation_until_resume(engine: RolloutEngine) -> None:
-    engine.pause()
-    results: list[list[list[Generation]]] = []
-    worker = threading.Thread(target=lambda: results.append(engine.generate(PROMPTS, GREEDY)))
-    worker.start()
-    time.sleep(0.5)
-    assert not results
-    engine.ping()
-    engine.resume()
-    worker.join(30)
-    assert [len(group) for group in results[0]] == [1, 1, 1]
-
-
-def test_pause_with_abort_returns_what_there_is(engine: RolloutEngine) -> None:
-    results: list[list[list[Generation]]] = []
-    long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
-    worker = threading.Thread(target=lambda: results.append(engine.generate([[5]] * 60, long)))
-    worker.start()
-    time.sleep(0.3)
-    engine.pause("abort")
-    worker.join(30)
-    engine.resume()
-    generations = [group[0] for group in results[0]]
-    assert {generation.finish_reason for generation in generations} <= {"abort", "length"}
-    assert all(len(generation.token_ids) == len(generation.logprobs) for generation in generations)
-    assert len(engine.generate(PROMPTS, GREEDY)) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
 from tests.support import tiny_families
+from tests.support.checkpoint_sender import transfer
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.warm import warm_starts
 
@@ -39,11 +40,11 @@ ACCEPTED = {
 )
 def test_generations_are_those_of_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """The first as transformers saves it, without keys that SGLang needs; the second with further arguments."""
-    started, loaded = tmp_path / "started", tmp_path / "loaded"
+    started, sent = tmp_path / "started", tmp_path / "sent"
     tiny_families.make(name, started, seed=1)
-    model = tiny_families.make(name, loaded)
+    model = tiny_families.make(name, sent)
     with warm_starts(), RolloutEngine(started, TINY_ROLLOUT.model_copy(update=settings)) as engine:
-        engine.load_weights(loaded, version=1)
+        transfer(engine, sent, version=1)
         first = [generation for (generation,) in engine.generate(PROMPTS, GREEDY)]
         # A second turn, of which all but the last tokens are in the cache.
         longer = [[*prompt, *generation.token_ids, 7, 8] for prompt, generation in zip(PROMPTS, first, strict=True)]

@@ -179,7 +179,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
     config = RolloutConfig(local_experts_only=True, tp=2, ep=2)
     if not platform.gpus:
         with pytest.raises(UserError, match="local_experts_only=true on a CPU"):
-            server_arguments(config, ModelFacts(tmp_path, ("Qwen3MoeForCausalLM",), 100, 4096, None))
+            server_arguments(config, ModelFacts(tmp_path, ("Qwen3MoeForCausalLM",), 100, 4096))
     check_device(config, on_gpu=True)
     with pytest.raises(UserError, match="local_experts_only=true on a CPU: SGLang computes experts there by other"):
         check_device(config, on_gpu=False)

@@ -17,6 +17,7 @@ from engine3d.errors import LOST_PART, EngineError, UserError
 from engine3d.rollout import EngineMember, EnginePart, Generation, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.part import PartCalls
 from tests.support import tiny_families
+from tests.support.checkpoint_sender import CheckpointSender
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.warm import warm_starts
 
@@ -54,24 +55,25 @@ def assert_same(found: list[list[Generation]], expected: list[list[Generation]],
 
 @pytest.mark.long
 def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path: Path) -> None:
-    started, loaded = tmp_path / "started", tmp_path / "loaded"
+    started, sent = tmp_path / "started", tmp_path / "sent"
     tiny_families.make("deepseek_v3", started, seed=1)
-    tiny_families.make("deepseek_v3", loaded)
-    with warm_starts(), RolloutEngine(loaded, TWO) as one:
-        expected, checksums = one.generate(PROMPTS, GREEDY), one.weight_checksums()
+    tiny_families.make("deepseek_v3", sent)
+    with warm_starts(), RolloutEngine(sent, TWO) as one:
+        expected = one.generate(PROMPTS, GREEDY)
     released = TWO.model_copy(update={"memory_saver": True, "release_weights": True})
     with on_two_hosts(started, released) as (first, second):
-        assert first.weight_checksums() != checksums
-        first.load_weights(loaded, version=1)
+        sender = CheckpointSender(first, sent)
+        assert all(first.verify_weights(sent))
+        sender.transfer(sent, version=1)
         assert_same(first.generate(PROMPTS, GREEDY), expected, version=1)
-        assert first.weight_checksums() == checksums
+        assert first.verify_weights(sent) == [[], []]
         first.release_memory()
         first.restore_memory()
         with pytest.raises(EngineError, match="weights are not whole"):
             first.generate(PROMPTS, GREEDY)
-        first.load_weights(loaded, version=2)
+        sender.transfer(sent, version=2)
         assert_same(first.generate(PROMPTS, GREEDY), expected, version=2)
-        assert first.verify_weights(loaded) == [[], []]
+        assert first.verify_weights(sent) == [[], []]
         second.check("generate")
         assert second._host is not None
         os.kill(second._host.pid, signal.SIGKILL)

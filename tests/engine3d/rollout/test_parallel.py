@@ -10,6 +10,7 @@ import torch
 
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.engine3d.rollout.test_engine import reference_logprobs
+from tests.support.checkpoint_sender import transfer
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.warm import warm_starts
 
@@ -28,8 +29,7 @@ def test_tensor_and_expert_parallel_ranks_agree_with_one(
         update={"tp": 2, "ep": 2, "fused_sampling": True, "server_args": {"chunked_prefill_size": 64}}
     )
     with warm_starts(), RolloutEngine(tiny_model_dirs[1], config, log_path=log) as parallel:
-        assert len(parallel.weight_checksums()) == 2
-        parallel.load_weights(tiny_model_dirs[0], version=1)
+        transfer(parallel, tiny_model_dirs[0], version=1)
         generations = [group[0] for group in parallel.generate(PROMPTS, GREEDY)]
 
         # A prompt is computed once, not for each of its samples.

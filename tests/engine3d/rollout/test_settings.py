@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from engine3d.errors import UserError
 from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, graph_batch_sizes
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
 from engine3d.rollout.host.log import root_cause
 from engine3d.rollout.host.program import _order
-from engine3d.rollout.weights import ModelTensors, check_weights_fit
 from engine3d.run_files import make_run_directory, segment_name
 from engine3d.sglang_source import sglang_directory
 
@@ -104,7 +101,7 @@ def test_an_attention_backend_is_one_that_was_tried() -> None:
 def test_what_a_cpu_cannot_run_is_refused_before_an_engine_starts(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     with pytest.raises(UserError, match=message):
         launch.server_arguments(RolloutConfig(**settings), model)
     launch.server_arguments(RolloutConfig(attention_backend="torch_native"), model)
@@ -235,7 +232,7 @@ def test_every_batch_runs_in_a_graph_that_is_little_larger() -> None:
 
 def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "platform", CudaPlatform())
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     arguments = launch.server_arguments(RolloutConfig(max_running_requests=640), model)
     assert arguments["cuda_graph_bs_decode"] == graph_batch_sizes(641)
     assert arguments["max_running_requests"] == 641  # see SPARE_REQUESTS
@@ -264,7 +261,7 @@ def test_an_engine_compiles_where_it_has_to(
 ) -> None:
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     monkeypatch.setattr(launch, "platform", _OneGpu())
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     environment = launch.environment(RolloutConfig(**settings), model, (0,))
     assert environment.get("TORCH_COMPILE_DISABLE") == (None if compiles else "1")
 
@@ -274,7 +271,7 @@ def test_variables_by_which_sglang_gives_other_results_do_not_reach_it(
 ) -> None:
     for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE", "RANK"):
         monkeypatch.setenv(name, "1")
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     environment = launch.environment(RolloutConfig(), model, ())
     assert not {"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE", "RANK"} & environment.keys()
 
@@ -287,7 +284,7 @@ def test_settings_that_change_the_drawn_distribution_are_named() -> None:
 
 
 def test_an_engine_that_is_told_nothing_has_room_for_all_its_requests(tmp_path: Path) -> None:
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     arguments = launch.server_arguments(RolloutConfig(max_running_requests=3, context_length=50), model)
     assert arguments["max_total_tokens"] == 4 * 51 + 1 + 8
     assert launch.server_arguments(RolloutConfig(max_total_tokens=77), model)["max_total_tokens"] == 77
@@ -349,28 +346,3 @@ def test_other_engines_go_by_what_sglang_has(
     model = _model_with_experts(tmp_path / "other", 128)
     assert moe_configs.environment(tmp_path / "moe", {"model_path": str(model), "ep_size": 4}) == {}
     assert not (tmp_path / "moe").exists()
-
-
-def test_tensors_that_sglang_leaves_out_are_neither_needed_nor_refused(tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}
-    own = {"model.embed_tokens.weight": (8, 4), "model.layers.0.norm.weight": (4,), "model.layers.1.norm.weight": (4,)}
-    left_out = {"lm_head.weight": (8, 4), "model.layers.2.eh_proj.weight": (4, 8)}
-    for name, shapes in {
-        "own": own,
-        "whole": own | left_out,
-        "more": own | {"model.layers.3.norm.weight": (4,)},
-        "less": {name: shape for name, shape in own.items() if "layers.1" not in name},
-    }.items():
-        (tmp_path / name).mkdir()
-        save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / name / "model.safetensors")
-    for started in ("own", "whole"):
-        expected = ModelTensors.of(tmp_path / started, config)
-        for update in ("own", "whole"):
-            check_weights_fit(tmp_path / update, expected)
-        with pytest.raises(UserError, match=r"more holds the tensor model\.layers\.3\.norm\.weight"):
-            check_weights_fit(tmp_path / "more", expected)
-        with pytest.raises(UserError, match=r"less lacks the tensor model\.layers\.1\.norm\.weight of shape \[4\]"):
-            check_weights_fit(tmp_path / "less", expected)
-    untied = ModelTensors.of(tmp_path / "whole", config | {"tie_word_embeddings": False, "num_nextn_predict_layers": 0})
-    with pytest.raises(UserError, match=r"own lacks the tensor (lm_head\.weight|model\.layers\.2\.eh_proj\.weight)"):
-        check_weights_fit(tmp_path / "own", untied)

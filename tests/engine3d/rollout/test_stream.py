@@ -15,6 +15,7 @@ from engine3d.rollout.host.messages import Response
 from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.streams import Asked
 from tests.engine3d.rollout.test_engine import reference_logprobs
+from tests.support.checkpoint_sender import CheckpointSender
 from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.processes
@@ -85,15 +86,14 @@ def test_responses_end_one_by_one(engine: RolloutEngine, tiny_model_dirs: tuple[
 
 @pytest.mark.parametrize("policy", ["wait", "continue", "recompute", "resend"])
 def test_weights_change_in_the_middle_of_responses(
-    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], policy: UnderWay
+    engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path], policy: UnderWay
 ) -> None:
     for first in ATTEMPTS:
-        if engine.weight_version:
-            engine.load_weights(tiny_model_dirs[0], version=0)
+        checkpoints.transfer(tiny_model_dirs[0], version=0)
         if not _begun(engine, first):
             continue
         before = engine.figures
-        engine.load_weights(tiny_model_dirs[1], version=1, under_way=policy)
+        checkpoints.transfer(tiny_model_dirs[1], 1, policy)
         engine.submit(_asked(SHORT, first + 10))
         ended = _all_ended(engine, *range(first, first + 3), *range(first + 10, first + 13))
         old = {sample: response for sample, response in ended.items() if sample < first + 10}
@@ -142,7 +142,9 @@ def test_what_was_given_up_ends_with_what_it_has_and_can_go_on(
     engine.abort([20])  # of none under way
 
 
-def test_no_response_goes_on_behind_its_end(engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> None:
+def test_no_response_goes_on_behind_its_end(
+    engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path]
+) -> None:
     """Though it is aborted with its last token, to be sent again."""
     ends = set(range(1, VOCAB_SIZE // 12))  # of which the first is the model's own
     sampling = SamplingConfig(max_new_tokens=48, stop_token_ids=sorted(ends))
@@ -154,7 +156,7 @@ def test_no_response_goes_on_behind_its_end(engine: RolloutEngine, tiny_model_di
         found = dict[int, Response]()
         for version in (1, 0):
             found |= engine.take_ended(0.2)
-            engine.load_weights(tiny_model_dirs[version], version=version, under_way="resend")
+            checkpoints.transfer(tiny_model_dirs[version], version, "resend")
         found |= _all_ended(engine, *(set(samples) - found.keys()))
         for response in found.values():
             assert ends.isdisjoint(response.token_ids[:-1])

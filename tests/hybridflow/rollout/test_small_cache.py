@@ -129,7 +129,6 @@ def test_responses_are_as_long_as_the_table_has_it_for_their_prompts(small_cache
 
 
 def test_an_engine_tells_what_its_cache_had_of_prompts(small_cache: RolloutEngine) -> None:
-    small_cache.flush_cache()
     before = small_cache.figures
     for sample, cached in ((5000, 0), (5001, 19)):
         small_cache.submit([Asked(sample, list(range(10, 30)), SHORT)])

@@ -1,0 +1,70 @@
+"""An engine's weights from HuggingFace directories, by the product's own transfer."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import torch
+
+from engine3d.models import load_model_spec
+from engine3d.models.safetensors_files import TensorFiles
+from engine3d.platform import platform
+from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.strided import contiguous_strides
+from engine3d.reshard.plan.coordinate import coordinate
+from engine3d.reshard.transport.sender import WeightSender
+from engine3d.rollout import RolloutEngine
+from engine3d.rollout.host.stream import UnderWay
+
+
+class CheckpointSender:
+    """A trainer of one rank, in this process, whose weights are those of a HuggingFace directory.
+
+    Args:
+        engine: that gets the weights. It is started, and shares no memory with another trainer.
+        model: a directory of its model.
+    """
+
+    def __init__(self, engine: RolloutEngine, model: Path) -> None:
+        self._engine = engine
+        tensors = {name: tensor.shape for name, tensor in load_model_spec(model).hf_tensors.items()}
+        holdings, elements = [], 0
+        for name, shape in tensors.items():
+            box = tuple((0, size) for size in shape)
+            holdings.append(Holding(name, box, 0, elements, contiguous_strides(shape)))
+            elements += prod(shape)
+        self._memory = torch.zeros(elements, device=platform.device(0))
+        place = Place(platform.node, platform.device_name(0))
+        shards = Shards("checkpoint", 0, place, (Buffer("tensors", "float32", (elements,)),), tuple(holdings))
+        self._sender = WeightSender(shards, [self._memory.untyped_storage()])
+        orders = coordinate([self._sender.share()], engine.share_weights(), tensors)
+        self._engine_reads = orders.engines_receive
+        self._sender.connect(*orders.send)
+        if self._engine_reads:
+            engine.connect_weights(orders.receive)
+
+    def transfer(
+        self, directory: Path, version: int, under_way: UnderWay = "wait", *, flush_cache: bool = True
+    ) -> None:
+        """Let the engine serve a directory's weights as `version`; see `RolloutEngine.begin_weights`."""
+        self._read(directory)
+        self._engine.begin_weights(version, under_way=under_way)
+        if self._engine_reads:
+            self._engine.receive_weights(version)
+        else:
+            self._sender.send(version)
+        self._engine.seal_weights(version, flush_cache)
+        self._engine.commit_weights(version)
+
+    def _read(self, directory: Path) -> None:
+        with TensorFiles(directory) as files:
+            for holding in self._sender.shards.holdings:
+                sizes = [stop - start for start, stop in holding.box]
+                values = files.read(holding.tensor, holding.box)
+                self._memory.as_strided(sizes, holding.strides, holding.offset).copy_(values)
+
+
+def transfer(engine: RolloutEngine, directory: Path, version: int) -> None:
+    """Let an engine serve the weights of a directory as `version`."""
+    CheckpointSender(engine, directory).transfer(directory, version)
