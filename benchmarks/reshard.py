@@ -82,8 +82,6 @@ def _measured(options: argparse.Namespace, spec: ModelSpec, layout: Layout, roll
     ways = tuple(options.ways.split(","))
     if unknown := [way for way in ways if way not in WAYS]:
         raise UserError(f"--ways: {unknown[0]} is not one of {', '.join(WAYS)}")
-    if {"share", "baseline"} <= set(ways):
-        raise UserError("--ways: baseline would write into the trainer's memory, which share gives the engines")
     assert spec.directory is not None
     case = Case(
         model=spec.directory.resolve(),

@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.parted_engine import PartedEngine
 from benchmarks.reshard_trainer import Trainer
+from benchmarks.stock_engine import StockEngine
 from engine3d.errors import EngineError
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
@@ -96,7 +97,6 @@ class _Run:
         self.logs.mkdir(parents=True)
         self.trainer = Trainer(case.model, case.train, case.dtype, self.logs)
         stack.callback(self.trainer.end)
-        self.stack = stack
         self.version = 0
         self.store = serve(listen("127.0.0.1"))
         self.pool = stack.enter_context(ThreadPoolExecutor(16))
@@ -110,34 +110,39 @@ class _Run:
         empty = self.trainer.call("memory")
         if platform.device_type == "cuda":
             result["nvlink_copy_gb_s"] = self.copy_rate()
-        published = [self.directory / f"shards-{rank}" for rank in range(case.train.world_size)]
-        self.trainer.call("publish", each=[(path,) for path in published])
-        with _timed("engines") as timer:
-            self.engines = self.start_engines(published if "share" in case.ways else [])
-        result["engines_start_s"] = timer()
-        loaded = self.trainer.call("memory")
-        result["device_bytes"] = {
-            "trainer_parameters": [each["allocated_bytes"] for each in empty],
-            "used_before_engines": [each["device_used_bytes"] for each in empty],
-            "used_with_engines": [each["device_used_bytes"] for each in loaded],
-            "engine_processes": self.on_engines(lambda e: e.call_ranks("allocated memory", "allocated_bytes")),
-        }
         if case.verify:
             with _timed("export") as timer:
                 self.trainer.call("export", self.directory / "export")
             result["export_s"] = timer()
-        result["ways"] = {way: self.measure_way(way) for way in case.ways}
-        self.trainer.call("close")
-        baseline = result["ways"].get("baseline")
-        for way, figures in result["ways"].items():
-            if baseline is not None and way != "baseline":
+        result["ways"] = {}
+        if ours := [way for way in case.ways if way != "baseline"]:
+            published = [self.directory / f"shards-{rank}" for rank in range(case.train.world_size)]
+            self.trainer.call("publish", each=[(path,) for path in published])
+            with contextlib.ExitStack() as started:
+                with _timed("engines") as timer:
+                    self.engines = self.start_engines(published if "share" in ours else [], started)
+                result["engines_start_s"] = timer()
+                loaded = self.trainer.call("memory")
+                result["device_bytes"] = {
+                    "trainer_parameters": [each["allocated_bytes"] for each in empty],
+                    "used_before_engines": [each["device_used_bytes"] for each in empty],
+                    "used_with_engines": [each["device_used_bytes"] for each in loaded],
+                }
+                result["ways"] = {way: self.measure_way(way) for way in ours}
+                self.trainer.call("close")
+        if "baseline" in case.ways:
+            with contextlib.ExitStack() as started:
+                self.stock = self.start_stock_engines(started)
+                result["ways"]["baseline"] = baseline = self.measure_baseline()
+            for way in ours:
+                figures = result["ways"][way]
                 figures["times_faster_than_baseline"] = baseline["transaction_ms"] / figures["transaction_ms"]
         return result
 
-    def start_engines(self, published: list[Path]) -> list[RolloutEngine]:
+    def config(self) -> RolloutConfig:
         case = self.case
         cuda = platform.device_type == "cuda"
-        config = RolloutConfig(
+        return RolloutConfig(
             tp=case.tp,
             ep=case.ep,
             dtype=case.dtype,
@@ -148,49 +153,76 @@ class _Run:
             start_timeout_s=420,
             server_args={"load_format": "dummy"} | ({"cuda_graph_max_bs_decode": 8} if cuda else {}),
         )
+
+    def start_engines(self, published: list[Path], started: contextlib.ExitStack) -> list[RolloutEngine]:
         engines = []
-        for number in range(case.engines):
-            first = number * case.tp + (0 if case.colocated else case.train.world_size)
-            ranks = range(first, first + case.tp)
+        for number in range(self.case.engines):
+            ranks = self.ranks(number)
             engine = PartedEngine(
-                case.model,
-                config,
-                case.hosts,
-                devices=tuple(ranks) if cuda else (),
+                self.case.model,
+                self.config(),
+                self.case.hosts,
+                devices=tuple(ranks) if platform.device_type == "cuda" else (),
                 log_path=self.logs / f"engine-{number}.log",
-                weight_sources=[published[rank] for rank in ranks] if published and case.colocated else (),
+                weight_sources=[published[rank] for rank in ranks] if published and self.case.colocated else (),
             )
-            self.stack.callback(engine.shutdown)
+            started.callback(engine.shutdown)
             engines.append(engine)
         return list(self.pool.map(PartedEngine.start, engines))
 
+    def start_stock_engines(self, started: contextlib.ExitStack) -> list[StockEngine]:
+        engines = []
+        for number in range(self.case.engines):
+            devices = tuple(self.ranks(number)) if platform.device_type == "cuda" else ()
+            engine = StockEngine(self.case.model, self.config(), devices, self.logs / f"stock-engine-{number}.log")
+            started.callback(engine.shutdown)
+            engines.append(engine)
+        for engine in engines:
+            engine.wait_until_up()
+        return engines
+
+    def ranks(self, engine: int) -> range:
+        """Devices of an engine, by index on this machine."""
+        first = engine * self.case.tp + (0 if self.case.colocated else self.case.train.world_size)
+        return range(first, first + self.case.tp)
+
     def measure_way(self, way: str) -> dict[str, Any]:
         _say(f"{way}: connecting")
-        if way == "baseline":
-            transfer: Callable[[], dict[str, Any]] = self.baseline
-            figures: dict[str, Any] = {}
-        else:
-            plan, figures = self.connect(way)
-            transfer = self.transfer
-        if self.case.verify:
-            self.on_engines(lambda engine: engine.call_ranks("poison", "poison"))
+        plan, figures = self.connect(way)
+        # The engines hold other weights: random ones, or those of the last proof.
+        self.trainer.call("fill", 1)
+        figures |= self.repeat(self.transfer, self.verify if self.case.verify else None)
+        figures["serves_what_was_sent"] = self.serves_what_was_sent(
+            self.transfer, lambda: self.on_engines(lambda engine: engine.generate(PROMPT, GREEDY)[0][0].logprobs)
+        )
+        figures |= _rates(plan, figures, self.case.train.world_size)
+        _say(f"{way}: {json.dumps(figures)}")
+        return figures
+
+    def measure_baseline(self) -> dict[str, Any]:
+        self.trainer.call("fill", 1)
+        figures = self.repeat(self.baseline, None)
+        figures["serves_what_was_sent"] = self.serves_what_was_sent(
+            self.baseline, lambda: [engine.logprobs(PROMPT[0], GREEDY) for engine in self.stock]
+        )
+        _say(f"baseline: {json.dumps(figures)}")
+        return figures
+
+    def repeat(self, transfer: Callable[[], dict[str, Any]], verify: Callable[[], bool] | None) -> dict[str, Any]:
+        """Transfer the trainer's weights again and again; verify the first one."""
+        figures: dict[str, Any] = {}
         runs = []
         for number in range(self.case.warm_ups + self.case.repeats):
             self.trainer.call("peak_since")
             runs.append(transfer())
             if number in (0, 1):
                 figures["peak_extra_bytes"] = max(self.trainer.call("peak_since"))
-            if number == 0 and self.case.verify:
-                figures["verified"] = self.verify()
-        if way != "baseline":
-            figures["serves_what_was_sent"] = self.serves_what_was_sent()
+            if number == 0 and verify is not None:
+                figures["verified"] = verify()
         runs = runs[self.case.warm_ups :]
         for name in runs[0]:
             figures[name] = statistics.median(run[name] for run in runs)
         figures["all_transaction_ms"] = [round(run["transaction_ms"], 3) for run in runs]
-        if way != "baseline":
-            figures |= _rates(plan, figures, self.case.train.world_size)
-        _say(f"{way}: {json.dumps(figures)}")
         return figures
 
     def connect(self, way: str) -> tuple[Plan, dict[str, Any]]:
@@ -218,9 +250,7 @@ class _Run:
         self.receivers = orders.engines_receive
         if self.receivers:
             self.on_engines(
-                lambda engine, number: engine.call_ranks(
-                    "connect", "connect", orders=orders.receive[number * tp : (number + 1) * tp]
-                )
+                lambda engine, number: engine.connect_weights(orders.receive[number * tp : (number + 1) * tp])
             )
         connected = self.trainer.results()
         plan = orders.plan
@@ -255,7 +285,7 @@ class _Run:
         begun = time.perf_counter()
         self.trainer.start_call("send", self.version)
         if self.receivers:
-            self.on_engines(lambda engine: engine.call_ranks("receive", "receive", version=self.version))
+            self.on_engines(lambda engine: engine.receive_weights(self.version))
         sent = self.trainer.results()
         written = time.perf_counter()
         self.on_engines(lambda engine: engine.seal_weights(self.version))
@@ -285,12 +315,12 @@ class _Run:
             if payloads[0] is None:
                 break
             buckets += 1
-            self.on_engines(
-                lambda engine, number, payloads=payloads: engine.update_weights_from_tensor(
-                    payloads[number * tp : (number + 1) * tp]
-                )
-            )
-        self.on_engines(lambda engine: engine.flush_cache())
+            for number, engine in enumerate(self.stock):
+                engine.start_update(payloads[number * tp : (number + 1) * tp])
+            for engine in self.stock:
+                engine.wait_until_updated()
+        for engine in self.stock:
+            engine.flush_cache()
         seconds = time.perf_counter() - start
         return {
             "transaction_ms": 1000 * seconds,
@@ -299,13 +329,13 @@ class _Run:
             "buckets": buckets,
         }
 
-    def serves_what_was_sent(self) -> bool:
-        """Whether other weights change what every engine generates, and the same weights bring it back."""
+    def serves_what_was_sent(self, transfer: Callable[[], Any], logprobs: Callable[[], list[list[float]]]) -> bool:
+        """True if other weights change what every engine generates, and the same weights bring it back."""
         found = []
-        for seed in (1, 2, 1):
+        for seed in (2, 1, 2):
             self.trainer.call("fill", seed)
-            self.transfer()
-            found.append(self.on_engines(lambda engine: engine.generate(PROMPT, GREEDY)[0][0].logprobs))
+            transfer()
+            found.append(logprobs())
         return all(first == third != second for first, second, third in zip(*found, strict=True))
 
     def verify(self) -> bool:
