@@ -52,14 +52,12 @@ def test_a_rank_reads_what_it_released_and_padding_is_zero_again(
         with saver.region("weights"):
             model = build_model(spec.hf_config, torch.float32, "cpu")
         facts = SimpleNamespace(model_path=str(tmp_path))
-        arguments = SimpleNamespace(disable_cuda_graph=True)
         rank = EngineRank(
             SimpleNamespace(
                 model=model,
                 model_config=facts,
                 dtype=torch.float32,
                 ps=SimpleNamespace(tp_rank=0),
-                server_args=arguments,
             )
         )
         target = rank.share("engine 0", 0, [Place("here", "cpu:0")])

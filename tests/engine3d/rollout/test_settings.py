@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from engine3d.errors import UserError
 from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, graph_batch_sizes
@@ -172,6 +175,10 @@ def test_a_model_directory_must_be_one(tmp_path: Path) -> None:
         RolloutEngine(tmp_path, RolloutConfig(context_length=17, server_args=dummy))
     with pytest.raises(UserError, match="3 devices for a rollout engine of tp 2"):
         RolloutEngine(tmp_path, RolloutConfig(tp=2, server_args=dummy), devices=(0, 1, 2))
+    save_file({"weight": torch.zeros(8)}, tmp_path / "model.safetensors")
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 1)
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged: expected \d+ bytes by its header, found \d+$"):
+        RolloutEngine(tmp_path, RolloutConfig())
 
 
 def test_the_root_cause_is_the_first_exception_that_is_not_a_consequence(tmp_path: Path) -> None:
