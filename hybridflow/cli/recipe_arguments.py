@@ -101,8 +101,7 @@ def checked_recipes(
         raise several_actors_launched(parsed)
 
     with quick_imports():
-        from hybridflow.planning.actors_check import check_actors
-        from hybridflow.planning.recipe_check import check_recipe
+        from hybridflow.planning.recipe_check import check_actors, check_recipe
 
     one = next(iter(recipes.values()))
     found = check_recipe(one, nodes, **memory) if len(recipes) == 1 else check_actors(recipes, nodes, **memory)

@@ -24,12 +24,12 @@ from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.engine_check import check_sampling
-from hybridflow.planning.evaluation_sets import check_set_rewards, check_sets, encode_sets, set_notes
+from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.gpu_check import used_gpus
-from hybridflow.planning.judge_check import check_judge
-from hybridflow.planning.model_check import check_engines, check_model_files
+from hybridflow.planning.model_check import check_engines, check_judge, check_model_files
 from hybridflow.planning.placement_check import check_engine_devices, planned_devices
 from hybridflow.planning.prompt_check import check_token_ids
+from hybridflow.planning.reward_check import check_set_rewards
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import EXPORT, RECIPE
 from hybridflow.rundir.kept_recipe import saved_to

@@ -21,8 +21,6 @@ from hybridflow.data.remarks import lines
 from hybridflow.data.tasks import load_held_out
 from hybridflow.data.tokenizer import fit_prompts
 from hybridflow.planning.prompts import encode_given, memory_notes, overlong_notes
-from hybridflow.planning.reward_check import OUTPUT_LINES, check_answers, check_special_tokens
-from hybridflow.rewards.functions import RewardFunctions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,37 +145,3 @@ def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str
                 f"evaluation.{name}: {prompts} prompts with samples={planned.settings.samples}, expected at least "
                 f"{ranks} responses: one for each data-parallel rank of the reward model"
             )
-
-
-def scored_like_training(planned: PlannedSet) -> bool:
-    """True if the run's functions score prompts of the run's data, so that `check_rewards` sees to them."""
-    return planned.settings.reward is None and planned.settings.data is None
-
-
-def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_tokens: Sequence[str]) -> list[str]:
-    """Import the functions that score each other set, each in a process of its own that ends with the check.
-
-    Args:
-        recipe: of the sets.
-        sets: their prompts.
-        special_tokens: of the tokenizer.
-
-    Returns:
-        Lines on reference answers, see `check_answers`.
-
-    Raises:
-        UserError: naming the set, and the reward that cannot be imported, that asks for what its rows have not, that
-            needs answers which they lack, or cannot compare with their answers.
-    """
-    notes: list[str] = []
-    for name, planned in recipe.sets.items():
-        if planned.reward is None or scored_like_training(planned):
-            continue
-        try:
-            with RewardFunctions(planned.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
-                functions.load()
-                check_special_tokens(planned.reward, special_tokens)
-                notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
-        except UserError as error:
-            raise UserError(f"evaluation.{name}: {error}") from None
-    return notes

@@ -41,7 +41,7 @@ from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import JudgeModel
 from hybridflow.planning.memory_ledger import GpuMemory, HostMemory, Ledger, Phase
-from hybridflow.planning.replay_check import replay_bytes
+from hybridflow.planning.sample_memory import replay_bytes
 
 GENERATE = "rollout"
 _NOTHING = Serving(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)

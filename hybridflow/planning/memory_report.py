@@ -12,13 +12,13 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.planning.cache_size import cache_tokens
 from hybridflow.planning.gpu_check import gpu_without_one_step_experts
 from hybridflow.planning.memory_estimate import foresee
 from hybridflow.planning.memory_ledger import Ledger
 from hybridflow.planning.model_check import role_spec
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.prompt_check import check_prompts
+from hybridflow.planning.sample_memory import cache_tokens
 
 
 def recipe_ledger(

@@ -1,20 +1,26 @@
-"""Whether the files of a recipe's models are there, hold what they must, and fit Megatron-Core and SGLang."""
+"""Whether the models of a recipe can be trained and served: their files, their settings and the devices of engines."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from engine3d.errors import UserError, amount
+from engine3d.input_files import read_model_config
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec, weight_notes
 from engine3d.platform import platform
+from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.served import check_served
+from engine3d.rollout.server_arguments import check_against_platform
+from engine3d.serving.model import ServedModel
 from engine3d.startup.lazy_imports import torch
 from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
+from hybridflow.algorithms.distillation import DistillationSettings
+from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import ScoringModel
-from hybridflow.planning.teacher_check import check_teacher
+from hybridflow.config.roles import JudgeModel, ScoringModel
 
 LANGUAGE_MODELS = ("reference", "teacher")
 """The models beside the actor that have a vocabulary and no scalar head."""
@@ -118,3 +124,129 @@ def check_engines(recipe: Recipe, spec: ModelSpec) -> None:
             f"{sizes.max_positions} positions"
         )
     check_served(spec, engine)
+
+
+def check_teacher(recipe: Recipe, teacher: ModelSpec, directory: Path, actor: ModelSpec) -> None:
+    """The teacher's vocabulary against the student's, and against the tokens that are compared.
+
+    Args:
+        directory: of the teacher.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    if teacher.vocab_size != actor.vocab_size:
+        raise UserError(
+            f"teacher.path: {directory} has a vocab_size of {teacher.vocab_size} and the actor one of "
+            f"{actor.vocab_size}; expected the same, since the most likely tokens of one are looked up in the other"
+        )
+    algorithm = recipe.algorithm
+    assert isinstance(algorithm, DistillationSettings)
+    if algorithm.divergence_in == "loss" and algorithm.top_k > actor.vocab_size:
+        raise UserError(
+            f"algorithm.top_k={algorithm.top_k} of a vocabulary of {actor.vocab_size} tokens, expected at most as many"
+        )
+
+
+def check_teacher_engine(recipe: Recipe, actor: ModelSpec, devices: Mapping[str, Sequence[Device]] | None) -> None:
+    """A teacher that engines serve: its model, what SGLang would refuse of it, and its devices.
+
+    Args:
+        devices: of each role; None where they are not known.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    teacher, engine = recipe.teacher, recipe.teacher_engine
+    assert teacher is not None and engine is not None
+    try:
+        spec = load_model_spec(teacher.path)
+    except UserError as error:
+        raise UserError(f"teacher.path: {error}") from None
+    check_teacher(recipe, spec, teacher.path, actor)
+    try:
+        check_served(spec, engine)
+    except UserError as error:
+        raise UserError(str(error).replace("rollout.engine", "teacher.engine")) from None
+    if engine.context_length is not None and engine.context_length > spec.sizes.max_positions:
+        raise UserError(
+            f"teacher.engine.context_length={engine.context_length}, expected at most the model's "
+            f"{spec.sizes.max_positions} positions"
+        )
+    if devices is None:
+        return
+    engines = check_served_devices("teacher", engine.tp, devices)
+    samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+    if samples < engines:
+        raise UserError(f"{samples} samples a step for {engines} engines of the teacher, expected one for each")
+    if devices["teacher"][0].kind == "cpu":
+        check_against_platform(engine.server_args, engine.attention_backend, sglang_cpu.server_arguments())
+
+
+def check_judge(judge: JudgeModel, devices: Mapping[str, Sequence[Device]] | None) -> None:
+    """What can be known before a server starts.
+
+    Args:
+        devices: of each role; None where they are not known.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    try:
+        ServedModel.of(judge.path, judge.engine)
+    except UserError as error:
+        raise UserError(f"judge.path: {error}") from None
+    heads = read_model_config(judge.path).get("num_attention_heads")
+    if isinstance(heads, int) and heads % judge.engine.tp:
+        raise UserError(f"judge.engine.tp={judge.engine.tp} does not divide the model's {heads} attention heads")
+    if devices is not None:
+        check_judge_devices(judge, devices)
+
+
+def check_judge_devices(judge: JudgeModel, devices: Mapping[str, Sequence[Device]]) -> None:
+    """The devices of the servers, which share none with other roles.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    check_served_devices("judge", judge.engine.tp, devices, beside=("reward",))
+    if devices["judge"][0].kind == "cpu":
+        for name, value in sglang_cpu.server_arguments().items():
+            if judge.engine.server_args.get(name, value) != value:
+                raise UserError(
+                    f"judge.engine.server_args.{name}={judge.engine.server_args[name]}: on a CPU SGLang runs with "
+                    f"{value} alone"
+                )
+
+
+def check_served_devices(
+    role: str, tp: int, devices: Mapping[str, Sequence[Device]], beside: Collection[str] = ()
+) -> int:
+    """Whether a role has devices of its own, a whole number of engines, and each engine's on one node.
+
+    Args:
+        role: of the engines.
+        tp: devices of each.
+        devices: of every role.
+        beside: roles that take nothing of a device, and may be on one of these.
+
+    Returns:
+        The number of engines.
+
+    Raises:
+        UserError: naming the placement.
+    """
+    own = devices[role]
+    for other, held in devices.items():
+        if other != role and other not in beside and (shared := sorted(set(held) & set(own))):
+            raise UserError(
+                f"placement.{role} and placement.{other} are both on {shared[0].kind}:{shared[0].index} of node "
+                f"{shared[0].node}, expected devices of its own for the {role}"
+            )
+    each = [{device.node for device in own[first : first + tp]} for first in range(0, len(own), tp)]
+    if len(own) % tp or any(len(nodes) > 1 for nodes in each):
+        raise UserError(
+            f"placement.{role}: {len(own)} devices for engines of {role}.engine.tp={tp}, expected a multiple, and the "
+            "devices of each on one node"
+        )
+    return len(each)

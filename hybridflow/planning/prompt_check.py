@@ -19,10 +19,10 @@ from hybridflow.data.given_responses import GivenResponses, pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
-from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.engine_check import check_same_tokens, end_notes
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, phase_limits, prompt_limit
+from hybridflow.planning.sample_memory import Lengths
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
-"""Everything that can be found wrong with a recipe without starting anything."""
+"""Everything that can be found wrong with a recipe, or with those of several actors, without starting anything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from engine3d.dtypes import ITEMSIZES
-from engine3d.errors import UserError
+from engine3d.errors import UserError, amount
 from engine3d.models import ModelSpec
+from engine3d.platform import platform
 from hybridflow.checkpoint.compatibility import check_accepted
 from hybridflow.checkpoint.resume import check_checkpoint_directory, find_resumption
-from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.devices.gpu_availability import check_gpus_free
 from hybridflow.cluster.hosts.checks.host_check import check_directories, check_room, check_writable
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
@@ -22,22 +24,26 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
 from hybridflow.config.yaml_loader import SettingsError
-from hybridflow.data.prompts import Prompts
 from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
-from hybridflow.planning.evaluation_sets import check_set_rewards, scored_like_training
-from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
-from hybridflow.planning.import_check import check_imports
-from hybridflow.planning.judge_check import check_judge
-from hybridflow.planning.model_check import check_engines, check_model, check_model_files
+from hybridflow.planning.gpu_check import check_imports, check_libraries, check_memory, largest_gpu, used_gpus
+from hybridflow.planning.memory_ledger import Ledger
+from hybridflow.planning.memory_report import recipe_ledger
+from hybridflow.planning.model_check import (
+    check_engines,
+    check_judge,
+    check_model,
+    check_model_files,
+    check_teacher_engine,
+)
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
-from hybridflow.planning.replay_check import check_replay
-from hybridflow.planning.reward_check import OUTPUT_LINES, check_answers, check_special_tokens
-from hybridflow.planning.store_check import store_notes
-from hybridflow.planning.teacher_check import check_teacher_engine
-from hybridflow.rewards.functions import RewardFunctions
+from hybridflow.planning.reward_check import (
+    check_rewards,
+    check_set_rewards,
+)
+from hybridflow.planning.sample_memory import check_replay, store_notes
 from hybridflow.roles.offload import check_offload
 
 
@@ -182,32 +188,86 @@ def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> list[str]:
     return find_resumption(recipe)[1] if spec is not None else []
 
 
-def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
-    """Import every function of rewards and costs, each in a process of its own that ends with the check.
+def check_actors(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None = None, **options: Any) -> list[str]:
+    """Check the recipe of each actor, and that all have devices, checkpoints and memory of their own.
 
     Args:
-        recipe: with the functions.
-        encoded: the prompts, whose fields functions may ask for; None where they are not known.
+        recipes: of each actor, by its name.
+        cluster: nodes to run on; None for this machine.
+        options: as `check_recipe` takes them.
 
     Returns:
-        Lines on reference answers, see `check_answers`.
+        What only makes a run slower, a line each.
 
     Raises:
-        UserError: naming the reward that cannot be imported, that asks for what the data have not, that needs answers
-            which they lack, or cannot compare with their answers.
+        SettingsError: with one line for every error found.
     """
-    notes: list[str] = []
-    phases: dict[str, Prompts] = {}
-    if encoded is not None:
-        alike = {
-            f"evaluation.{name}": encoded.sets[name] for name, each in recipe.sets.items() if scored_like_training(each)
-        }
-        phases = {"training": encoded.train, **alike}
-    fields = tuple(dict.fromkeys(field for phase in phases.values() for field in phase.fields()))
-    for config in recipe.functions.values():
-        with RewardFunctions(config, fields if phases else None, output_lines=OUTPUT_LINES) as functions:
-            functions.load()
-            if encoded is not None:
-                check_special_tokens(config, encoded.special_tokens)
-                notes += check_answers(functions, {name: each for name, each in phases.items() if len(each)})
-    return notes
+    errors: list[str] = []
+    warnings: list[str] = []
+    for name, recipe in recipes.items():
+        try:
+            warnings += [f"actor {name}: {line}" for line in check_recipe(recipe, cluster, **options)]
+        except SettingsError as error:
+            errors += [f"actor {name}: {line}" for line in error.lines]
+        if recipe.placement.cluster is not None:
+            errors.append(
+                f"actor {name}: placement.cluster is set; several actors were tried on one machine alone, expected none"
+            )
+    if not errors:
+        errors += [*_shared_devices(recipes, cluster), *_shared_directories(recipes)]
+    if not errors and options.get("must_fit", True):
+        errors += _too_large(recipes, cluster, options.get("host_bytes"))
+    if errors:
+        raise SettingsError(list(dict.fromkeys(errors)))
+    return warnings
+
+
+def _shared_devices(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None) -> list[str]:
+    held: dict[Device, tuple[str, str]] = {}
+    found = []
+    for name, recipe in recipes.items():
+        for role, devices in (planned_devices(recipe, cluster) or {}).items():
+            for device in devices:
+                first, first_role = held.setdefault(device, (name, role))
+                if first != name:
+                    where = f"{device.kind}:{device.index} of node {device.node}"
+                    found.append(
+                        f"actor {name}: placement.{role} has {where}, as placement.{first_role} of actor {first}; "
+                        "actors learn at the same time, expected devices of its own"
+                    )
+    return found
+
+
+def _shared_directories(recipes: Mapping[str, Recipe]) -> list[str]:
+    found = []
+    for (one, first), (other, second) in itertools.combinations(recipes.items(), 2):
+        if first.checkpoint_directory == second.checkpoint_directory:
+            found.append(
+                f"actor {other}: checkpoint.dir={second.checkpoint_directory} is that of actor {one}, expected another"
+            )
+        if second.resume not in ("none", "auto") and first.resume == second.resume:
+            found.append(f"actor {other}: resume={second.resume} is that of actor {one}, expected auto or its own")
+    return found
+
+
+def _too_large(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None, host_bytes: int | None) -> list[str]:
+    """Where each has room for itself, and all together have not."""
+    host_bytes = machine_bytes() if host_bytes is None and cluster is None else host_bytes
+    if host_bytes is None:
+        return []
+    gpu_gb = None if platform.gpus else 1e9  # no limit: devices are each actor's own, and have been looked at
+    ledgers = {name: recipe_ledger(recipe, cluster, gpu_gb) for name, recipe in recipes.items()}
+    return list(_beyond(ledgers, host_bytes))
+
+
+def _beyond(ledgers: Mapping[str, Ledger], host_bytes: int) -> list[str]:
+    found = []
+    for node in range(max(len(ledger.hosts) for ledger in ledgers.values())):
+        taken = {name: ledger.hosts[node].total for name, ledger in ledgers.items() if node < len(ledger.hosts)}
+        if (total := sum(taken.values())) > host_bytes:
+            each = ", ".join(f"{name} {amount(size, 1)}" for name, size in taken.items())
+            found.append(
+                f"node {node}: the actors take {amount(total, 1)} of host memory ({each}), on a node of "
+                f"{amount(host_bytes, 1)}"
+            )
+    return found

@@ -1,4 +1,4 @@
-"""Check that reward functions get what they need: reference answers, and special tokens in texts."""
+"""Check that reward functions can be imported and get what they need: fields, reference answers, special tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 
 from engine3d.errors import UserError, shortened
+from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.answers import AnswerCounts
 from hybridflow.data.prompts import Prompts
+from hybridflow.planning.prompt_check import EncodedPrompts
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
@@ -88,3 +91,68 @@ def _way_to_drop(counts: AnswerCounts, condition: str) -> str:
     if not counts.column:
         return "expected one in every row; where, of sources in data.files and of evaluation.NAME.data, drops others"
     return f"where: {{{counts.column}: {condition}}} of the source drops them"
+
+
+def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
+    """Import every function of rewards and costs, each in a process of its own that ends with the check.
+
+    Args:
+        recipe: with the functions.
+        encoded: the prompts, whose fields functions may ask for; None where they are not known.
+
+    Returns:
+        Lines on reference answers, see `check_answers`.
+
+    Raises:
+        UserError: naming the reward that cannot be imported, that asks for what the data have not, that needs answers
+            which they lack, or cannot compare with their answers.
+    """
+    notes: list[str] = []
+    phases: dict[str, Prompts] = {}
+    if encoded is not None:
+        alike = {
+            f"evaluation.{name}": encoded.sets[name] for name, each in recipe.sets.items() if scored_like_training(each)
+        }
+        phases = {"training": encoded.train, **alike}
+    fields = tuple(dict.fromkeys(field for phase in phases.values() for field in phase.fields()))
+    for config in recipe.functions.values():
+        with RewardFunctions(config, fields if phases else None, output_lines=OUTPUT_LINES) as functions:
+            functions.load()
+            if encoded is not None:
+                check_special_tokens(config, encoded.special_tokens)
+                notes += check_answers(functions, {name: each for name, each in phases.items() if len(each)})
+    return notes
+
+
+def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_tokens: Sequence[str]) -> list[str]:
+    """Import the functions that score each other set, each in a process of its own that ends with the check.
+
+    Args:
+        recipe: of the sets.
+        sets: their prompts.
+        special_tokens: of the tokenizer.
+
+    Returns:
+        Lines on reference answers, see `check_answers`.
+
+    Raises:
+        UserError: naming the set, and the reward that cannot be imported, that asks for what its rows have not, that
+            needs answers which they lack, or cannot compare with their answers.
+    """
+    notes: list[str] = []
+    for name, planned in recipe.sets.items():
+        if planned.reward is None or scored_like_training(planned):
+            continue
+        try:
+            with RewardFunctions(planned.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
+                functions.load()
+                check_special_tokens(planned.reward, special_tokens)
+                notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
+        except UserError as error:
+            raise UserError(f"evaluation.{name}: {error}") from None
+    return notes
+
+
+def scored_like_training(planned: PlannedSet) -> bool:
+    """True if the run's functions score prompts of the run's data, so that `check_rewards` sees to them."""
+    return planned.settings.reward is None and planned.settings.data is None

@@ -22,9 +22,9 @@ from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.recipe import Recipe
-from hybridflow.planning.cache_size import Lengths, cache_tokens, teacher_cache_tokens
 from hybridflow.planning.engine_check import hosts_of_engine
 from hybridflow.planning.placement_check import lent_engines
+from hybridflow.planning.sample_memory import Lengths, cache_tokens, teacher_cache_tokens
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
     JudgeGroup,

@@ -21,7 +21,7 @@ from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
-from hybridflow.planning.judge_check import check_judge_devices
+from hybridflow.planning.model_check import check_judge_devices
 from hybridflow.planning.placement_check import check_apart, check_reward_devices, lent_engines
 from hybridflow.rewards.config import JudgeServers
 from hybridflow.roles.groups import (

@@ -13,8 +13,8 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
-from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.prompts import prompt_limit, training_limit
+from hybridflow.planning.sample_memory import Lengths
 
 DEMO = Path(__file__).parents[3] / "launch" / "recipes" / "demo.yaml"
 REST = SamplingConfig(max_new_tokens=128, temperature=0.9, stop=("\n",))

@@ -10,7 +10,7 @@ from engine3d.errors import UserError
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.planning.recipe_check import check_recipe
-from hybridflow.planning.replay_check import check_replay, replay_bytes
+from hybridflow.planning.sample_memory import check_replay, replay_bytes
 from tests.support.runs import DEMO
 
 AHEAD = ("trainer.mini_batches=1", "trainer.epochs=1", "trainer.max_staleness=1", "placement.rollout=cpu:2")

@@ -14,8 +14,8 @@ from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import arithmetic_held_out
-from hybridflow.planning.cache_size import Lengths, cache_tokens
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets
+from hybridflow.planning.sample_memory import Lengths, cache_tokens
 from tests.support.resumable import DEMO
 
 

@@ -1,4 +1,4 @@
-"""The KV cache that a recipe's engines need: room for the requests of a step, or of an evaluation, at their longest."""
+"""Memory for the samples of a recipe at their longest: KV caches of engines, the replay buffer and the sample store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine3d.errors import UserError, amount
 from engine3d.rollout.cache import PAGE_TOKENS, samples_together, tokens_needed
+from hybridflow.algorithms.replay import most_bytes
 from hybridflow.cluster.devices.device_map import DeviceKind
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
@@ -135,3 +137,65 @@ def running_requests(recipe: Recipe, *, prompts: int, samples: int, engines: int
     together = samples_together(of_an_engine, samples, config.attention_dp)
     shares = -(-of_an_engine * samples // (together * config.attention_dp))
     return min(config.requests_of_a_group, shares * together)
+
+
+_COPIES = 3
+"""What is kept; what was kept when a checkpoint began that is still being written; and a copy that either needs."""
+
+
+def replay_bytes(recipe: Recipe, sequence_tokens: int) -> int:
+    """The most that the driver's host holds of them.
+
+    Args:
+        recipe: the run.
+        sequence_tokens: of the longest prompt with its response.
+    """
+    return _COPIES * most_bytes(recipe.algorithm.kept_samples, sequence_tokens)
+
+
+def check_replay(recipe: Recipe, sequence_tokens: int, host_bytes: int | None) -> None:
+    """Refuse a buffer that, full of the longest samples, is larger than its host's memory.
+
+    Args:
+        recipe: the run.
+        sequence_tokens: of the longest prompt with its response.
+        host_bytes: of the driver's host, if that is known.
+
+    Raises:
+        UserError: naming the setting, and the most that there is room for.
+    """
+    needed = replay_bytes(recipe, sequence_tokens)
+    if host_bytes is None or needed <= host_bytes:
+        return
+    room = host_bytes // (_COPIES * most_bytes(1, sequence_tokens))
+    raise UserError(
+        f"algorithm.replay_buffer_size={recipe.algorithm.kept_samples}: samples of up to {sequence_tokens:,} tokens "
+        f"take {amount(needed, 1)} with their copies, on a host of {amount(host_bytes, 1)}; expected at most "
+        f"{room:,}"
+    )
+
+
+_TOKEN_BYTES = 5
+"""On the disk, of a response token: measured with random ids out of 150,000 and random log-probs, the least that can be
+compressed."""
+_MB = 1_000_000
+
+
+def store_notes(recipe: Recipe, sequence_tokens: int) -> list[str]:
+    """A line where the samples of one step may take more than the store is to keep.
+
+    It is no error: responses may be far shorter than the longest, and the newest step stays in any case.
+
+    Args:
+        recipe: the run.
+        sequence_tokens: of the longest prompt with its response.
+    """
+    keep_mb = recipe.samples.keep_mb
+    samples = recipe.samples_per_step
+    most = samples * sequence_tokens * _TOKEN_BYTES
+    if not recipe.samples.store or keep_mb is None or most <= keep_mb * _MB:
+        return []
+    return [
+        f"samples.keep_mb={keep_mb}: {samples:,} samples of up to {sequence_tokens:,} tokens may take "
+        f"{most / _MB:,.0f} MB, and then only those of the newest step are kept"
+    ]
