@@ -1,19 +1,26 @@
-"""`hybridflow agent`: one host's part of a run on several hosts. The launchers under `launch/` start it."""
+"""`hybridflow agent`: one host's part of a run on several hosts. The launchers under `launch/` start it.
+
+A launcher that reaches a host by a connection (`launch/ssh.sh`, `launch/slurm.sbatch`) holds the agent's standard input
+open: the run's token, then signals; its end is the launcher's. There is no other way in that nobody else sees, and none
+that is also left when the launcher is killed. `hybridflow token` makes the token.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import ipaddress
+import os
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
 from hybridflow.algorithms.own_files import own_source
-from hybridflow.cli.launcher_input import obey_standard_input
 from hybridflow.cluster.devices.device_map import ROLES
 from hybridflow.cluster.hosts.checks.comparison import Needs
 from hybridflow.cluster.hosts.checks.facts import recipe_hash
@@ -23,7 +30,7 @@ from hybridflow.cluster.hosts.launch.agent import Agent, Place
 from hybridflow.cluster.hosts.launch.launch_plan import DOCTOR, LaunchPlan
 from hybridflow.cluster.hosts.network.interfaces import all_interfaces, named
 from hybridflow.cluster.hosts.network.network_settings import PORTS_OF_A_HOST, NetworkConfig
-from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
+from hybridflow.cluster.hosts.run_token import TOKEN, default_file, find_token, needed, new_token, write_token
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime.ray_host import LOOPBACK
 from hybridflow.config.yaml_loader import apply_override, build_settings, parse_override, read_with_bases
@@ -31,6 +38,7 @@ from hybridflow.config.yaml_loader import apply_override, build_settings, parse_
 MOST_HOSTS = 1 << 14
 COMMANDS = ("train", DOCTOR)
 """What a launch can run."""
+_SIGNALS = {b"INT": signal.SIGINT, b"TERM": signal.SIGTERM, b"USR1": signal.SIGUSR1}
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,23 @@ def run(parsed: argparse.Namespace) -> int:
     return take_part(launched)
 
 
+def add_token_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow token`."""
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=f"({default_file()})")
+
+
+def token(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow token`.
+
+    Raises:
+        UserError: the file is there already, or cannot be written.
+    """
+    path = parsed.file or default_file()
+    write_token(path)
+    print(path)
+    return 0
+
+
 def head_and_port(text: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[address]:port".
 
@@ -180,6 +205,47 @@ def head_and_port(text: str) -> tuple[str, int]:
     if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UserError(f"host 0 at {shortened(text)!r}: expected HOST:PORT, such as host-0:29400 or [fd00::1]:29400")
     return host, int(port)
+
+
+def obey_standard_input() -> None:
+    """Take the run's token from the first line of standard input, as if it stood in the environment.
+
+    Each later line is INT, TERM or USR1, which this process then gets; the end of input is TERM. Standard input is
+    /dev/null from here on, for this process and all that it starts.
+
+    Raises:
+        UserError: standard input has ended before the token.
+    """
+    descriptor = os.dup(0)  # which no other process inherits
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    lines = _input_lines(descriptor)
+    token = next(lines, None)
+    if token is None:
+        raise UserError("--stdin: standard input has ended; expected the run's token on its first line")
+    os.environ[TOKEN] = token.decode("utf-8", "replace")
+
+    def obey() -> None:
+        for line in lines:
+            if (number := _SIGNALS.get(line)) is not None:
+                _send(number)
+        _send(signal.SIGTERM)
+
+    threading.Thread(target=obey, name="launcher", daemon=True).start()
+
+
+def _send(number: signal.Signals) -> None:
+    # To the main thread: one that waits in a system call is to wake up.
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def _input_lines(descriptor: int) -> Iterator[bytes]:
+    """Whole lines, without what ends them."""
+    pending = b""
+    while read := os.read(descriptor, 4096):
+        *lines, pending = (pending + read).split(b"\n")
+        yield from lines
 
 
 def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:

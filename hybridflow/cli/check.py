@@ -1,4 +1,8 @@
-"""`hybridflow check`: finds what is wrong with a recipe, without starting anything."""
+"""Commands that look at a recipe without starting its run.
+
+`hybridflow check` finds what is wrong with it, `hybridflow data` shows its prompts as the model reads them, and
+`hybridflow doctor` checks this host, or the nodes of a running Ray cluster, and the recipe there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError, shortened
@@ -19,10 +24,11 @@ if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
 
 _MOST_GB = 1e9
+_MOST_SHOWN = 1000
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `hybridflow check`."""
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow check`."""
     add_recipe(parser)
     parser.add_argument("--memory", action="store_true", help="say what GPUs and nodes will hold in each phase")
     parser.add_argument(
@@ -40,26 +46,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-gb", type=_gigabytes, metavar="GB", help="memory of each node, in 1e9 bytes")
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """The command.
+def check(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow check`.
 
     Raises:
         UserError: something is wrong with the recipe.
     """
     recipes = loaded_recipes(parsed)
     if not parsed.print_recipe:
-        return _check(parsed, recipes)
+        return _check_recipes(parsed, recipes)
     if len(recipes) > 1:
         raise UserError(f"--print with several actors: expected --actor with one of {', '.join(recipes)}")
     from hybridflow.config.yaml_loader import settings_yaml
 
     with contextlib.redirect_stdout(sys.stderr):
-        code = _check(parsed, recipes)
+        code = _check_recipes(parsed, recipes)
     print(settings_yaml(next(iter(recipes.values()))), end="")
     return code
 
 
-def _check(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> int:
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow data`."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--show", type=_shown_count, default=3, metavar="N", help="prompts of each phase that are shown (3)"
+    )
+    parser.add_argument(
+        "--characters", type=_shown_count, default=600, metavar="N", help="of each text that is shown, at most (600)"
+    )
+
+
+def data(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow data`.
+
+    Raises:
+        UserError: something is wrong with the data.
+    """
+    from hybridflow.planning.data_report import data_lines
+
+    for name, recipe in loaded_recipes(parsed).items():
+        lines = data_lines(recipe, show=parsed.show, characters=parsed.characters)
+        print("\n".join([*([f"actor {name}"] if name else []), *lines]))
+    return 0
+
+
+def doctor(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow doctor`.
+
+    Raises:
+        UserError: something is wrong with which a run would fail. The last line says that it cannot start.
+        EngineError: a node of the cluster does not answer.
+    """
+    from hybridflow.cli import agent
+    from hybridflow.cluster.hosts.launch.launch_plan import CAN_START, CANNOT_START
+    from hybridflow.config.yaml_loader import read_with_overrides
+
+    placement = read_with_overrides(Path(parsed.recipe), parsed.overrides)[0].get("placement")
+    if not isinstance(placement, dict) or placement.get("cluster") is None:
+        options = [f"--actor={parsed.actor}"] if parsed.actor is not None else []
+        words = ["doctor", parsed.recipe, *parsed.overrides, *options]
+        return agent.take_part(agent.Launched(0, 1, agent.LOOPBACK, 0, words))
+    try:
+        _check_cluster(parsed)
+    except UserError as error:
+        raise UserError(f"{error}\n{CANNOT_START}") from None
+    print(CAN_START, flush=True)
+    return 0
+
+
+def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> int:
     nodes = _named_nodes(parsed)
     nodes = _assumed_nodes(recipes) if nodes is None else nodes
     # With --memory the ledger is shown first, and then refuses.
@@ -156,3 +211,21 @@ def _count(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a whole number, found {shortened(text)}") from None
+
+
+def _shown_count(text: str) -> int:
+    if not text.isdecimal() or int(text) > _MOST_SHOWN * 1000:
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {shortened(text)}")
+    return int(text)
+
+
+def _check_cluster(parsed: argparse.Namespace) -> None:
+    from hybridflow.cluster.hosts.network.network_settings import check_used
+
+    recipes = checked_recipes(parsed)
+    with quick_imports():
+        from hybridflow.trainer.attached_cluster import doctor as check_nodes
+
+    recipe = next(iter(recipes.values()))  # several actors are refused with a cluster
+    check_used(recipe.network, 1, recipe.placement.cluster)
+    check_nodes(recipe)

@@ -27,8 +27,8 @@
     hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
 
 Ends with 0; with 2 for bad input and for what `check` finds; with 1 for a failure while running and for what `verify`
-finds; with 3 for what `replay` finds; with 130 after Ctrl-C and 143 after SIGTERM, or 75 where it has saved first. The
-first line on stderr says what was wrong.
+finds; with 3 for what `replay` finds; with 130 after Ctrl-C and 143 after SIGTERM, or 75 where it has saved first; with
+141 where the reader of its output is gone. The first line on stderr says what was wrong.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -44,14 +45,15 @@ from typing import Never
 
 from engine3d.errors import UserError
 from hybridflow.cli.command_words import as_settings, told_of_arguments
-from hybridflow.cli.last_words import last_words
-from hybridflow.cli.outcome import OF_THE_SURROUNDINGS, fail, guarded, say, told
-from hybridflow.cli.standard_streams import be_patient
+from hybridflow.cli.outcome import OF_THE_SURROUNDINGS, be_patient, fail, guarded, last_words, say, told
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter
 from hybridflow.cluster.hosts.driver_link import tell_failure
 from hybridflow.cluster.processes.termination import termination
 
 _TRAINING = ("train", "resume")
+_PRINTING = ("status", "logs", "samples", "settings")
+"""Commands that do nothing but print, and end as soon as their reader is gone."""
+_READER_GONE = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -113,18 +115,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
-    output = be_patient(_say_that_output_is_lost if command in _TRAINING else None)
+    on_failure = {**dict.fromkeys(_TRAINING, _say_that_output_is_lost), **dict.fromkeys(_PRINTING, _end_without_reader)}
+    output = be_patient(on_failure.get(command or ""))
     try:
         return _run_command(words, command)
     finally:
         # What other commands print is what they are for; argparse ends the program when it has shown its help.
         if output is not None and output.error is not None and command not in _TRAINING:
+            _end_without_reader(output.error)
             sys.exit(say(f"hybridflow: standard output cannot be written: {output.error.strerror}", 1))
 
 
 def _say_that_output_is_lost(error: OSError) -> None:
     continues = termination.unless_ending("; the run continues without it")
     say(f"hybridflow: standard output cannot be written: {error.strerror}{continues}", 0)
+
+
+def _end_without_reader(error: OSError) -> None:
+    """End the command as SIGPIPE ends others, if the reader of a pipe is gone."""
+    if isinstance(error, BrokenPipeError):
+        sys.exit(_READER_GONE)
 
 
 def _run_command(words: list[str], command: str | None) -> int:
@@ -185,21 +195,21 @@ def _init() -> Command:
 def _train() -> Command:
     from hybridflow.cli import recipe_arguments, train
 
-    return Command("Run a recipe.", recipe_arguments.add_recipe, train.run, takes_recipe=True)
+    return Command("Run a recipe.", recipe_arguments.add_recipe, train.train, takes_recipe=True)
 
 
 def _resume() -> Command:
-    from hybridflow.cli import resume
+    from hybridflow.cli import train
 
     description = "Continue a run after its newest checkpoint, by the recipe in its directory."
-    return Command(description, resume.add_arguments, resume.run)
+    return Command(description, train.add_resume_arguments, train.resume)
 
 
 def _check() -> Command:
     from hybridflow.cli import check
 
     description = "Find what is wrong with a recipe, without starting anything."
-    return Command(description, check.add_arguments, check.run, takes_recipe=True)
+    return Command(description, check.add_check_arguments, check.check, takes_recipe=True)
 
 
 def _settings() -> Command:
@@ -210,10 +220,10 @@ def _settings() -> Command:
 
 
 def _data() -> Command:
-    from hybridflow.cli import data
+    from hybridflow.cli import check
 
     description = "Show the prompts of a recipe as the model reads them, their lengths and the rows that are dropped."
-    return Command(description, data.add_arguments, data.run, is_guarded=True, takes_recipe=True)
+    return Command(description, check.add_data_arguments, check.data, is_guarded=True, takes_recipe=True)
 
 
 def _checkpoint() -> Command:
@@ -231,9 +241,9 @@ def _evaluate() -> Command:
 
 
 def _report() -> Command:
-    from hybridflow.cli import report
+    from hybridflow.cli import watch
 
-    return Command("Draw a run's metrics as one HTML page.", report.add_arguments, report.run, is_guarded=True)
+    return Command("Draw a run's metrics as one HTML page.", watch.add_report_arguments, watch.report, is_guarded=True)
 
 
 def _samples() -> Command:
@@ -244,10 +254,10 @@ def _samples() -> Command:
 
 
 def _replay() -> Command:
-    from hybridflow.cli import replay
+    from hybridflow.cli import train
 
     description = "Make a step of a run again from the nearest checkpoint and its samples, and compare what comes out."
-    return Command(description, replay.add_arguments, replay.run)
+    return Command(description, train.add_replay_arguments, train.replay)
 
 
 def _status() -> Command:
@@ -265,13 +275,13 @@ def _logs() -> Command:
 
 
 def _doctor() -> Command:
-    from hybridflow.cli import doctor, recipe_arguments
+    from hybridflow.cli import check, recipe_arguments
 
     description = (
         "Say what this host is, or the nodes of placement.cluster, and whether the run could start there; "
         "a launcher does it for all of its hosts."
     )
-    return Command(description, recipe_arguments.add_recipe, doctor.run, is_guarded=True, takes_recipe=True)
+    return Command(description, recipe_arguments.add_recipe, check.doctor, is_guarded=True, takes_recipe=True)
 
 
 def _launch() -> Command:
@@ -288,9 +298,11 @@ def _agent() -> Command:
 
 
 def _token() -> Command:
-    from hybridflow.cli import token
+    from hybridflow.cli import agent
 
-    return Command("Make the secret that lets the hosts of a run know each other.", token.add_arguments, token.run)
+    return Command(
+        "Make the secret that lets the hosts of a run know each other.", agent.add_token_arguments, agent.token
+    )
 
 
 _COMMANDS: dict[str, Callable[[], Command]] = {

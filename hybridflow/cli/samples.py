@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from engine3d.errors import UserError, shortened, visible
-from hybridflow.cli.differences import Part, marked
 from hybridflow.report.stored_texts import TextOf
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import SAMPLE_STORE
@@ -21,6 +22,12 @@ from hybridflow.rundir.stored_samples import Place, StepFile, StoredSample, Want
 from hybridflow.rundir.watching import checked_run
 
 _LIMIT = 10
+_WORDS = re.compile(r"\s+|\w+|[^\w\s]")
+_MOST_WORDS = 4000
+"""Of either text: comparing takes the square of it."""
+
+Part = tuple[str, str]
+"""Some text and the style that `rich` is to show it in."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,3 +219,27 @@ def _cell(sample: StoredSample, parts: Sequence[Part]) -> Text:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
     of_parts = ((visible(text), style) for text, style in parts)
     return Text.assemble((f"sample {sample.sample}, {reward}\n", "dim"), *of_parts)
+
+
+def marked(expected: str, found: str) -> tuple[list[Part], list[Part]]:
+    """What only the first has in `[-...-]`, and what only the second has in `{+...+}`, word by word.
+
+    Texts of very many words are compared line by line.
+    """
+    one, other = _WORDS.findall(expected), _WORDS.findall(found)
+    if max(len(one), len(other)) > _MOST_WORDS:
+        one, other = expected.splitlines(keepends=True), found.splitlines(keepends=True)
+    before: list[Part] = []
+    after: list[Part] = []
+    for kind, first, last, start, end in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        if kind == "equal":
+            before.append(("".join(one[first:last]), ""))
+            after.append(("".join(other[start:end]), ""))
+            continue
+        before += _mark(one[first:last], "[-{}-]", "red")
+        after += _mark(other[start:end], "{{+{}+}}", "green")
+    return before, after
+
+
+def _mark(words: Sequence[str], form: str, style: str) -> list[Part]:
+    return [(form.format("".join(words)), style)] if words else []

@@ -1,28 +1,45 @@
-"""`hybridflow train`: runs a recipe."""
+"""Commands that train.
+
+`hybridflow train` runs a recipe, `hybridflow resume` continues a run after its newest checkpoint by the recipe that is
+kept in its directory, and `hybridflow replay` makes a step of a run again from its checkpoint and its samples.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine3d.checkpoint.manifest import MANIFEST, find_checkpoints
 from engine3d.errors import DamagedCheckpointError, UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
-from hybridflow.cli.last_words import last_words
-from hybridflow.cli.outcome import fail, guarded
+from hybridflow.cli.outcome import fail, guarded, last_words
 from hybridflow.cli.recipe_arguments import checked_recipes, several_actors_launched
+from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.processes.termination import termination
+from hybridflow.config.yaml_loader import parse_override
+from hybridflow.rundir.actor_runs import runs_in
+from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
+from hybridflow.rundir.kept_recipe import saved_to
+from hybridflow.rundir.run_record import started_from
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
+    from hybridflow.trainer.replaying.plan import ReplayPlan
+
+_GIVEN = ("name", "run_dir", "resume", "overwrite")
+"""Settings that the run's directory gives."""
+DIFFERENT = 3
+"""The exit code where a step is not what it was."""
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """The command.
+def train(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow train`.
 
     Raises:
         UserError: something is wrong with the recipe or this machine; nothing has begun.
@@ -89,7 +106,97 @@ def _check_cluster(recipe: Recipe) -> int:
 
 def _run_recipe(recipe: Recipe) -> int:
     with quick_imports():
-        from hybridflow.trainer.trainer import train
+        from hybridflow.trainer.trainer import train as train_recipe
 
-    train(recipe)
+    train_recipe(recipe)
     return 0
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow resume`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/demo")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as trainer.steps=200")
+
+
+def resume(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow resume`.
+
+    Raises:
+        UserError: it is no run's directory, or has no checkpoint; or something is wrong with the recipe.
+    """
+    directory = _resumable(parsed.run)
+    for text in parsed.overrides:
+        if (name := str(parse_override(text).key[0])) in _GIVEN:
+            raise UserError(f"resume: {name} is that of the run in {parsed.run}, expected none of it")
+    where = [f"name={json.dumps(directory.name)}", f"run_dir={json.dumps(str(directory.parent))}"]
+    parsed.recipe, parsed.actor, parsed.track_metrics = str(parsed.run / RECIPE), None, False
+    parsed.overrides = [*parsed.overrides, *where, "overwrite=false", "resume=auto"]
+    parsed.words = [parsed.recipe, *parsed.overrides]
+    return train(parsed)
+
+
+def _resumable(run: Path) -> Path:
+    """The absolute path of a run's directory. Raises UserError where there is nothing to resume."""
+    if not (run / RECIPE).is_file():
+        if (runs := runs_in(run)) != [run]:
+            names = ", ".join(each.name for each in runs)
+            raise UserError(
+                f"resume: {run} has the runs of several actors ({names}), which go on together: expected "
+                "hybridflow train RECIPE resume=auto"
+            )
+        raise UserError(f"resume: no run in {run} (it has no {RECIPE}); expected a run's directory such as runs/demo")
+    saved = saved_to(run)
+    whole, skipped = find_checkpoints(saved) if saved is not None else ([], [])
+    # One that is damaged is told by the run; a save that was killed leaves no manifest.
+    is_damaged = any((each.directory / MANIFEST).exists() for each in skipped)
+    if not whole and not is_damaged and started_from(run, saved or run / CHECKPOINTS) is None:
+        raise UserError(
+            f"resume: the run in {run} has saved no checkpoint; checkpoint.save_interval=10 saves every ten steps"
+        )
+    return run.absolute()
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow replay`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/demo")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as train.layout.tp=2")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step that is made again")
+    parser.epilog = (
+        "Ends with 0 where weights and figures are the same bits, or within the tolerance where other settings, "
+        f"software or hardware make other bits; with {DIFFERENT} where they are not."
+    )
+
+
+def replay(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow replay`.
+
+    Raises:
+        UserError: the step cannot be made again; nothing has begun.
+    """
+    actors.end_with_parent()
+    check_open_files()
+    if parsed.step < 1:
+        raise UserError(f"--step {parsed.step}: expected at least 1")
+    with quick_imports():
+        from hybridflow.planning.recipe_check import check_recipe
+        from hybridflow.trainer.replaying.plan import plan_replay
+
+    plan = plan_replay(parsed.run, parsed.step, parsed.overrides)
+    for line in [*check_recipe(plan.recipe), *plan.lines()]:
+        print(line, flush=True)
+    termination.grace_s = plan.recipe.limits.stop_s
+    if plan.recipe.placement.cluster is not None and (code := guarded(lambda: _check_cluster(plan.recipe))):
+        return code
+    try:
+        return guarded(lambda: _replay(plan))
+    except UserError as error:
+        return fail(error, 1)
+
+
+def _replay(plan: ReplayPlan) -> int:
+    with quick_imports():
+        from hybridflow.trainer.replaying.replay import replay as replay_step
+
+    found = replay_step(plan)
+    print("\n".join(found.lines()), flush=True)
+    return 0 if found.as_expected else DIFFERENT

@@ -1,4 +1,4 @@
-"""`hybridflow status` and `hybridflow logs`: a run watched from outside, also while it goes on."""
+"""`hybridflow status`, `hybridflow logs`, `hybridflow report`: a run watched from outside, also while it goes on."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lines", type=int, default=_LINES, metavar="N", help=f"last lines of each ({_LINES})")
     parser.add_argument("--follow", action="store_true", help="go on with what is added, until the run has ended")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow report`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/demo")
+    parser.add_argument(
+        "--steps",
+        nargs=2,
+        type=int,
+        metavar="N",
+        help="put the responses to held-out prompts of these two steps side by side (the first and the last)",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the page to write (RUN/report.html)")
 
 
 def status(parsed: argparse.Namespace) -> int:
@@ -120,6 +133,24 @@ def logs(parsed: argparse.Namespace) -> int:
     for log in chosen:
         for line in last_lines(log.path, parsed.lines):
             print(_shown(log, line))
+    return 0
+
+
+def report(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow report`.
+
+    Raises:
+        UserError: it is no run's directory, or something in it cannot be read.
+    """
+    from hybridflow.report.page import write_report
+
+    runs = runs_in(parsed.run)
+    if len(runs) > 1 and parsed.out is not None:
+        raise UserError(
+            f"{parsed.run} holds the runs of the actors {', '.join(run.name for run in runs)}; --out is the page of one"
+        )
+    for run in runs:
+        print(write_report(run, parsed.out, tuple(parsed.steps) if parsed.steps else None))
     return 0
 
 

@@ -43,6 +43,27 @@ def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.strip() == importlib.metadata.version("hybridflow")
 
 
+@pytest.mark.parametrize("words", ["--help", "settings", "status {run}", "checkpoint list {run}"])
+def test_a_command_whose_reader_is_gone_ends_without_a_word(words: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoints")
+    (tmp_path / "recipe.yaml").write_text("name: small\n")
+    (tmp_path / "logs").mkdir()
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "hybridflow", *words.format(run=tmp_path).split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_command_whose_output_is_lost_says_so() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "hybridflow", "settings"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "hybridflow: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 # What some overrides need beside them for their own error to be the only one.
 BESIDE = {
     "model.create.embedding_std=10": ("model.create.config.tie_word_embeddings=true",),

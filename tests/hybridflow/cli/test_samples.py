@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridflow.cli.differences import marked
 from hybridflow.cli.main import main
+from hybridflow.cli.samples import marked
 from tests.support.stored_samples import learned_from, make_run, samples_of, store
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -222,6 +223,22 @@ def test_logs_are_followed_until_the_run_has_ended(run: Path) -> None:
     rest, _ = following.communicate(timeout=30)
     assert rest == "actor-0: no end\ncritic-0: and \n"
     assert following.returncode == 0
+
+
+def test_logs_are_followed_until_their_reader_is_gone(run: Path) -> None:
+    with hold(run, "run_dir/name"):
+        command = [sys.executable, "-m", "hybridflow", "logs", run, "--follow", "--lines", "1", "--role", "critic"]
+        following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert following.stdout is not None and following.stderr is not None
+        log = run / "logs" / "critic-0.log"
+        log.write_text("the first\n")
+        assert following.stdout.readline() == "critic-0: the first\n"
+        following.stdout.close()
+        with log.open("a") as file:
+            file.write("the second\n")
+        assert following.wait(timeout=60) == 128 + signal.SIGPIPE
+    with following.stderr:
+        assert following.stderr.read() == ""
 
 
 def test_a_rank_of_a_host_that_comes_later_is_followed_too(run: Path) -> None:

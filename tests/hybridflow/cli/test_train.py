@@ -1,4 +1,4 @@
-"""`hybridflow resume`: the kept recipe, in the run's own directory, wherever that is now."""
+"""`hybridflow train` of a used name, and `hybridflow resume` by the kept recipe, wherever the run is now."""
 
 from __future__ import annotations
 
