@@ -44,7 +44,7 @@ _FAR = 5
 
 
 @dataclass(frozen=True)
-class Response:
+class StoredResponse:
     """A stored sample.
 
     Args:
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def stored_responses(run: Path) -> list[Response]:
+def stored_responses(run: Path) -> list[StoredResponse]:
     """All samples of a run, in the order of steps.
 
     Raises:
@@ -142,10 +142,12 @@ def stored_responses(run: Path) -> list[Response]:
     return found
 
 
-def _response(row: Mapping[str, Any]) -> Response:
+def _response(row: Mapping[str, Any]) -> StoredResponse:
     prompt, response = row["prompt_tokens"], row["response_tokens"]
     token_versions = row["token_versions"] or [row["policy_version"]] * len(response)
-    return Response(row["sample_id"], (*prompt, *response), len(prompt), tuple(row["logprobs"]), tuple(token_versions))
+    return StoredResponse(
+        row["sample_id"], (*prompt, *response), len(prompt), tuple(row["logprobs"]), tuple(token_versions)
+    )
 
 
 def checkpoints_by_version(run: Path) -> dict[int, Path]:
@@ -162,7 +164,7 @@ def checkpoints_by_version(run: Path) -> dict[int, Path]:
 
 
 def distances(
-    responses: Sequence[Response], checkpoints: Mapping[int, Path], engines: Drawing, device: str
+    responses: Sequence[StoredResponse], checkpoints: Mapping[int, Path], engines: Drawing, device: str
 ) -> Iterator[Distance]:
     """How far the log-prob of each token is off, for one version of the weights after the other.
 
@@ -197,7 +199,7 @@ def _loaded(checkpoint: Path, dtype: str, device: str) -> Any:
 
 
 @torch.no_grad()
-def _logprobs(model: Any, response: Response, temperature: float, device: str) -> list[float]:
+def _logprobs(model: Any, response: StoredResponse, temperature: float, device: str) -> list[float]:
     """Log-prob of each token of the response, by one forward pass of batch 1 without a cache."""
     tokens = torch.tensor([response.tokens], device=device)
     logits = model(tokens, use_cache=False).logits[0, response.prompt - 1 : -1].float() / temperature

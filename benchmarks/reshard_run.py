@@ -35,7 +35,7 @@ from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.reshard.plan.pieces import Link, Plan
 from engine3d.reshard.plan.rounds import STAGING_BYTES
-from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.rollout import Request, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.stores import KEY_VARIABLE, listen, new_key, serve, tcp_address
 
 BUCKET_BYTES = 512 * 10**6
@@ -193,7 +193,7 @@ class _Run:
         self.trainer.call("fill", 1)
         figures |= self.repeat(self.transfer, self.verify if self.case.verify else None)
         figures["serves_what_was_sent"] = self.serves_what_was_sent(
-            self.transfer, lambda: self.on_engines(lambda engine: engine.generate(PROMPT, GREEDY)[0][0].logprobs)
+            self.transfer, lambda: self.on_engines(_greedy_logprobs)
         )
         figures |= _rates(plan, figures, self.case.train.world_size)
         _say(f"{way}: {json.dumps(figures)}")
@@ -398,3 +398,9 @@ def _timed(what: str) -> Iterator[Callable[[], float]]:
 
 def _say(line: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
+def _greedy_logprobs(engine: RolloutEngine) -> list[float]:
+    engine.submit([Request(0, PROMPT[0], GREEDY)], together=True)
+    [response] = engine.wait_for([0])
+    return response.logprobs

@@ -34,7 +34,7 @@ from benchmarks.roofline import decode_bytes, memory_bandwidth
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
-from engine3d.rollout import RolloutEngine, launch
+from engine3d.rollout import Request, RolloutEngine, launch
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 
@@ -273,11 +273,11 @@ def _engines(case: Case) -> Measured:
 
         def run() -> None:
             making = [
-                threads.submit(engine.generate, prompts, sampling)
+                threads.submit(_respond, engine, prompts, sampling)
                 for engine, prompts in zip(engines, case.prompts, strict=True)
             ]
-            for responses in (future.result() for future in making):
-                _check(case, [len(generation.token_ids) for [generation] in responses])
+            for future in making:
+                _check(case, future.result())
 
         seconds = _rounds("engine", case.rounds, run)
         if case.trace is not None:
@@ -285,6 +285,13 @@ def _engines(case: Case) -> Measured:
             run()
             traced.result()
         return Measured(start_s, seconds, min(engine.figures.cache_tokens for engine in engines))
+
+
+def _respond(engine: RolloutEngine, prompts: Sequence[list[int]], sampling: SamplingConfig) -> list[int]:
+    """Tokens of each response."""
+    requests = [Request(index, prompt, sampling, index) for index, prompt in enumerate(prompts)]
+    engine.submit(requests, together=True)
+    return [len(response.token_ids) for response in engine.wait_for(range(len(requests)))]
 
 
 def _trace(engine: RolloutEngine, directory: Path, steps: int, after_s: float) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine3d.engine_figures import EngineFigures
-from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
+from engine3d.rollout.requests import Response
+from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 
 _TELLS_EVERY_S = 2.0
 
@@ -85,7 +86,7 @@ class StandInEngine:
         self._waiting.extend(requests)
         self._fill()
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SampleEnds:
         while not self._ended:
             self._told.clear()
             try:
@@ -94,7 +95,7 @@ class StandInEngine:
                 self._advance()
                 break
         ended, self._ended = self._ended, []
-        return Ended(ended, figures=self.figures)
+        return SampleEnds(ended, figures=self.figures)
 
     async def begin_weights(self, *, wait: bool) -> None:
         """Begin nothing until `commit_weights`. What runs ends, if `wait`, before this returns; or stands still."""
@@ -115,12 +116,12 @@ class StandInEngine:
         self._advance()
         for sample in samples:
             if sample in self._running:
-                self._leave(sample, whole=False)
+                self._leave(sample, complete=False)
             elif found := [request for request in self._waiting if request.sample == sample]:
                 self._waiting.remove(found[0])
                 drawn, oldest = self._had(found[0])
                 self._begun.pop(sample, None)
-                self._ended.append(SampleEnd(sample, found[0].group, found[0].place, drawn, oldest, False))
+                self._ended.append(SampleEnd(sample, found[0].group, found[0].index, drawn, oldest, False))
         self._told.set()
         self._fill()
 
@@ -142,22 +143,23 @@ class StandInEngine:
             batch_tokens=round(self._batch_tokens),
         )
 
-    async def under_way(self) -> Mapping[int, Begun]:
-        """Of each response the number of its tokens, as its content."""
+    async def in_flight(self) -> Mapping[int, Response]:
+        """The responses in flight, with zeros for tokens and log-probs."""
         self._advance()
         found = {}
         for sample, each in self._running.items():
             if (drawn := each.length - math.ceil(each.end - self._progress)) > 0:
-                found[sample] = Begun(each.oldest, drawn, drawn)
+                found[sample] = _prefix(drawn, each.oldest)
         for request in self._waiting:
             drawn, oldest = self._had(request)
             if drawn:
-                found[request.sample] = Begun(oldest, drawn, drawn)
+                found[request.sample] = _prefix(drawn, oldest)
         return found
 
     def _had(self, request: StreamRequest) -> tuple[int, int]:
         """Tokens that a response that waits has, and the oldest version."""
-        begun = (request.begun.content, request.begun.oldest) if request.begun is not None else (0, self._version())
+        prefix = request.prefix
+        begun = (len(prefix.token_ids), prefix.oldest_version) if prefix is not None else (0, self._version())
         return self._begun.get(request.sample, begun)
 
     def _advance(self) -> None:
@@ -222,19 +224,19 @@ class StandInEngine:
             _, sample = heapq.heappop(self._ends)
             running = self._running.get(sample)
             if running is not None and running.end <= self._progress + 1e-6:
-                self._leave(sample, whole=True)
+                self._leave(sample, complete=True)
         while self._cache is not None and self._held >= self._cache.tokens - 1e-6 and len(self._running) > 1:
             self._retract()
         if self._ended:
             self._told.set()
         self._fill()
 
-    def _leave(self, sample: int, *, whole: bool) -> None:
+    def _leave(self, sample: int, *, complete: bool) -> None:
         running = self._running.pop(sample)
         request, left = running.request, max(0.0, running.end - self._progress)
         self._held -= request.tokens + running.length - left
-        tokens = running.length if whole else running.length - int(left)
-        self._ended.append(SampleEnd(sample, request.group, request.place, tokens, running.oldest, whole))
+        tokens = running.length if complete else running.length - int(left)
+        self._ended.append(SampleEnd(sample, request.group, request.index, tokens, running.oldest, complete))
 
     def _retract(self) -> None:
         """Take the request back that has drawn the least."""
@@ -245,3 +247,7 @@ class StandInEngine:
         self._begun[sample] = int(drawn), running.oldest
         self._waiting.append(running.request)
         self._figures = replace(self._figures, retracted=self._figures.retracted + 1)
+
+
+def _prefix(tokens: int, version: int) -> Response:
+    return Response([0] * tokens, [0.0] * tokens, [version] * tokens)

@@ -211,10 +211,10 @@ class Setup:
 
     def _length(self, request: StreamRequest) -> int:
         if request.sample not in self._known:
-            name = request.group, request.place
+            name = request.group, request.index
             again = self._tries[name] = self._tries.get(name, -1) + 1
             again = 0 if self.workload.as_long_again else again
-            self._known[request.sample] = self._lengths.draw(request.group, request.place, again)
+            self._known[request.sample] = self._lengths.draw(request.group, request.index, again)
         return self._known[request.sample]
 
     def look(self) -> tuple[float, ...]:

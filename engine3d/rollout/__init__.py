@@ -9,11 +9,11 @@ from engine3d.startup.lazy_imports import attributes_later
 if TYPE_CHECKING:
     from engine3d.rollout.config import RolloutConfig, SamplingConfig
     from engine3d.rollout.engine import RolloutEngine
-    from engine3d.rollout.host.messages import Generation
     from engine3d.rollout.member import EngineMember
     from engine3d.rollout.part import EnginePart
+    from engine3d.rollout.requests import Request, Response
 
-__all__ = ["EngineMember", "EnginePart", "Generation", "RolloutConfig", "RolloutEngine", "SamplingConfig"]
+__all__ = ["EngineMember", "EnginePart", "Request", "Response", "RolloutConfig", "RolloutEngine", "SamplingConfig"]
 
 # Imported when first asked for: settings need no engine.
 __getattr__ = attributes_later(
@@ -21,7 +21,8 @@ __getattr__ = attributes_later(
     {
         "EngineMember": "member",
         "EnginePart": "part",
-        "Generation": "host.messages",
+        "Request": "requests",
+        "Response": "requests",
         "RolloutConfig": "config",
         "RolloutEngine": "engine",
         "SamplingConfig": "config",

@@ -1,4 +1,4 @@
-"""Client of a rollout engine: start, generate, take weights, shut down."""
+"""Client of a rollout engine: start, submit requests, take weights, shut down."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
-from engine3d.rollout.config import RolloutConfig, Sampling
-from engine3d.rollout.host.messages import Generation, GivenLogprobs
+from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.host.messages import GivenLogprobs
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.rank import Call
-from engine3d.rollout.streams import ResponseStreams, sample_seed, sampling_parameters
+from engine3d.rollout.streams import ResponseStreams
 
 if TYPE_CHECKING:
     from engine3d.reshard.describe.memory import SharedShards
@@ -71,7 +71,6 @@ class RolloutEngine(ResponseStreams):
         if any(weight_sources) and config.release_weights:
             raise UserError("weight_sources with release_weights=true: the trainer's memory cannot be released")
         self._released = False
-        self._sampled = 0
         self._begun: int | None = None
         self._sealed = False
         self._receive_timeout_s: float | None = None
@@ -89,51 +88,6 @@ class RolloutEngine(ResponseStreams):
         of_a_group = limits.max_total_tokens // self.config.attention_dp
         self._context_length = min(self._context_length, of_a_group - RESERVED_TOKENS)
         return self
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        samples_per_prompt: int = 1,
-        seeds: Sequence[int] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[list[Generation]]:
-        """Responses to prompts given as token ids: for each prompt, in order, `samples_per_prompt` generations.
-
-        `seeds`, one for each prompt, make its samples repeatable wherever and in whatever company they are drawn; they
-        need `RolloutConfig.deterministic`. An engine so configured numbers its prompts when none are given.
-
-        `timeout_s` limits the time in which the engine comes no further, and not how long responses may take;
-        `request_timeout_s` if None.
-
-        Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
-        `max_new_tokens` in the context; EngineError while the weights are not whole.
-        """
-        host = self._able()
-        drawn_by = [sampling.for_prompt(len(prompt)) for prompt in prompts]
-        self._check_prompts(prompts, drawn_by, samples_per_prompt, seeds)
-        if not prompts:
-            return []
-        known = {id(each): sampling_parameters(each) for each in drawn_by}
-        samples = [known[id(each)] for each in drawn_by for _ in range(samples_per_prompt)]
-        if self.config.deterministic:
-            first, self._sampled = self._sampled, self._sampled + len(prompts)
-            keys = seeds if seeds is not None else range(first, self._sampled)
-            seeded = (
-                sample_seed(self.config.seed, key, sample) for key in keys for sample in range(samples_per_prompt)
-            )
-            samples = [{**parameters, "sampling_seed": seed} for parameters, seed in zip(samples, seeded, strict=True)]
-        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
-        result: list[list[Generation]] = host.call(
-            "generate",
-            "generate",
-            timeout_s,
-            responses=len(samples),
-            prompts=[list(prompt) for prompt in prompts],
-            sampling=samples,
-            samples_per_prompt=samples_per_prompt,
-        )
-        return result
 
     def logprobs(
         self,

@@ -1,43 +1,23 @@
-"""The requests of an engine's client: what is checked before they are sent, and responses that come one by one."""
+"""The requests of an engine's client: what is checked before they are sent, and their responses as they end."""
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import UserError
 from engine3d.rollout.config import SamplingConfig
-from engine3d.rollout.host.messages import Response, ResponseRequest
 from engine3d.rollout.host.owner import HostOwner
 from engine3d.rollout.host.process import HostProcess
-from engine3d.rollout.scheduler.text_stops import PARAMETER
+from engine3d.rollout.requests import Request, Response
 
 if TYPE_CHECKING:
     from engine3d.rollout.launch import ModelFacts
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A response of a stream that is asked for.
-
-    Args:
-        sample: names it; unique among those under way.
-        prompt: token ids.
-        sampling: how its tokens are drawn.
-        seed: of a deterministic engine, with which and the engine's own the same tokens are drawn again: a prompt's
-            and a sample's number.
-        begun: what it has already, from which it goes on.
-    """
-
-    sample: int
-    prompt: Sequence[int]
-    sampling: SamplingConfig
-    seed: tuple[int, int] | None = None
-    begun: Response | None = None
+_WAIT_S = 0.5
+"""How often a wait for several responses looks whether the engine comes further."""
 
 
 class ResponseStreams(HostOwner):
@@ -54,90 +34,118 @@ class ResponseStreams(HostOwner):
     @property
     @abstractmethod
     def _changing(self) -> bool:
-        """Whether a transfer of weights is under way, which responses that are asked for wait for."""
+        """True if a transfer of weights has begun, which requests one by one wait for."""
 
-    def _taking(self) -> HostProcess:
-        return self._running() if self._changing else self._able()
+    def submit(self, requests: Sequence[Request], *, together: bool = False, timeout_s: float | None = None) -> None:
+        """Begin responses; returns at once. `take_ended` has each as it ends.
 
-    def submit(self, asked: Sequence[Asked], timeout_s: float | None = None) -> None:
-        """Begin responses; returns at once. `take_ended` has each as it ends. Needs `RolloutConfig.token_versions`.
+        One by one they may be in flight while weights change (`begin_weights` says what becomes of them), which needs
+        `RolloutConfig.token_versions`. Without it all tokens of a response have the version that is served as it ends.
 
-        They may be under way while weights change: `begin_weights` says what becomes of them then.
+        Args:
+            requests: of one call.
+            together: True if they are to reach the scheduler in one message, in an order in which a prompt is computed
+                once for all of its group, and to end in one message too. The same requests, together, give the same
+                bits on a CPU. Requests of a group follow each other, and none has a prefix.
+            timeout_s: limit of the call, `request_timeout_s` if None.
 
-        Raises UserError as `generate` does, and for a sample that is under way; EngineError while the weights are not
-        whole, or the KV cache was released.
+        Raises:
+            UserError: an empty prompt, a token id outside the vocabulary, a prompt that leaves no room for
+                `max_new_tokens` in the context, settings of sampling that the engine does not have, or a sample that is
+                in flight.
+            EngineError: the weights are not whole, or the KV cache was released.
         """
-        host = self._taking()
-        if not self.config.token_versions:
-            raise UserError("a stream of responses needs rollout.token_versions=true when the engine is started")
-        for each in asked:
-            self._check_prompts([each.prompt], [each.sampling], 1, None if each.seed is None else [each.seed[0]])
-            if self.config.deterministic and each.seed is None:
-                raise UserError(f"sample {each.sample} has no seed, and the engine is deterministic")
-        requests = [
-            ResponseRequest(each.sample, list(each.prompt), self._parameters(each), each.begun) for each in asked
-        ]
-        host.responses.asked(each.sample for each in asked)
-        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
-        host.call("stream", "submit", timeout_s, requests=requests)
+        host = self._running() if self._changing and not together else self._able()
+        if not (together or self.config.token_versions):
+            raise UserError("responses one by one need rollout.token_versions=true when the engine is started")
+        self._check_requests(requests, together)
+        if not requests:
+            return
+        samples = [request.sample for request in requests]
+        host.responses.submitted(samples)
+        try:
+            host.call(
+                "generation",
+                "submit",
+                timeout_s if timeout_s is not None else self.config.request_timeout_s,
+                responses=len(requests) if together else None,
+                requests=list(requests),
+                together=together,
+            )
+        except BaseException:
+            host.responses.forget(samples)
+            raise
 
-    def _parameters(self, asked: Asked) -> dict[str, Any]:
-        parameters = sampling_parameters(asked.sampling)
-        if asked.seed is None:
-            return parameters
-        return {**parameters, "sampling_seed": sample_seed(self.config.seed, *asked.seed)}
+    def take_ended(self, timeout_s: float, samples: Collection[int] | None = None) -> dict[int, Response]:
+        """Responses that have ended since the last call, by sample; waits up to `timeout_s` for one.
 
-    def take_ended(self, timeout_s: float) -> dict[int, Response]:
-        """Responses of the stream that have ended since the last call, by sample; waits for one, for `timeout_s`.
+        Args:
+            timeout_s: limit of the wait.
+            samples: ids of the only ones to take; all if None.
 
-        Raises EngineError when the engine has died, could not make a response, or came no further for
-        `request_timeout_s` with responses under way.
+        Raises:
+            EngineError: the engine has died, could not make a response, or came no further for `request_timeout_s` with
+                responses in flight.
         """
         # While weights change it may stand still, for as long as their transfer may take.
         stalled_s = float("inf") if self._changing else self.config.request_timeout_s
-        return self._running().responses.take(timeout_s, stalled_s)
+        return self._running().responses.take(timeout_s, stalled_s, samples)
+
+    def wait_for(self, samples: Sequence[int]) -> list[Response]:
+        """The responses of these samples, in their order, once all have ended.
+
+        Where that fails, as when it is interrupted, they are aborted, and nobody takes them any more.
+
+        Raises:
+            EngineError: as `take_ended`.
+        """
+        left, ended = set(samples), dict[int, Response]()
+        try:
+            while left:
+                ended |= (new := self.take_ended(_WAIT_S, left))
+                left.difference_update(new)
+        except BaseException:
+            host = self._running()
+            host.notify("abort", samples=sorted(left))
+            host.responses.forget(left)
+            raise
+        return [ended[sample] for sample in samples]
 
     def abort(self, samples: Sequence[int]) -> None:
-        """Give responses of the stream up: each ends with what it has and finish reason "abort"."""
+        """Abort responses: each ends with what it has and finish reason "abort"."""
         self._running().call("abort", "abort", self.config.request_timeout_s, samples=list(samples))
 
-    def responses_under_way(self) -> dict[int, Response]:
-        """What the responses of the stream that are under way have so far, by sample."""
-        found: dict[int, Response] = self._running().call(
-            "look at responses", "under_way", self.config.request_timeout_s
+    def responses_in_flight(self) -> dict[int, Response]:
+        """The responses in flight that were submitted one by one, as far as they are, by sample."""
+        responses: dict[int, Response] = self._running().call(
+            "look at responses", "in_flight", self.config.request_timeout_s
         )
-        return found
+        return responses
 
     @property
     def figures(self) -> EngineFigures:
-        """How the engine is, as it has told last, with what ended or within a second."""
+        """The engine's figures as it has reported them last, with what ended or within a second."""
         return self._running().responses.figures or EngineFigures(self._cache_tokens)
 
-    def _check_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        drawn_by: Sequence[SamplingConfig],
-        samples_per_prompt: int,
-        seeds: Sequence[int] | None,
-    ) -> None:
-        if samples_per_prompt < 1:
-            raise UserError(f"samples_per_prompt is {samples_per_prompt} and must be at least 1")
-        if seeds is not None and not self.config.deterministic:
-            raise UserError("seeds need an engine with rollout.deterministic=true")
-        if seeds is not None and len(seeds) != len(prompts):
-            raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts")
-        for sampling in {id(each): each for each in drawn_by}.values():
+    def _check_requests(self, requests: Sequence[Request], together: bool) -> None:
+        for sampling in {id(request.sampling): request.sampling for request in requests}.values():
             self._check_sampling(sampling)
-        for index, (prompt, sampling) in enumerate(zip(prompts, drawn_by, strict=True)):
-            longest = self._context_length - sampling.max_new_tokens
-            if not prompt:
-                raise UserError(f"prompt {index} is empty")
-            if len(prompt) > longest:
-                raise UserError(
-                    f"prompt {index} has {len(prompt)} tokens; at most {max(longest, 0)} leave room for max_new_tokens "
-                    f"{sampling.max_new_tokens} in a context of {self._context_length}"
-                )
-            self._check_tokens(f"prompt {index}", prompt)
+        prompts = {(id(request.prompt), id(request.sampling)): request for request in requests}  # which samples share
+        for index, request in enumerate(prompts.values()):
+            self._check_prompt(f"prompt {index}", request)
+        if together and (continued := [request.sample for request in requests if request.prefix is not None]):
+            raise UserError(f"sample {continued[0]} has a prefix, expected none in requests submitted together")
+
+    def _check_prompt(self, name: str, request: Request) -> None:
+        longest = self._context_length - request.sampling.max_new_tokens
+        if not request.prompt:
+            raise UserError(f"{name} is empty")
+        if len(request.prompt) > longest:
+            raise UserError(
+                f"{name} has {len(request.prompt)} tokens; at most {max(longest, 0)} leave room for max_new_tokens "
+                f"{request.sampling.max_new_tokens} in a context of {self._context_length}"
+            )
+        self._check_tokens(name, request.prompt)
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
         if self.config.deterministic and sampling.min_p > 0:
@@ -152,16 +160,3 @@ class ResponseStreams(HostOwner):
         if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self._model.vocab_size)
             raise UserError(f"{name} has token id {wrong}; the vocabulary is 0 to {self._model.vocab_size - 1}")
-
-
-def sampling_parameters(sampling: SamplingConfig) -> dict[str, Any]:
-    """SGLang's parameters."""
-    parameters = sampling.model_dump(exclude={"stop", "stop_token_ids"})
-    parameters |= {"stop_token_ids": list(sampling.stop_token_ids), "skip_special_tokens": False}
-    return parameters | ({"custom_params": {PARAMETER: list(sampling.stop)}} if sampling.stop else {})
-
-
-def sample_seed(engine_seed: int, key: int, sample: int) -> int:
-    """A seed of 31 bits for one sample. A hash, so that neighbours share nothing."""
-    digest = hashlib.blake2b(f"{engine_seed}/{key}/{sample}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -16,7 +16,7 @@ from engine3d.stores.wire import (
     PROOF_BYTES,
     REFUSED,
     Answer,
-    Request,
+    StoreRequest,
     as_number,
     frame,
     is_proof,
@@ -58,7 +58,7 @@ class RemoteStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
-        self._ask(Request.SET, [key.encode(), _bytes(value)])
+        self._ask(StoreRequest.SET, [key.encode(), _bytes(value)])
 
     def get(self, key: str) -> bytes:
         """A value, once it is there."""
@@ -66,23 +66,23 @@ class RemoteStore(dist.Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 at first; the sum."""
-        return as_number(self._ask(Request.ADD, [key.encode(), number(amount)])[0])
+        return as_number(self._ask(StoreRequest.ADD, [key.encode(), number(amount)])[0])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return bool(as_number(self._ask(Request.CHECK, [key.encode() for key in keys])[0]))
+        return bool(as_number(self._ask(StoreRequest.CHECK, [key.encode() for key in keys])[0]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        self._await(Request.WAIT, keys, self._limit if timeout is None else timeout)
+        self._await(StoreRequest.WAIT, keys, self._limit if timeout is None else timeout)
 
     def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
         """Set a value if it is the expected one, or expected to be none; the value from then on."""
-        return self._ask(Request.COMPARE_SET, [key.encode(), _bytes(expected), _bytes(wanted)])[0]
+        return self._ask(StoreRequest.COMPARE_SET, [key.encode(), _bytes(expected), _bytes(wanted)])[0]
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether it was there."""
-        return bool(as_number(self._ask(Request.DELETE, [key.encode()])[0]))
+        return bool(as_number(self._ask(StoreRequest.DELETE, [key.encode()])[0]))
 
     def num_keys(self) -> int:
         """How many keys there are."""
@@ -90,20 +90,20 @@ class RemoteStore(dist.Store):
 
     def list_keys(self) -> list[str]:
         """All keys."""
-        return [key.decode() for key in self._ask(Request.KEYS, [])]
+        return [key.decode() for key in self._ask(StoreRequest.KEYS, [])]
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add to the end of a value."""
-        self._ask(Request.APPEND, [key.encode(), _bytes(value)])
+        self._ask(StoreRequest.APPEND, [key.encode(), _bytes(value)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Values, once all are there."""
-        return self._await(Request.GET, keys, self._limit)
+        return self._await(StoreRequest.GET, keys, self._limit)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set values."""
         pairs = zip(keys, values, strict=True)
-        self._ask(Request.SET, [part for key, value in pairs for part in (key.encode(), _bytes(value))])
+        self._ask(StoreRequest.SET, [part for key, value in pairs for part in (key.encode(), _bytes(value))])
 
     def has_extended_api(self) -> bool:
         """That it has `append`, `multi_get` and `multi_set`."""
@@ -123,13 +123,13 @@ class RemoteStore(dist.Store):
         limit: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's declarations lack it
         return limit
 
-    def _await(self, kind: Request, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+    def _await(self, kind: StoreRequest, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         milliseconds = timeout // timedelta(milliseconds=1)
         fields = [number(milliseconds), *(key.encode() for key in keys)]
         return self._ask(kind, fields, milliseconds / 1000, keys)
 
     def _ask(
-        self, kind: Request, fields: Sequence[bytes], limit_s: float = 0.0, keys: Sequence[str] = ()
+        self, kind: StoreRequest, fields: Sequence[bytes], limit_s: float = 0.0, keys: Sequence[str] = ()
     ) -> list[bytes]:
         """Ask the server on a connection that no other thread uses meanwhile."""
         try:

@@ -26,7 +26,7 @@ from engine3d.stores.wire import (
     REFUSED,
     Answer,
     FrameError,
-    Request,
+    StoreRequest,
     as_number,
     frame,
     is_proof,
@@ -63,7 +63,7 @@ class _Waiting:
     """A request that is answered when all its keys are there."""
 
     connection: _Connection
-    kind: Request
+    kind: StoreRequest
     keys: Sequence[bytes]
     missing: set[bytes]
 
@@ -195,24 +195,24 @@ class StoreServer:
     def _do(self, connection: _Connection, kind: int, fields: list[bytes]) -> bytes | None:
         """Do what is asked for; the answer, or None if that comes later."""
         match kind, fields:
-            case Request.SET, [_, _, *_] if len(fields) % 2 == 0:
+            case StoreRequest.SET, [_, _, *_] if len(fields) % 2 == 0:
                 for key, value in zip(fields[::2], fields[1::2], strict=True):
                     self._set(key, value)
                 return frame(Answer.DONE, [])
-            case ((Request.GET | Request.WAIT), [limit, *keys]):
-                return self._wait(_Waiting(connection, Request(kind), keys, set()), as_number(limit) / 1000)
-            case Request.CHECK, keys:
+            case ((StoreRequest.GET | StoreRequest.WAIT), [limit, *keys]):
+                return self._wait(_Waiting(connection, StoreRequest(kind), keys, set()), as_number(limit) / 1000)
+            case StoreRequest.CHECK, keys:
                 return frame(Answer.DONE, [number(all(key in self._values for key in keys))])
-            case Request.ADD, [key, change]:
+            case StoreRequest.ADD, [key, change]:
                 return self._add(key, as_number(change))
-            case Request.COMPARE_SET, [key, expected, wanted]:
+            case StoreRequest.COMPARE_SET, [key, expected, wanted]:
                 return frame(Answer.DONE, [self._compare_set(key, expected, wanted)])
-            case Request.APPEND, [key, more]:
+            case StoreRequest.APPEND, [key, more]:
                 self._set(key, self._values.get(key, b"") + more)
                 return frame(Answer.DONE, [])
-            case Request.DELETE, [key]:
+            case StoreRequest.DELETE, [key]:
                 return frame(Answer.DONE, [number(self._values.pop(key, None) is not None)])
-            case Request.KEYS, []:
+            case StoreRequest.KEYS, []:
                 return frame(Answer.DONE, list(self._values))
         raise FrameError(f"store: a request of kind {kind} with {len(fields)} fields")
 
@@ -251,7 +251,7 @@ class StoreServer:
         return None
 
     def _found(self, waiting: _Waiting) -> bytes:
-        if waiting.kind is Request.WAIT:
+        if waiting.kind is StoreRequest.WAIT:
             return frame(Answer.DONE, [])
         if gone := [key for key in waiting.keys if key not in self._values]:  # deleted while others were awaited
             return frame(Answer.TIMEOUT, gone[:1])

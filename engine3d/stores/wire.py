@@ -27,7 +27,7 @@ LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!q")
 
 
-class Request(IntEnum):
+class StoreRequest(IntEnum):
     """What is asked for, with its fields."""
 
     SET = 1

@@ -1,4 +1,4 @@
-"""What a rollout controller and engines say to each other: requests, and what became of them. No tokens."""
+"""A rollout controller's view of engines and samples: ids and lengths; of tokens only prefixes to continue from."""
 
 from __future__ import annotations
 
@@ -8,25 +8,11 @@ from typing import Any, Protocol
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError
+from engine3d.rollout.requests import Response
 
 
 class EngineLostError(EngineError):
     """An engine failed in a way after which it can be started again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """What a response under way has.
-
-    Args:
-        oldest: version of the oldest weights that drew a token of it.
-        tokens: how many it has.
-        content: as the engine's worker reads it.
-    """
-
-    oldest: int
-    tokens: int
-    content: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,47 +22,47 @@ class StreamRequest:
     Args:
         sample: its id, unique over the run.
         group: number of the draw.
-        place: of the sample in its group.
+        index: of the sample in its group.
         prompt: index of the prompt.
-        tokens: of the prompt, and of what the response has already.
-        begun: what the response has from before a restart.
+        tokens: count of the prompt's, and of the prefix's.
+        prefix: of the response, which continues from it.
     """
 
     sample: int
     group: int
-    place: int
+    index: int
     prompt: int
     tokens: int
-    begun: Begun | None = None
+    prefix: Response | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleEnd:
-    """A response that has ended, without its tokens.
+    """The end of a response.
 
     Args:
-        sample, group, place: as it was asked for.
-        tokens: of the response.
+        sample, group, index: of its request.
+        tokens: count of the response's.
         oldest: version of the oldest weights that drew a token of it.
-        whole: whether it ended by itself; it was given up otherwise.
+        complete: True if it ended by itself, False if it was aborted.
     """
 
     sample: int
     group: int
-    place: int
+    index: int
     tokens: int
     oldest: int
-    whole: bool
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """What has ended at an engine.
+class SampleEnds:
+    """Responses that have ended at an engine.
 
     Args:
-        samples: in the order of the rows of `rows`.
-        rows: where the samples with their tokens lie, for whoever learns from them.
-        figures: of the engine, if it tells them.
+        samples: complete ones first, in the order of `rows`.
+        rows: the complete samples with their tokens, in the object store of the engine's node.
+        figures: of the engine, if it reports them.
     """
 
     samples: Sequence[SampleEnd]
@@ -93,11 +79,11 @@ class StreamEngine(Protocol):
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         """Begin responses."""
 
-    async def ended(self) -> Ended:
-        """What has ended since the last call; waits until something has, but not for ever: it may be nothing."""
+    async def ended(self) -> SampleEnds:
+        """Responses that have ended since the last call; waits until one has, but not for ever: it may be none."""
 
     async def abort(self, samples: Sequence[int]) -> None:
-        """Give responses up; each ends."""
+        """Abort responses; each ends."""
 
-    async def under_way(self) -> Mapping[int, Begun]:
-        """What the responses under way that have a token have, by sample."""
+    async def in_flight(self) -> Mapping[int, Response]:
+        """The responses in flight that have a token, by sample."""

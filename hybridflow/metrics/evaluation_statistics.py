@@ -30,7 +30,7 @@ LOW, HIGH = "_low", "_high"
 
 
 @dataclass(frozen=True)
-class Response:
+class ScoredResponse:
     """A response that was scored.
 
     Args:
@@ -142,7 +142,7 @@ def over_prompts(values: Sequence[float], *, proportion: bool) -> Estimate:
 
 
 def estimates(
-    groups: Iterable[Sequence[Response]], k: int, *, votes: bool, measure: Measure = REWARD
+    groups: Iterable[Sequence[ScoredResponse]], k: int, *, votes: bool, measure: Measure = REWARD
 ) -> dict[str, Estimate]:
     """The figures of an evaluation, by name: as `figure_names` has them.
 

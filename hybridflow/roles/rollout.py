@@ -21,10 +21,11 @@ from engine3d.rollout.engine import RolloutEngine
 from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.member import EngineMember
 from engine3d.rollout.part import EnginePart, PartCalls
+from engine3d.rollout.requests import Request
 from engine3d.training.offload import OffloadFigures
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import DrawnPrompt
-from hybridflow.roles.rollout_stream import EngineStream
+from hybridflow.roles.rollout_stream import EngineStream, sample_batch
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
@@ -152,26 +153,18 @@ class RolloutWorker:
     @on_first_host(_UNUSED)
     def generate(self, drawn: list[DrawnPrompt], *, sampling: Sampling, samples_per_prompt: int) -> SampleBatch:
         """Responses to prompts: `samples_per_prompt` samples of each, in order."""
-        seeds = [prompt.group for prompt in drawn] if self._engine.config.deterministic else None
         began = time.time()
-        groups = self._engine.generate([prompt.tokens for prompt in drawn], sampling, samples_per_prompt, seeds)
-        rows = [
-            (prompt, place, generation)
-            for prompt, group in zip(drawn, groups, strict=True)
-            for place, generation in enumerate(group)
+        requests = [
+            Request(prompt.first_sample + index, prompt.tokens, sampling_of_prompt, prompt.group, index)
+            for prompt in drawn
+            for sampling_of_prompt in [sampling.for_prompt(len(prompt.tokens))]
+            for index in range(samples_per_prompt)
         ]
-        return SampleBatch.from_generations(
-            prompts=[prompt.tokens for prompt, _, _ in rows],
-            responses=[generation.token_ids for _, _, generation in rows],
-            logprobs=[generation.logprobs for _, _, generation in rows],
-            sample_ids=[prompt.first_sample + place for prompt, place, _ in rows],
-            group_ids=[prompt.group for prompt, _, _ in rows],
-            prompt_indices=[prompt.index for prompt, _, _ in rows],
-            policy_versions=[generation.weight_version for _, _, generation in rows],
-            finish_reasons=[generation.finish_reason for _, _, generation in rows],
-            engine=self._number,
-            times=[(began, time.time())] * len(rows),
-        )
+        self._engine.submit(requests, together=True)
+        responses = self._engine.wait_for([request.sample for request in requests])
+        prompts = [prompt.index for prompt in drawn for _ in range(samples_per_prompt)]
+        times = [(began, time.time())] * len(requests)
+        return sample_batch(self._number, requests, prompts, responses, times, token_versions=False)
 
     @register(ONE_TO_ALL)
     @on_first_host(cast("str | None", None))
@@ -287,9 +280,9 @@ class RolloutWorker:
 
     # Beside the calls of the group, of the controller of a stream (`RankProcess.call_beside`)
 
-    def open_stream(self, sampling: Sampling) -> EngineFigures:
-        """Take requests for responses from here on. Returns how the engine is."""
-        self._stream = EngineStream(self._number, self._engine, sampling)
+    def open_stream(self) -> EngineFigures:
+        """Take requests one by one from here on. Returns the engine's figures."""
+        self._stream = EngineStream(self._number, self._engine)
         return self._stream.figures
 
     def of_stream(self, method: str, *arguments: Any) -> Any:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine3d.rollout.host.messages import Response
+from engine3d.rollout.requests import Response
 from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.stored_rows import Row, StoredRows, gathered
-from hybridflow.batch.stream_requests import Begun, SampleEnd
+from hybridflow.batch.stream_requests import SampleEnd
 from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
 from hybridflow.rewards.result import SampleScore
@@ -72,9 +72,9 @@ def buffered_groups(state: StreamState, prompts: Prompts) -> BufferedGroups:
         gathered(rows).fetch() if rows else None,
         _begun(state, prompts),
         {
-            str(group.first_sample + place): {what: asdict(score) for what, score in scores.items()}
+            str(group.first_sample + index): {what: asdict(score) for what, score in scores.items()}
             for group in state.groups
-            for place, scores in group.scores.items()
+            for index, scores in group.scores.items()
         },
     )
 
@@ -82,10 +82,10 @@ def buffered_groups(state: StreamState, prompts: Prompts) -> BufferedGroups:
 def _begun(state: StreamState, prompts: Prompts) -> SampleBatch | None:
     of_group = {group["number"]: group["prompt"] for group in state.ledger["groups"]}
     responses = [
-        (group, place, of_group[group.number], begun.content)
+        (group, index, of_group[group.number], response)
         for group in state.groups
-        for place, begun in sorted(group.begun.items())
-        if begun is not None
+        for index, response in sorted(group.prefixes.items())
+        if response is not None
     ]
     if not responses:
         return None
@@ -93,10 +93,10 @@ def _begun(state: StreamState, prompts: Prompts) -> SampleBatch | None:
         prompts=[prompts.tokens[prompt] for _, _, prompt, _ in responses],
         responses=[response.token_ids for *_, response in responses],
         logprobs=[response.logprobs for *_, response in responses],
-        sample_ids=[group.first_sample + place for group, place, _, _ in responses],
+        sample_ids=[group.first_sample + index for group, index, _, _ in responses],
         group_ids=[group.number for group, *_ in responses],
         prompt_indices=[prompt for _, _, prompt, _ in responses],
-        policy_versions=[min(response.versions) for *_, response in responses],
+        policy_versions=[response.oldest_version for *_, response in responses],
         finish_reasons=[FinishReason.ABORT] * len(responses),
         token_versions=[response.versions for *_, response in responses],
     )
@@ -118,13 +118,13 @@ def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_promp
             strict=True,
         )
         for index, (sample, group, tokens, oldest) in enumerate(samples):
-            end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, whole=True)
+            end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, complete=True)
             ended[group].append((end, Row(rows, index)))
     scores: dict[int, Mapping[str, SampleScore]] = {
         int(sample): {what: SampleScore(**values) for what, values in of_sample.items()}
         for sample, of_sample in buffered.scores.items()
     }
-    begun: dict[int, Begun] = {}
+    prefixes: dict[int, Response] = {}
     if buffered.begun is not None:
         batch = buffered.begun
         assert batch.token_versions is not None
@@ -133,13 +133,12 @@ def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_promp
             batch.responses(), batch.logprobs.split(lengths), batch.token_versions.split(lengths), strict=True
         )
         for sample, (tokens, logprobs, versions) in zip(batch.sample_ids.tolist(), columns, strict=True):
-            response = Response(tokens, logprobs.tolist(), versions.tolist())
-            begun[sample] = Begun(min(response.versions), len(tokens), response)
+            prefixes[sample] = Response(tokens, logprobs.tolist(), versions.tolist())
     groups = []
     for number, first in firsts.items():
-        complete = {end.place for end, _ in ended[number]}
-        missing = [place for place in range(samples_per_prompt) if place not in complete]
-        of_ended = {place: scores[first + place] for place in sorted(complete) if first + place in scores}
-        resumed = {place: begun.get(first + place) for place in missing}
+        complete = {end.index for end, _ in ended[number]}
+        missing = [index for index in range(samples_per_prompt) if index not in complete]
+        of_ended = {index: scores[first + index] for index in sorted(complete) if first + index in scores}
+        resumed = {index: prefixes.get(first + index) for index in missing}
         groups.append(GroupState(number, first, tuple(ended[number]), resumed, of_ended))
     return StreamState(buffered.ledger, samples_drawn, tuple(groups))

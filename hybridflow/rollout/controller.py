@@ -18,8 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
+from engine3d.rollout.config import Sampling
+from engine3d.rollout.requests import Request, Response
 from hybridflow.batch.stored_rows import Row, StoredRows
-from hybridflow.batch.stream_requests import Begun, Ended, EngineLostError, StreamRequest
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptOrder
 from hybridflow.data.tasks import Example
@@ -92,32 +94,52 @@ class RemoteEngine:
         actor: of the rank.
         node: Ray's id of the node that it is on.
         threads: Ray's name of the threads that take calls beside those of the group.
-        prompts: that requests name by their index.
+        prompts: token ids of prompts, by the index that requests have.
+        sampling: of all responses.
         answers_s: that the rank has for a call.
     """
 
     def __init__(
-        self, number: int, actor: Any, node: str, threads: str, prompts: PackedPrompts, answers_s: float
+        self,
+        number: int,
+        actor: Any,
+        node: str,
+        threads: str,
+        prompts: PackedPrompts,
+        sampling: Sampling,
+        answers_s: float,
     ) -> None:
         self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, answers_s, EngineLostError)
-        self._node, self._prompts = node, prompts
+        self._node, self._prompts, self._sampling = node, prompts, sampling
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
-        begun = [request.begun.content if request.begun is not None else None for request in requests]
+        # Those of a prompt have it in common, also when they are sent.
         prompts = {prompt: self._prompts[prompt] for prompt in {request.prompt for request in requests}}
-        await self._call("submit", 1, [replace(request, begun=None) for request in requests], begun, prompts)
+        sampling = {prompt: self._sampling.for_prompt(len(tokens)) for prompt, tokens in prompts.items()}
+        complete = [
+            Request(
+                request.sample,
+                prompts[request.prompt],
+                sampling[request.prompt],
+                request.group,
+                request.index,
+                request.prefix,
+            )
+            for request in requests
+        ]
+        await self._call("submit", 1, complete, [request.prompt for request in requests])
 
-    async def ended(self) -> Ended:
-        found, summary, packed = await self._call("take_ended", 3, _WAIT_S)
-        ended: Ended = replace(found, rows=StoredRows(summary, packed, self._node))
-        return ended
+    async def ended(self) -> SampleEnds:
+        without_rows, summary, packed = await self._call("take_ended", 3, _WAIT_S)
+        ends: SampleEnds = replace(without_rows, rows=StoredRows(summary, packed, self._node))
+        return ends
 
     async def abort(self, samples: Sequence[int]) -> None:
         await self._call("abort", 1, list(samples))
 
-    async def under_way(self) -> Mapping[int, Begun]:
-        found: Mapping[int, Begun] = await self._call("under_way", 1)
-        return found
+    async def in_flight(self) -> Mapping[int, Response]:
+        responses: Mapping[int, Response] = await self._call("in_flight", 1)
+        return responses
 
     async def _call(self, method: str, results: int, *arguments: Any) -> Any:
         """What a method of the engine's stream returns; of several results only the first, and references to others."""
@@ -160,9 +182,10 @@ class RolloutController:
         threads: str,
         scorers: Sequence[Any] = (),
     ) -> None:
+        assert plan.sampling is not None
         self._prompts, self._sampler = prompts, order.sampler()
         engines = [
-            RemoteEngine(number, actor, node, threads, prompts.tokens, plan.engine_answers_s)
+            RemoteEngine(number, actor, node, threads, prompts.tokens, plan.sampling, plan.engine_answers_s)
             for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
         ]
         self._taking: asyncio.Task[Any] | None = None

@@ -13,23 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from hybridflow.batch.stream_requests import StreamRequest
+
 _NOTES_PER_ENGINE = 16
 """How often what an engine has may be noted before the notes that hold no more are thrown away."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A response that is to be made.
-
-    Args:
-        sample: its id.
-        group: of its draw; requests of a group have their prompt in common.
-        tokens: how many its prompt has, and what it has of the response already.
-    """
-
-    sample: int
-    group: int
-    tokens: int
 
 
 @dataclass(slots=True)
@@ -66,8 +53,8 @@ class Dispatcher:
             raise ValueError(f"Dispatcher: {engines} engines, {limit} requests each, expected at least 1 of both")
         self._engines = {number: _Engine(number, limit=limit) for number in range(engines)}
         self._expected = expected
-        self._waiting: OrderedDict[int, Asked] = OrderedDict()
-        self._in_flight: dict[int, tuple[_Engine, Asked, float]] = {}
+        self._waiting: OrderedDict[int, StreamRequest] = OrderedDict()
+        self._in_flight: dict[int, tuple[_Engine, StreamRequest, float]] = {}
         self._groups: dict[int, set[int]] = {}
         """Samples of each group that wait or are in flight."""
         self._away: set[int] = set()
@@ -115,26 +102,26 @@ class Dispatcher:
         """Whether an engine was not lost."""
         return engine in self._engines
 
-    def add(self, *asked: Asked, first: bool = False) -> None:
+    def add(self, *requests: StreamRequest, first: bool = False) -> None:
         """Requests to send, behind those that wait, or before them."""
-        for each in reversed(asked) if first else asked:
-            self._waiting[each.sample] = each
-            self._groups.setdefault(each.group, set()).add(each.sample)
+        for request in reversed(requests) if first else requests:
+            self._waiting[request.sample] = request
+            self._groups.setdefault(request.group, set()).add(request.sample)
             if first:
-                self._waiting.move_to_end(each.sample, last=False)
+                self._waiting.move_to_end(request.sample, last=False)
 
-    def send(self) -> Iterator[tuple[int, Asked]]:
+    def send(self) -> Iterator[tuple[int, StreamRequest]]:
         """Requests for which an engine has room, with its number, in the order in which they came."""
         while self._waiting:
-            asked = next(iter(self._waiting.values()))
-            engine = self._holder(asked.group)
+            request = next(iter(self._waiting.values()))
+            engine = self._holder(request.group)
             if engine is None:
                 engine = self._emptiest()
             if engine is None:
                 return
-            del self._waiting[asked.sample]
-            self._put(engine, asked)
-            yield engine.number, asked
+            del self._waiting[request.sample]
+            self._put(engine, request)
+            yield engine.number, request
 
     def ended(self, sample: int) -> None:
         """A request is not in flight any more."""
@@ -201,14 +188,14 @@ class Dispatcher:
         self._away.discard(engine)
         self._push(found)
 
-    def lose(self, engine: int) -> tuple[Asked, ...]:
+    def lose(self, engine: int) -> tuple[StreamRequest, ...]:
         """An engine is gone. Returns what was in flight there, which is not any more."""
         lost = self._engines.pop(engine)
         self._away.discard(engine)
-        found = tuple(asked for each, asked, _ in self._in_flight.values() if each is lost)
-        for asked in found:
-            self._take_out(asked.sample)
-        return found
+        requests = tuple(request for each, request, _ in self._in_flight.values() if each is lost)
+        for request in requests:
+            self._take_out(request.sample)
+        return requests
 
     def gain(self, engine: int, limit: int) -> None:
         """An engine is there, with nothing in flight. Raises ValueError for one that was not lost before."""
@@ -231,19 +218,19 @@ class Dispatcher:
             heapq.heappop(self._heap)
         return None
 
-    def _put(self, engine: _Engine, asked: Asked) -> None:
-        tokens = asked.tokens + self._expected(asked.tokens)
-        self._in_flight[asked.sample] = (engine, asked, tokens)
+    def _put(self, engine: _Engine, request: StreamRequest) -> None:
+        tokens = request.tokens + self._expected(request.tokens)
+        self._in_flight[request.sample] = (engine, request, tokens)
         self.busy += not engine.requests
         engine.requests += 1
         engine.tokens += tokens
         self.tokens += tokens
-        self._holders[asked.group] = engine.number
+        self._holders[request.group] = engine.number
         self._push(engine)
 
     def _take_out(self, sample: int) -> _Engine:
-        engine, asked, tokens = self._in_flight.pop(sample)
-        self._leave(asked.group, sample)
+        engine, request, tokens = self._in_flight.pop(sample)
+        self._leave(request.group, sample)
         engine.requests -= 1
         engine.tokens -= tokens
         self.busy -= not engine.requests

@@ -17,10 +17,11 @@ from typing import Any
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError
+from engine3d.rollout.requests import Response
 from hybridflow.batch.stored_rows import Row
-from hybridflow.batch.stream_requests import Begun, Ended, EngineLostError, SampleEnd, StreamEngine, StreamRequest
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnd, SampleEnds, StreamEngine, StreamRequest
 from hybridflow.metrics import names as metrics
-from hybridflow.rollout.dispatch import Asked, Dispatcher
+from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
 from hybridflow.rollout.ledger import Group, Ledger, Taken
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
@@ -45,9 +46,9 @@ class _Gathered:
     group: Group
     first_sample: int
     ends: dict[int, tuple[SampleEnd, Row]] = field(default_factory=dict)
-    """By place."""
+    """By index in the group."""
     scores: dict[int, Any] = field(default_factory=dict)
-    """By place."""
+    """By index in the group."""
 
 
 class RolloutStream:
@@ -83,8 +84,8 @@ class RolloutStream:
         self._learning: tuple[GroupRows, ...] = ()
         self._given_up: set[int] = set()
         self._requests: dict[int, StreamRequest] = {}
-        self._withdrawn: dict[int, Begun | None] = {}
-        """Samples that are aborted to go on at another engine, with what they have."""
+        self._withdrawn: dict[int, Response | None] = {}
+        """Samples that are aborted to continue at another engine, with the tokens that they have."""
         self._submitting: dict[int, set[asyncio.Task[None]]] = {}
         """Requests that may not have reached their engine yet, by its number."""
         self.samples_drawn = 0
@@ -140,7 +141,7 @@ class RolloutStream:
         async with self._changed:
             while (taken := self._taken(version)) is None:
                 if not (self.ledger.under_way or self._dispatcher.waiting or self._dispatcher.busy):
-                    raise EngineError(f"no group is under way, and the step still {self.waiting_for()}")
+                    raise EngineError(f"no group is in flight, and the step still {self.waiting_for()}")
                 await self._changed.wait()
         self._step_version = version
         self.figures.waited(self._clock() - began)
@@ -165,7 +166,7 @@ class RolloutStream:
         busy = [f"{count} at engine {number}" for number, count in counts.items() if count]
         if len(busy) > _MOST_NAMED:
             busy = [*busy[:_MOST_NAMED], f"{sum(counts.values())} at {len(busy)} engines in all"]
-        parts = [f"responses under way: {', '.join(busy) or 'none'}"]
+        parts = [f"responses in flight: {', '.join(busy) or 'none'}"]
         if lost := [str(number) for number in counts if not self._dispatcher.has(number)]:
             parts.append(f"engines that are started again: {', '.join(lost)}")
         if self._scoring.needed:
@@ -243,13 +244,13 @@ class RolloutStream:
         self.figures.lose(number)
         self._idle(number)
         again = []
-        for asked in reversed(self._dispatcher.lose(number)):
-            begun = self._withdrawn.pop(asked.sample, None)
-            if asked.sample in self._given_up:
-                self._given_up.discard(asked.sample)
+        for request in reversed(self._dispatcher.lose(number)):
+            prefix = self._withdrawn.pop(request.sample, None)
+            if request.sample in self._given_up:
+                self._given_up.discard(request.sample)
                 continue
-            self._ask_again(self._requests[asked.sample], begun)
-            again.append(asked.sample)
+            self._request_again(request, prefix)
+            again.append(request.sample)
         self.events.lost(number, cause, again)
         self._feed()
 
@@ -282,14 +283,14 @@ class RolloutStream:
     async def _withdraw_from(self, number: int) -> None:
         await asyncio.gather(*self._submitting.get(number, ()))  # what has not come cannot be aborted
         with self._losing(number):
-            await self._abort_under_way(number)
+            await self._abort_in_flight(number)
 
-    async def _abort_under_way(self, number: int) -> None:
-        begun = await self._engines[number].under_way()
+    async def _abort_in_flight(self, number: int) -> None:
+        prefixes = await self._engines[number].in_flight()
         samples = [sample for sample in self._dispatcher.samples(number) if sample not in self._given_up]
         if not samples:
             return
-        self._withdrawn |= {sample: begun.get(sample) for sample in samples}
+        self._withdrawn |= {sample: prefixes.get(sample) for sample in samples}
         self.events.withdrawn(number, samples)
         self.figures.count("withdrawn", len(samples))
         await self._engines[number].abort(samples)
@@ -297,7 +298,7 @@ class RolloutStream:
     def give_back(self) -> None:
         """The step that is under way will not learn: what it took is there again."""
         for each in self._learning:
-            ends = {end.place: (end, row) for end, row in zip(each.ends, each.rows, strict=True)}
+            ends = {end.index: (end, row) for end, row in zip(each.ends, each.rows, strict=True)}
             scores = dict(enumerate(each.scores))
             self._groups[each.group.number] = _Gathered(each.group, each.ends[0].sample, ends, scores)
         self._learning = ()
@@ -312,23 +313,23 @@ class RolloutStream:
     # Over a restart
 
     async def state(self) -> StreamState:
-        """All that is under way, with what it has; the stream goes on meanwhile."""
-        partial: dict[int, Begun] = {}
+        """All groups in flight, with their tokens; the stream continues meanwhile."""
+        partial: dict[int, Response] = {}
         for number, engine in enumerate(self._engines):
             if self._dispatcher.has(number):
                 with self._losing(number):
-                    partial |= await engine.under_way()
+                    partial |= await engine.in_flight()
         self._raise_failure()
         # What ended while engines were asked is known as ended.
         groups = [
             GroupState(
                 gathered.group.number,
                 gathered.first_sample,
-                tuple(gathered.ends[place] for place in sorted(gathered.ends)),
+                tuple(gathered.ends[index] for index in sorted(gathered.ends)),
                 {
-                    place: self._begun(gathered.first_sample + place, partial)
-                    for place in range(self._plan.samples_per_prompt)
-                    if place not in gathered.ends
+                    index: self._prefix(gathered.first_sample + index, partial)
+                    for index in range(self._plan.samples_per_prompt)
+                    if index not in gathered.ends
                 },
                 dict(gathered.scores),
             )
@@ -336,12 +337,12 @@ class RolloutStream:
         ]
         return StreamState(self.ledger.state(), self.samples_drawn, tuple(groups))
 
-    def _begun(self, sample: int, partial: Mapping[int, Begun]) -> Begun | None:
-        """What a response has at its engine, or has had and waits to go on with."""
+    def _prefix(self, sample: int, partial: Mapping[int, Response]) -> Response | None:
+        """Tokens of a response at its engine, or those from which it waits to continue."""
         if sample in partial:
             return partial[sample]
         request = self._requests.get(sample)
-        return request.begun if request is not None else None
+        return request.prefix if request is not None else None
 
     def restore(self, state: StreamState) -> None:
         """Go on where `state` was taken, before `open`."""
@@ -351,20 +352,20 @@ class RolloutStream:
             each["number"]: Group(each["number"], each["prompt"], each["attempt"]) for each in state.ledger["groups"]
         }
         for each in state.groups:
-            ends = {end.place: (end, row) for end, row in each.ended}
+            ends = {end.index: (end, row) for end, row in each.ended}
             gathered = _Gathered(known[each.number], each.first_sample, ends, dict(each.scores))
             self._groups[each.number] = gathered
-            self._ask(gathered, each.begun)
+            self._request_samples(gathered, each.prefixes)
             if each.number not in unfinished:
                 continue
-            for place, (end, row) in ends.items():
-                if place not in gathered.scores:
+            for index, (end, row) in ends.items():
+                if index not in gathered.scores:
                     self._score(end, row)
             drawn = [end.oldest for end, _ in each.ended]
-            drawn += [begun.oldest for begun in each.begun.values() if begun is not None]
+            drawn += [prefix.oldest_version for prefix in each.prefixes.values() if prefix is not None]
             if drawn:
                 self.ledger.sent(each.number, min(drawn))
-            self._look_whether_whole(gathered)  # what nothing scores any more is not waited for
+            self._note_if_complete(gathered)  # what nothing scores any more is not waited for
 
     # What happens
 
@@ -378,11 +379,11 @@ class RolloutStream:
                     await self._take_in(number, ended)
         await self._wake()
 
-    async def _take_in(self, number: int, ended: Ended) -> None:
+    async def _take_in(self, number: int, ended: SampleEnds) -> None:
         if ended.figures is not None:
             self._told(number, ended.figures, ended.samples)
-        for place, end in enumerate(ended.samples):
-            self._ended(end, Row(ended.rows, place))
+        for row, end in enumerate(ended.samples):
+            self._ended(end, Row(ended.rows, row))
         if ended.samples:
             self._feed()
             if not self._dispatcher.in_flight(number)[0]:
@@ -403,26 +404,26 @@ class RolloutStream:
         self._dispatcher.ended(end.sample)
         request = self._requests.pop(end.sample, None)
         withdrawn = end.sample in self._withdrawn
-        begun = self._withdrawn.pop(end.sample, None)
+        prefix = self._withdrawn.pop(end.sample, None)
         if end.sample in self._given_up:
             self._given_up.discard(end.sample)
             return
-        if withdrawn and not end.whole and request is not None:
-            self._ask_again(request, begun)
+        if withdrawn and not end.complete and request is not None:
+            self._request_again(request, prefix)
             return
         gathered = self._groups[end.group]
-        if not end.whole:  # for a reason of the engine's own
+        if not end.complete:  # for a reason of the engine's own
             self._drop((gathered.group,), "lost")
             self.ledger.lost(end.group)
             return
         self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * end.tokens
         self.figures.ended(end.sample, end.tokens)
-        gathered.ends[end.place] = end, row
+        gathered.ends[end.index] = end, row
         self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
         if len(gathered.ends) == self._plan.samples_per_prompt:
             self._dispatcher.forget(end.group)
         self._score(end, row)
-        self._look_whether_whole(gathered)
+        self._note_if_complete(gathered)
 
     def _score(self, end: SampleEnd, row: Row) -> None:
         if self._scoring.needed:
@@ -432,12 +433,12 @@ class RolloutStream:
         """Samples have been scored; of some the group may be gone, or begun anew."""
         for end, score in zip(ends, scores, strict=True):
             gathered = self._groups.get(end.group)
-            if gathered is not None and gathered.first_sample + end.place == end.sample:
-                gathered.scores[end.place] = score
-                self._look_whether_whole(gathered)
+            if gathered is not None and gathered.first_sample + end.index == end.sample:
+                gathered.scores[end.index] = score
+                self._note_if_complete(gathered)
         await self._wake()
 
-    def _look_whether_whole(self, gathered: _Gathered) -> None:
+    def _note_if_complete(self, gathered: _Gathered) -> None:
         count = self._plan.samples_per_prompt
         if len(gathered.ends) == count and (len(gathered.scores) == count or not self._scoring.needed):
             oldest = min(each.oldest for each, _ in gathered.ends.values())
@@ -460,11 +461,11 @@ class RolloutStream:
             self.samples_drawn += self._plan.samples_per_prompt
             self._groups[group.number] = gathered
             self.events.admitted(group, gathered.first_sample)
-            self._ask(gathered, {})
+            self._request_samples(gathered, {})
         sent: dict[int, list[StreamRequest]] = {}
-        for engine, asked in self._dispatcher.send():
-            sent.setdefault(engine, []).append(self._requests[asked.sample])
-            self.ledger.sent(asked.group, self._dispatcher.version(engine))
+        for engine, request in self._dispatcher.send():
+            sent.setdefault(engine, []).append(request)
+            self.ledger.sent(request.group, self._dispatcher.version(engine))
         for engine, requests in sent.items():
             self._busy_since.setdefault(engine, self._clock())
             self.events.sent(engine, self._dispatcher.version(engine), [request.sample for request in requests])
@@ -498,22 +499,22 @@ class RolloutStream:
         self._busy_since = dict.fromkeys(self._busy_since, now)
         return found + under_way
 
-    def _ask(self, gathered: _Gathered, begun: Mapping[int, Begun | None]) -> None:
+    def _request_samples(self, gathered: _Gathered, prefixes: Mapping[int, Response | None]) -> None:
         group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)
-        for place in range(self._plan.samples_per_prompt):
-            if place in gathered.ends:
+        for index in range(self._plan.samples_per_prompt):
+            if index in gathered.ends:
                 continue
-            sample, has = gathered.first_sample + place, begun.get(place)
-            request = StreamRequest(sample, group.number, place, group.prompt, tokens + _tokens_of(has), has)
-            self._requests[sample] = request
-            self._dispatcher.add(Asked(sample, group.number, request.tokens))
+            sample, prefix = gathered.first_sample + index, prefixes.get(index)
+            count = tokens + _tokens_of(prefix)
+            self._requests[sample] = request = StreamRequest(sample, group.number, index, group.prompt, count, prefix)
+            self._dispatcher.add(request)
 
-    def _ask_again(self, request: StreamRequest, begun: Begun | None) -> None:
-        """Have a response go on elsewhere, before all that waits, with what it has, or else had when it was sent."""
-        has = begun or request.begun
-        more = _tokens_of(has) - _tokens_of(request.begun)
-        self._requests[request.sample] = request = replace(request, tokens=request.tokens + more, begun=has)
-        self._dispatcher.add(Asked(request.sample, request.group, request.tokens), first=True)
+    def _request_again(self, request: StreamRequest, prefix: Response | None) -> None:
+        """Have a response continue elsewhere, before all that waits: from its prefix, or else that of its request."""
+        prefix = prefix or request.prefix
+        more = _tokens_of(prefix) - _tokens_of(request.prefix)
+        self._requests[request.sample] = again = replace(request, tokens=request.tokens + more, prefix=prefix)
+        self._dispatcher.add(again, first=True)
 
     def _drop(self, groups: Iterable[Group], why: str) -> None:
         """Have nothing more of groups that went back."""
@@ -534,8 +535,8 @@ class RolloutStream:
 
     def _rows(self, group: Group) -> GroupRows:
         gathered = self._groups.pop(group.number)
-        ends, rows = zip(*(gathered.ends[place] for place in range(self._plan.samples_per_prompt)), strict=True)
-        return GroupRows(group, ends, rows, tuple(gathered.scores[place] for place in sorted(gathered.scores)))
+        ends, rows = zip(*(gathered.ends[index] for index in range(self._plan.samples_per_prompt)), strict=True)
+        return GroupRows(group, ends, rows, tuple(gathered.scores[index] for index in sorted(gathered.scores)))
 
     def _expected(self, prompt_tokens: int) -> float:
         return self._length
@@ -566,5 +567,5 @@ class RolloutStream:
             raise self._failure
 
 
-def _tokens_of(begun: Begun | None) -> int:
-    return 0 if begun is None else begun.tokens
+def _tokens_of(prefix: Response | None) -> int:
+    return 0 if prefix is None else len(prefix.token_ids)

@@ -203,7 +203,7 @@ class StreamSource(RolloutSource):
     def _open_engine(self, number: int) -> EngineFigures:
         """Have an engine take requests. How it is."""
         call = self._engines.actors[number].call_beside.options(concurrency_group=self._engines.threads)
-        figures: EngineFigures = self._get(call.remote("open_stream", 1, self._plan.sampling))
+        figures: EngineFigures = self._get(call.remote("open_stream", 1))
         return figures
 
     def notice_lost(self) -> None:

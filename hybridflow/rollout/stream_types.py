@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine3d.rollout.config import Sampling
+from engine3d.rollout.requests import Response
 from hybridflow.batch.stored_rows import Row
-from hybridflow.batch.stream_requests import Begun, SampleEnd
+from hybridflow.batch.stream_requests import SampleEnd
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import Group, StreamLimits, Taken
 
@@ -45,7 +46,7 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """A whole group: the end of each sample in order, where it lies, and its score if there are any."""
+    """A complete group: the end of each sample in order, its row, and its score if there are any."""
 
     group: Group
     ends: tuple[SampleEnd, ...]
@@ -74,31 +75,31 @@ class StepRows:
 
 @dataclass(frozen=True)
 class GroupState:
-    """A group under way, or whole.
+    """A group in flight, or complete.
 
     Args:
         number: of its draw.
         first_sample: id of its first sample; the others follow.
-        ended: what has ended, and where it lies.
-        begun: what each other sample has, by its place in the group; None of one that has nothing.
-        scores: of the samples that have ended and were scored, by place in the group.
+        ended: samples that have ended, and their rows.
+        prefixes: tokens of each other sample, by its index in the group; None of one without any.
+        scores: of the samples that have ended and were scored, by index in the group.
     """
 
     number: int
     first_sample: int
     ended: tuple[tuple[SampleEnd, Row], ...]
-    begun: dict[int, Begun | None]
+    prefixes: dict[int, Response | None]
     scores: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """All that is under way.
+    """All groups in flight.
 
     Args:
         ledger: `Ledger.state()`.
         samples_drawn: ids of samples that were given out.
-        groups: under way or whole.
+        groups: in flight or complete.
     """
 
     ledger: dict[str, Any]

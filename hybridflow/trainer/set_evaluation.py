@@ -23,7 +23,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.evaluation_statistics import (
     LENGTH,
     TRUNCATED,
-    Response,
+    ScoredResponse,
     estimates,
     over_prompts,
     with_intervals,
@@ -165,7 +165,7 @@ class SetMeasurer:
         step: int,
         batch: RemoteBatch,
         scored: Scored,
-        groups: Mapping[int, list[Response]],
+        groups: Mapping[int, list[ScoredResponse]],
         places: Mapping[int, list[int]],
     ) -> None:
         """Write the first response to some prompts; what cannot be written does not end the run."""
@@ -207,7 +207,7 @@ def set_identities(recipe: Recipe, sets: Mapping[str, Prompts]) -> dict[str, str
 
 def _by_prompt(
     batch: RemoteBatch, scored: Scored, passing: float
-) -> tuple[dict[int, list[Response]], dict[int, list[int]]]:
+) -> tuple[dict[int, list[ScoredResponse]], dict[int, list[int]]]:
     """The scored responses to each prompt in the order in which they were drawn, and the rows of all of them."""
     rewards, passes = scored.rewards.tolist(), (scored.rewards >= passing).tolist()  # in the precision of rewards
     votes = scored.votes.tolist() if scored.votes is not None else [NO_VOTE] * len(rewards)
@@ -218,7 +218,7 @@ def _by_prompt(
         places.setdefault(prompts[row], []).append(row)
     groups = {
         prompt: [
-            Response(rewards[row], passes[row], votes[row] if votes[row] != NO_VOTE else None)
+            ScoredResponse(rewards[row], passes[row], votes[row] if votes[row] != NO_VOTE else None)
             for row in rows
             if rewards[row] == rewards[row]
         ]

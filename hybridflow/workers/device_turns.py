@@ -28,7 +28,7 @@ import ray
 from hybridflow.workers.call import Call
 from hybridflow.workers.methods import Arguments
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.sending import Request, send
+from hybridflow.workers.sending import RankRequest, send
 
 GIVE_BACK = "give_back"
 """The method that is called of a group when its turn is over."""
@@ -69,7 +69,7 @@ class Turns:
         self._calls: list[Call] = []
         self._memory: weakref.WeakKeyDictionary[Ranks, Literal["held", "given back"]] = weakref.WeakKeyDictionary()
 
-    def send(self, request: Request) -> tuple[Call, list[ray.ObjectRef]]:
+    def send(self, request: RankRequest) -> tuple[Call, list[ray.ObjectRef]]:
         """Send a call to every rank, and before it what its turn needs; the call, and where the results will lie.
 
         Raises:
@@ -95,7 +95,7 @@ class Turns:
         with self._lock:
             return self._memory.get(ranks) == "given back"
 
-    def _sent(self, request: Request) -> tuple[Call, list[ray.ObjectRef]]:
+    def _sent(self, request: RankRequest) -> tuple[Call, list[ray.ObjectRef]]:
         """Send this call alone. The lock is held."""
         if not request.exclusive:
             return send(request)
@@ -115,10 +115,10 @@ class Turns:
         return [call for call in self._calls if id(call) in needed]
 
 
-def _request(call: MemoryCall) -> Request:
+def _request(call: MemoryCall) -> RankRequest:
     ranks = call.ranks
     arguments = [Arguments()] * len(ranks.actors)
-    return Request(ranks, call.method, ranks.memory_methods[call.method], arguments, exclusive=True)
+    return RankRequest(ranks, call.method, ranks.memory_methods[call.method], arguments, exclusive=True)
 
 
 def _share(one: Ranks, other: Ranks) -> bool:

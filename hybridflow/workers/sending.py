@@ -13,7 +13,7 @@ from hybridflow.workers.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class RankRequest:
     """A call that is to be sent.
 
     Args:
@@ -36,7 +36,7 @@ class Request:
     members: Sequence[int] | None = None
 
 
-def send(request: Request, earlier: Sequence[Call] = ()) -> tuple[Call, list[ray.ObjectRef]]:
+def send(request: RankRequest, earlier: Sequence[Call] = ()) -> tuple[Call, list[ray.ObjectRef]]:
     """Send a call to the ranks: the call, and where each rank's result will lie. Waits for nobody.
 
     `Turns.send` alone calls it, which holds the order of calls.

@@ -53,7 +53,7 @@ from hybridflow.workers.future import Future, wait_together
 from hybridflow.workers.methods import Arguments, Caller, Grid, OneEach, Protocol, Registration, ToAll, registrations
 from hybridflow.workers.rank_process import BESIDE, RankProcess
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.sending import Request
+from hybridflow.workers.sending import RankRequest
 from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.waits import waits
 
@@ -323,7 +323,7 @@ class WorkerGroup(Caller):
         if members is not None:
             spread, collected = [spread[rank] for rank in members], [rank for rank in collected if rank in members]
         call, results = turns.send(
-            Request(
+            RankRequest(
                 self.ranks,
                 method,
                 _limit_s(registration, self.ranks.call_timeout_s),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import logprobs
-from benchmarks.logprobs import BEFORE, FIRST, LATER, Drawing, Response, distances, main, summary
+from benchmarks.logprobs import BEFORE, FIRST, LATER, Drawing, StoredResponse, distances, main, summary
 
 
 class _Uniform:
@@ -34,7 +34,7 @@ def test_each_token_is_compared_with_its_version_and_the_one_before(monkeypatch:
         logits = torch.tensor([0.0, 0.0, 0.0, version])
         return float((logits / 0.5).log_softmax(0)[token])
 
-    response = Response(7, (0, 3, 3, 1), 1, (exact(2, 3), exact(3, 3), exact(3, 1) + 0.5), (2, 3, 3))
+    response = StoredResponse(7, (0, 3, 3, 1), 1, (exact(2, 3), exact(3, 3), exact(3, 1) + 0.5), (2, 3, 3))
     found = {
         (each.place, each.kind): round(each.distance, 5)
         for each in distances(

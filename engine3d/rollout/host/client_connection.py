@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine3d.rollout.host.messages import Ended, Launch, Progress, Reply, Request, StreamFailed
+from engine3d.rollout.host.messages import EndedResponses, HostCall, Launch, Progress, Reply, ResponseFailed
 from engine3d.run_files import remove_run_files
 
 _PARENT_POLL_S = 1.0
@@ -24,23 +24,23 @@ class ClientConnection:
         self._connection = connection
         self._send_lock = threading.Lock()
         self.launch: Launch = connection.recv()
-        self.deliver: Callable[[Request], Any] | None = None
+        self.deliver: Callable[[HostCall], Any] | None = None
         # A forked child must not keep the connection open: its end is how the client sees that this process died.
         os.register_at_fork(after_in_child=connection.close)
         threading.Thread(target=self._receive, name="client connection", daemon=True).start()
         threading.Thread(target=self._watch_parent, name="client watch", daemon=True).start()
 
-    def send(self, message: Reply | Progress | Ended | StreamFailed) -> None:
+    def send(self, message: Reply | Progress | EndedResponses | ResponseFailed) -> None:
         with self._send_lock:
             self._connection.send(message)
 
     def _receive(self) -> None:
         try:
             while True:
-                request = self._connection.recv()
-                if self.deliver is None:  # the client waits for the first reply before it asks anything
-                    raise RuntimeError(f"request {request.method} came before the engine was up")
-                self.deliver(request)
+                call = self._connection.recv()
+                if self.deliver is None:  # the client waits for the first reply before it calls anything
+                    raise RuntimeError(f"call of {call.method} came before the engine was up")
+                self.deliver(call)
         except (EOFError, OSError):
             self.die()
 

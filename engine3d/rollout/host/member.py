@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from engine3d.rollout.host.client_connection import ClientConnection
-from engine3d.rollout.host.messages import START_ID, Progress, Reply, Request
+from engine3d.rollout.host.messages import START_ID, HostCall, Progress, Reply
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, scheduler_state
 from engine3d.run_files import remove_run_files
 
@@ -23,8 +23,8 @@ def serve_member(engine: Any, client: ClientConnection) -> None:
         engine: SGLang's, of another node than the first.
         client: of this process.
     """
-    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    client.deliver = requests.put
+    calls: queue.SimpleQueue[HostCall] = queue.SimpleQueue()
+    client.deliver = calls.put
     ranks = multiprocessing.active_children()
 
     def fail() -> None:
@@ -39,10 +39,10 @@ def serve_member(engine: Any, client: ClientConnection) -> None:
     told = 0
     while all(rank.exitcode is None for rank in ranks):
         with contextlib.suppress(queue.Empty):
-            request = requests.get(timeout=PROGRESS_EVERY_S)
-            if request.method == "shutdown":
-                end_engine(engine, client, request.id)
-            client.send(Reply(request.id))
+            call = calls.get(timeout=PROGRESS_EVERY_S)
+            if call.method == "shutdown":
+                end_engine(engine, client, call.id)
+            client.send(Reply(call.id))
         if (batches := scheduler_state(client.launch.run_directory).batches) != told:
             told = batches
             client.send(Progress({}))
@@ -50,7 +50,7 @@ def serve_member(engine: Any, client: ClientConnection) -> None:
 
 
 def end_engine(engine: Any, client: ClientConnection, id: int) -> None:
-    """End SGLang's processes on this host, and this one; the reply to request `id` is the last thing that it does."""
+    """End SGLang's processes on this host, and this one; the reply to call `id` is the last thing that it does."""
     engine.shutdown()
     multiprocessing.active_children()  # reaps them
     remove_run_files(client.launch.run_directory)

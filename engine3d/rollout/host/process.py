@@ -20,8 +20,17 @@ from typing import Any
 from engine3d.errors import LOST_PART, EngineError
 from engine3d.progress import progress
 from engine3d.rollout.host.log import lost_neighbour, told_death
-from engine3d.rollout.host.messages import START_ID, Ended, Launch, Limits, Progress, Reply, Request, StreamFailed
-from engine3d.rollout.host.responses import Responses
+from engine3d.rollout.host.messages import (
+    START_ID,
+    EndedResponses,
+    HostCall,
+    Launch,
+    Limits,
+    Progress,
+    Reply,
+    ResponseFailed,
+)
+from engine3d.rollout.host.responses import PendingResponses
 from engine3d.rollout.host.run_environment import run_environment
 from engine3d.run_files import make_run_directory, remove_run_files
 from engine3d.stores import KEY_FILE_VARIABLE, KEY_VARIABLE, write_key
@@ -64,8 +73,8 @@ class HostProcess:
         self._progress = Progress({})
         self._counted = START_ID
         self._progress_at = time.monotonic()
-        self.responses = Responses()
-        """Of the stream, as they end."""
+        self.responses = PendingResponses(log_path)
+        """Responses in flight, and those that have ended."""
         self._death: str | None = None
         self._ending = False
         self._reader = threading.Thread(target=self._read, name="rollout host", daemon=True)
@@ -105,9 +114,8 @@ class HostProcess:
         Args:
             phase: names the call in errors.
             method: of the host.
-            timeout_s: limit of the call; of a call that generates or waits for generations, and has `responses`, of
-                the time without progress.
-            responses: how many the call generates; 0 if it waits for those of other calls.
+            timeout_s: limit of the call; of one with `responses`, of the time without progress.
+            responses: how many of them the call computes or begins; 0 if it waits for those of other calls.
 
         Raises:
             EngineError: the call failed or was not done in time, or the engine died.
@@ -118,14 +126,18 @@ class HostProcess:
                 raise EngineError(f"rollout engine is not running: {self._death}")
             id = next(self._ids)
             self._pending[id] = (phase, future)
-        self._send(Request(id, method, arguments))
+        self._send(HostCall(id, method, arguments))
         try:
             if responses is None:
                 return self._wait(future, phase, timeout_s)
             return self._wait_while_progressing(future, phase, timeout_s, id, responses)
         finally:
             if not future.done():  # the time is over, or the caller was interrupted
-                self._send(Request(next(self._ids), "cancel", {"request_id": id}))
+                self.notify("cancel", call_id=id)
+
+    def notify(self, method: str, **arguments: Any) -> None:
+        """Call a method of the host whose result nobody waits for."""
+        self._send(HostCall(next(self._ids), method, arguments))
 
     def shutdown(self, timeout_s: float) -> None:
         """End the engine in order, or by force when that takes longer than `timeout_s`."""
@@ -141,7 +153,7 @@ class HostProcess:
             self._kill_group()
             self._reader.join(2 * _EXIT_GRACE_S)
 
-    def _send(self, message: Launch | Request) -> None:
+    def _send(self, message: Launch | HostCall) -> None:
         try:
             with self._send_lock:
                 self._connection.send(message)
@@ -188,11 +200,11 @@ class HostProcess:
                     progress.part_done()
                     progress.done = message.done.get(self._counted, progress.done)
                     self.responses.figures = message.figures or self.responses.figures
-                    self.responses.came_further()
-                elif isinstance(message, Ended):
+                    self.responses.came_further(message.done.get(self._counted, 0))
+                elif isinstance(message, EndedResponses):
                     self.responses.figures = message.figures
                     self.responses.add(message.responses)
-                elif isinstance(message, StreamFailed):
+                elif isinstance(message, ResponseFailed):
                     self.responses.fail(f"rollout engine: {message.error}; log: {self.log_path}")
                 else:
                     self._resolve(message)
@@ -202,7 +214,7 @@ class HostProcess:
     def _resolve(self, reply: Reply) -> None:
         with self._lock:
             if reply.id not in self._pending:
-                return  # of a request that was cancelled, or of a cancellation
+                return  # of a call that was cancelled, or that nobody waits for
             phase, future = self._pending.pop(reply.id)
         if reply.error is None:
             future.set_result(reply.result)
@@ -229,7 +241,7 @@ class HostProcess:
             waiting, self._pending = self._pending, {}
         for phase, future in waiting.values():
             future.set_exception(EngineError(f"rollout engine died during {phase}: {death}"))
-        self.responses.fail(f"rollout engine died: {death}")
+        self.responses.fail(f"rollout engine died during generation: {death}")
         with self._send_lock:
             self._connection.close()
 

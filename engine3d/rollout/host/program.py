@@ -22,24 +22,22 @@ from typing import Any
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 from engine3d.rollout import moe_configs
-from engine3d.rollout.cache import samples_together
 from engine3d.rollout.host.client_connection import ClientConnection
+from engine3d.rollout.host.generation import SglangBatches
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.member import end_engine, serve_member
 from engine3d.rollout.host.messages import (
     START_ID,
-    Generation,
     GivenLogprobs,
+    HostCall,
     Limits,
     Progress,
     Reply,
-    Request,
-    Response,
-    ResponseRequest,
 )
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, SchedulerState, scheduler_state
 from engine3d.rollout.host.ranks import watched_ranks
 from engine3d.rollout.host.stream import ResponseStream, UnderWay
+from engine3d.rollout.requests import Request, Response
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
@@ -52,7 +50,7 @@ _KEEPING_CACHE: tuple[UnderWay, ...] = ("continue", "recompute")  # responses st
 
 
 class _Server:
-    """Answers requests with an engine; each public method is one that the client can call by name."""
+    """Answers calls with an engine; each public method is one that the client can call by name."""
 
     def __init__(self, engine: Any, client: ClientConnection) -> None:
         self._engine = engine
@@ -61,17 +59,25 @@ class _Server:
         info = engine._scheduler_init_result.scheduler_infos[0]
         self._groups = int(self._manager.server_args.dp_size)  # of ranks, with attention and a KV cache of their own
         self._cache_tokens = int(info["max_total_num_tokens"]) * self._groups
-        self._stream = ResponseStream(self._manager, client.send, self._scheduler_state, self._cache_tokens)
+        self._batches = SglangBatches(engine, token_versions=VERSIONS_VARIABLE in os.environ)
+        arguments = self._manager.server_args
+        self._stream = ResponseStream(
+            self._manager,
+            self._batches,
+            client.send,
+            self._scheduler_state,
+            self._cache_tokens,
+            arguments.random_seed if arguments.enable_deterministic_inference else None,
+        )
         self._standstill: UnderWay | None = None  # of a transfer that was begun: the fate of responses in flight
         self._calling = asyncio.Lock()  # SGLang has one socket for calls of all ranks
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._generating: dict[int, list[str]] = {}  # SGLang's names of a request's responses
 
     async def serve(self) -> None:
-        """Answer requests, all at the same time, until the client goes."""
+        """Answer calls, all at the same time, until the client goes."""
         loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Request] = asyncio.Queue()
-        self._client.deliver = lambda request: loop.call_soon_threadsafe(inbox.put_nowait, request)
+        inbox: asyncio.Queue[HostCall] = asyncio.Queue()
+        self._client.deliver = lambda call: loop.call_soon_threadsafe(inbox.put_nowait, call)
         # SGLang signals SIGQUIT when one of its processes has failed; its own handler would wait five seconds first.
         self._manager.auto_create_handle_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._fail)
@@ -82,13 +88,13 @@ class _Server:
         telling = asyncio.create_task(self._tell_progress())
         telling.add_done_callback(lambda _: self._client.die())
         while True:
-            request = await inbox.get()
-            task = asyncio.create_task(self._answer(request))
-            self._tasks[request.id] = task
-            task.add_done_callback(functools.partial(self._forget, request.id))
+            call = await inbox.get()
+            task = asyncio.create_task(self._answer(call))
+            self._tasks[call.id] = task
+            task.add_done_callback(functools.partial(self._forget, call.id))
 
     async def _tell_progress(self) -> None:
-        """Tell the client, as long as requests wait, that the engine has come further, and how far."""
+        """Tell the client, while calls or responses are in flight, that the engine has come further, and how far."""
         told = 0
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
@@ -96,9 +102,8 @@ class _Server:
                 continue
             batches = self._scheduler_state().batches
             if batches != told:
-                told, under_way = batches, self._manager.rid_to_state
-                done = {id: sum(name not in under_way for name in names) for id, names in self._generating.items()}
-                self._client.send(Progress(done, self._stream.figures))
+                told = batches
+                self._client.send(Progress(self._batches.done, self._stream.figures))
 
     def _scheduler_state(self) -> SchedulerState:
         return scheduler_state(self._client.launch.run_directory)
@@ -117,92 +122,44 @@ class _Server:
     def _forget(self, id: int, task: asyncio.Task[None]) -> None:
         del self._tasks[id]
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, call: HostCall) -> None:
         try:
-            result = await getattr(self, request.method)(request.id, **request.arguments)
+            result = await getattr(self, call.method)(call.id, **call.arguments)
         except asyncio.CancelledError:
-            reply = Reply(request.id, error=f"{request.method} was cancelled")
+            reply = Reply(call.id, error=f"{call.method} was cancelled")
         except Exception as error:
             log_answered()
             line = " ".join(str(error).split())
-            reply = Reply(
-                request.id, error=line if isinstance(error, EngineError) else f"{type(error).__name__}: {line}"
-            )
+            reply = Reply(call.id, error=line if isinstance(error, EngineError) else f"{type(error).__name__}: {line}")
         else:
-            reply = Reply(request.id, result)
+            reply = Reply(call.id, result)
         self._client.send(reply)
 
-    async def cancel(self, id: int, request_id: int) -> None:
-        """Give a request up: its generations are aborted in the scheduler."""
-        if task := self._tasks.get(request_id):
-            for name in [name for name in self._manager.rid_to_state if name.startswith(f"{request_id}-")]:
+    async def cancel(self, id: int, call_id: int) -> None:
+        """Cancel a call: what it waits for in the scheduler is aborted."""
+        if task := self._tasks.get(call_id):
+            for name in [name for name in self._manager.rid_to_state if name.startswith(f"logprobs-{call_id}-")]:
                 self._manager.abort_request(name)
             task.cancel()
 
-    async def generate(
-        self, id: int, prompts: list[list[int]], sampling: list[dict[str, Any]], samples_per_prompt: int
-    ) -> list[list[Generation]]:
-        """`sampling` has one entry for each sample, prompt by prompt."""
-        version = self._version
-        order = _order(len(prompts), samples_per_prompt, self._manager.server_args.max_running_requests)
-        together = samples_together(len(prompts), samples_per_prompt, self._groups)
-        outputs = await self._ask(
-            id,
-            [f"{id}-{index}" for index in order],
-            [index // together % self._groups for index in order],
-            input_ids=[prompts[index // samples_per_prompt] for index in order],
-            sampling_params=[sampling[index] for index in order],
-        )
-        found = {index: _generation(output, version) for index, output in zip(order, outputs, strict=True)}
-        return [
-            [found[start + sample] for sample in range(samples_per_prompt)]
-            for start in range(0, len(found), samples_per_prompt)
-        ]
-
-    async def _ask(self, id: int, names: list[str], groups: list[int], **of_each: list[Any]) -> list[dict[str, Any]]:
-        """SGLang's outputs of responses, in the order of `names`.
-
-        Args:
-            id: of the request that they belong to.
-            names: SGLang's of them.
-            groups: of the engine's ranks with attention of their own, the one that makes each.
-            of_each: further arguments of `async_generate`, with an entry for each response.
-        """
-        asked, places = [], []
-        for group in sorted(set(groups)):
-            own = [place for place, other in enumerate(groups) if other == group]
-            arguments: dict[str, Any] = {name: [values[place] for place in own] for name, values in of_each.items()}
-            if self._groups > 1:
-                arguments["routed_dp_rank"] = group
-            asked.append(
-                self._engine.async_generate(rid=[names[place] for place in own], return_logprob=True, **arguments)
-            )
-            places += own
-        self._generating[id] = names
-        try:
-            outputs = [output for part in await asyncio.gather(*asked) for output in part]
-        finally:
-            del self._generating[id]
-        return [output for _, output in sorted(zip(places, outputs, strict=True), key=lambda each: each[0])]
-
-    async def submit(self, id: int, requests: list[ResponseRequest]) -> None:
-        """Begin responses; each is told as it ends."""
-        self._stream.submit(requests)
+    async def submit(self, id: int, requests: list[Request], together: bool) -> None:
+        """Begin responses. Each is sent as it ends, or all in one message if they are submitted `together`."""
+        self._stream.submit(id, requests, together=together)
 
     async def abort(self, id: int, samples: list[int]) -> None:
-        """Give responses up: each ends with what it has."""
+        """Abort responses: each ends with what it has."""
         self._stream.abort(samples)
 
-    async def under_way(self, id: int) -> dict[int, Response]:
-        """What the responses under way have, by sample."""
-        drawn = await self.call_ranks(id, Call("under_way", {}))
-        return self._stream.so_far(drawn[0])
+    async def in_flight(self, id: int) -> dict[int, Response]:
+        """Tokens of the responses in flight, by sample."""
+        ranks = await self.call_ranks(id, Call("in_flight", {}))
+        return self._stream.so_far(ranks[0])
 
     async def logprobs(self, id: int, sequences: list[list[int]], firsts: list[int], top: int) -> list[GivenLogprobs]:
         """Log-probs of given tokens: each sequence is a prompt to which nothing is generated."""
-        outputs = await self._ask(
+        outputs = await self._batches.outputs(
             id,
-            [f"{id}-{index}" for index in range(len(sequences))],
+            [f"logprobs-{id}-{index}" for index in range(len(sequences))],
             [index % self._groups for index in range(len(sequences))],
             input_ids=sequences,
             sampling_params=[{"max_new_tokens": 0, "temperature": 1.0}] * len(sequences),
@@ -211,10 +168,6 @@ class _Server:
             top_logprobs_num=[top] * len(sequences),
         )
         return [_given_logprobs(output["meta_info"]) for output in outputs]
-
-    @property
-    def _version(self) -> int:
-        return int(self._manager.server_args.weight_version)
 
     async def begin_weights(self, id: int, under_way: UnderWay) -> None:
         """Let no generation begin until `commit_weights`.
@@ -346,34 +299,6 @@ class _Server:
     async def shutdown(self, id: int) -> None:
         """End SGLang's processes; the reply is the last thing that this process does."""
         end_engine(self._engine, self._client, id)
-
-
-def _order(prompts: int, samples: int, running: int) -> list[int]:
-    """In which order to ask for samples, which are numbered prompt by prompt.
-
-    A prompt is computed once for all its samples only where the first is under way before the others come. So of the
-    prompts that run at the same time, the first samples come first. The others come prompt by prompt: a batch keeps
-    this order, and a GPU whose processors read the same prompt's cache at the same time has it from its own cache.
-    """
-    block = max(1, running // samples)
-    order: list[int] = []
-    for start in range(0, prompts, block):
-        together = range(start * samples, min(start + block, prompts) * samples)
-        order += [index for index in together if index % samples == 0]
-        order += [index for index in together if index % samples]
-    return order
-
-
-def _generation(output: dict[str, Any], first_version: int) -> Generation:
-    meta = output["meta_info"]
-    drawn = meta.get("output_token_logprobs") or []
-    return Generation(
-        token_ids=[int(token) for _, token, _ in drawn],
-        logprobs=[float(logprob) for logprob, _, _ in drawn],
-        finish_reason=meta["finish_reason"]["type"],
-        weight_version=int(meta["weight_version"]),
-        first_weight_version=first_version,
-    )
 
 
 def _given_logprobs(meta: dict[str, Any]) -> GivenLogprobs:

@@ -1,21 +1,20 @@
-"""Responses that are asked for one by one and answered one by one, in the host process of an engine."""
+"""The responses in flight in the host process of an engine: submitted one by one, or several together."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from engine3d.engine_figures import EngineFigures
-from engine3d.errors import EngineError
+from engine3d.rollout.host.generation import SglangBatches, drawn, sampling_parameters
 from engine3d.rollout.host.log import log_answered
-from engine3d.rollout.host.messages import Ended, Response, ResponseRequest, StreamFailed
+from engine3d.rollout.host.messages import EndedResponses, ResponseFailed
 from engine3d.rollout.host.progress import SchedulerState
+from engine3d.rollout.requests import Request, Response
 from engine3d.rollout.scheduler.text_stops import BEFORE, PARAMETER, window
-from engine3d.rollout.scheduler.under_way import Drawn
-from engine3d.rollout.scheduler.versions import VERSIONS
 
 UnderWay = Literal["wait", "continue", "recompute", "resend"]
 """What becomes of responses under way when weights change: the transfer waits until they have ended; they stand still
@@ -26,31 +25,41 @@ _NOTHING = Response([], [], [])
 
 
 class ResponseStream:
-    """The responses of a stream that are under way.
+    """The responses in flight.
 
     Args:
         manager: SGLang's tokenizer manager.
-        tell: sends to the client what has ended, or why a response could not be made.
-        scheduler_state: says how the scheduler is.
-        cache_tokens: that its KV cache has room for.
+        batches: for requests that are submitted together.
+        report: sends to the client what has ended, or why a response could not be made.
+        scheduler_state: the state of the scheduler.
+        cache_tokens: capacity of its KV cache.
+        engine_seed: seed of a deterministic engine; None of another.
     """
 
     def __init__(
         self,
         manager: Any,
-        tell: Callable[[Ended | StreamFailed], None],
+        batches: SglangBatches,
+        report: Callable[[EndedResponses | ResponseFailed], None],
         scheduler_state: Callable[[], SchedulerState],
         cache_tokens: int,
+        engine_seed: int | None,
     ) -> None:
-        self._manager, self._tell = manager, tell
+        self._manager, self._batches, self._report = manager, batches, report
         self._scheduler_state, self._cache_tokens = scheduler_state, cache_tokens
+        self._engine_seed = engine_seed
         self._prompt_tokens = self._cached_tokens = self._resent = self._continued = 0
         self._serial = itertools.count()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._names: dict[int, str] = {}
-        self._begun: dict[int, Response] = {}
-        self._given_up: set[int] = set()
-        self._held_back: set[int] = set()
+        """SGLang's names of the responses that are with the scheduler."""
+        self._prefixes: dict[int, Response] = {}
+        """Tokens of responses that were submitted one by one, from before they were last sent."""
+        self._batch_names: dict[int, str] = {}
+        """The same of responses that were submitted together."""
+        self._aborted: set[int] = set()
+        self._waiting: set[int] = set()
+        """Responses that wait until generation is resumed."""
         self._resends = False
         self._caches = 0
         self._parked = asyncio.Event()
@@ -59,23 +68,26 @@ class ResponseStream:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def submit(self, requests: Iterable[ResponseRequest]) -> None:
-        """Begin responses. Raises EngineError for a sample that is under way already."""
+    def submit(self, id: int, requests: Sequence[Request], *, together: bool) -> None:
+        """Begin responses. `id`: of the call. `together`: they reach the scheduler, and end, in one message."""
+        if together:
+            task = asyncio.create_task(self._respond_together(id, requests))
+            self._tasks |= dict.fromkeys((request.sample for request in requests), task)
+            return
         for request in requests:
-            if request.sample in self._tasks:
-                raise EngineError(f"sample {request.sample} is under way already")
-            self._begun[request.sample] = request.begun or _NOTHING
+            self._prefixes[request.sample] = request.prefix or _NOTHING
             self._tasks[request.sample] = asyncio.create_task(self._respond(request))
 
     def abort(self, samples: Iterable[int]) -> None:
-        """Give responses up: each ends with what it has, and with finish reason "abort"."""
-        for sample in samples:
-            if sample in self._tasks:
-                self._given_up.add(sample)
-                if (name := self._names.get(sample)) is not None:
-                    self._manager.abort_request(name)
-                elif sample in self._held_back:  # by a transfer of weights; else it looks before it is sent
-                    self._tasks[sample].cancel()
+        """Abort responses: each ends with what it has, and with finish reason "abort"."""
+        aborted = {sample: self._tasks[sample] for sample in samples if sample in self._tasks}
+        self._aborted.update(aborted)
+        for sample in aborted:
+            if (name := self._names.get(sample) or self._batch_names.get(sample)) is not None:
+                self._manager.abort_request(name)
+        left = {task for sample, task in self._tasks.items() if sample not in self._aborted}
+        for task in {task for sample, task in aborted.items() if sample in self._waiting} - left:
+            task.cancel()
 
     def leave_cache(self) -> None:
         """Let what is sent from here on find nothing in the KV cache of what was sent before."""
@@ -91,7 +103,7 @@ class ResponseStream:
         self._resends = False
 
     def continues(self) -> None:
-        """What is with the scheduler stands still while weights change, and goes on."""
+        """What is with the scheduler stands still while weights change, and continues."""
         self._continued += len(self._names)
 
     @property
@@ -111,54 +123,88 @@ class ResponseStream:
             self._continued,
         )
 
-    def so_far(self, drawn: dict[str, Drawn]) -> dict[int, Response]:
-        """What the responses under way have, given what the scheduler has drawn of those that are with it."""
-        found = {}
-        for sample, begun in self._begun.items():
-            new = drawn.get(self._names.get(sample, ""))
-            found[sample] = begun if new is None else _joined(begun, new.token_ids, new.logprobs, new.versions)
-        return found
+    def so_far(self, new: dict[str, Response]) -> dict[int, Response]:
+        """Tokens of the responses that were submitted one by one. `new`: of those with the scheduler, by its names."""
+        return {
+            sample: _joined(prefix, new.get(self._names.get(sample, ""), _NOTHING))
+            for sample, prefix in self._prefixes.items()
+        }
 
-    async def _respond(self, request: ResponseRequest) -> None:
+    async def _respond(self, request: Request) -> None:
         sample = request.sample
         try:
             while (response := await self._attempt(request)) is None:
                 pass
         except asyncio.CancelledError:
-            if sample not in self._given_up:
+            if sample not in self._aborted:
                 raise
-            response = replace(self._begun[sample], finish_reason="abort")
+            response = replace(self._prefixes[sample], finish_reason="abort")
         except Exception as error:
-            log_answered()
-            self._tell(StreamFailed(f"sample {sample}: {type(error).__name__}: {' '.join(str(error).split())}"))
+            self._fail(f"sample {sample}", error)
             return
-        del self._tasks[sample], self._begun[sample]
-        self._given_up.discard(sample)
+        del self._prefixes[sample]
+        self._forget([sample])
         self._end(sample, response)
 
-    async def _attempt(self, request: ResponseRequest) -> Response | None:
-        """Send a request with what its response has; the whole response, or None where it is to be sent again."""
+    async def _respond_together(self, id: int, requests: Sequence[Request]) -> None:
+        responses = {request.sample: replace(_NOTHING, finish_reason="abort") for request in requests}
+        try:
+            await self._resumed(responses)
+            left = [request for request in requests if request.sample not in self._aborted]
+            names = [f"{id}-{request.sample}." for request in left]  # no name begins with another, as in `_attempt`
+            parameters = [sampling_parameters(request, self._engine_seed) for request in left]
+            self._batch_names |= {request.sample: name for request, name in zip(left, names, strict=True)}
+            ended = await self._batches.generate(id, left, names, parameters) if left else []
+            responses |= {request.sample: response for request, response in zip(left, ended, strict=True)}
+        except asyncio.CancelledError:
+            if not self._aborted.issuperset(responses):
+                raise
+        except Exception as error:
+            self._fail(f"{len(requests):,} responses", error)
+            return
+        finally:
+            for sample in responses:
+                self._batch_names.pop(sample, None)
+        self._forget(responses)
+        self._report(EndedResponses(responses, self.figures))
+
+    async def _resumed(self, samples: Iterable[int]) -> None:
+        """Wait until generation is resumed, where it is paused: before a request has a name in the scheduler."""
+        self._waiting.update(samples)
+        try:
+            async with self._manager.is_pause_cond:
+                await self._manager.is_pause_cond.wait_for(lambda: not self._manager.is_pause)
+        finally:
+            self._waiting.difference_update(samples)
+
+    def _forget(self, samples: Iterable[int]) -> None:
+        for sample in samples:
+            del self._tasks[sample]
+            self._aborted.discard(sample)
+
+    def _fail(self, responses: str, error: Exception) -> None:
+        log_answered()
+        self._report(ResponseFailed(f"{responses}: {type(error).__name__}: {' '.join(str(error).split())}"))
+
+    async def _attempt(self, request: Request) -> Response | None:
+        """Send a request with what its response has; the complete response, or None where it is to be sent again."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        sample, manager = request.sample, self._manager
-        self._held_back.add(sample)
-        try:
-            async with manager.is_pause_cond:  # before it has a name, which says that the scheduler has it
-                await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
-        finally:
-            self._held_back.discard(sample)
-        begun = self._begun[sample]
-        if sample in self._given_up:
-            return replace(begun, finish_reason="abort")
-        left = request.sampling["max_new_tokens"] - len(begun.token_ids)
+        sample = request.sample
+        await self._resumed([sample])
+        prefix = self._prefixes[sample]
+        if sample in self._aborted:
+            return replace(prefix, finish_reason="abort")
+        left = request.sampling.max_new_tokens - len(prefix.token_ids)
         if left <= 0:  # it was begun with a larger limit, before a restart
-            return replace(begun, finish_reason="length")
+            return replace(prefix, finish_reason="length")
         name = f"stream-{next(self._serial)}."  # no name begins with another, which SGLang would abort with it
-        sampling = request.sampling | {"max_new_tokens": left}
-        if (texts := sampling.get("custom_params")) and begun.token_ids:  # a text may begin in what is there already
-            sampling["custom_params"] = texts | {BEFORE: begun.token_ids[-window(texts[PARAMETER]) :]}
+        sampling = sampling_parameters(request, self._engine_seed) | {"max_new_tokens": left}
+        if (texts := sampling.get("custom_params")) and prefix.token_ids:  # a text may begin in what is there already
+            sampling["custom_params"] = texts | {BEFORE: prefix.token_ids[-window(texts[PARAMETER]) :]}
+        tokens = [*request.prompt, *prefix.token_ids]
         asked = GenerateReqInput(
-            input_ids=request.prompt + begun.token_ids,
+            input_ids=tokens,
             sampling_params=sampling,
             rid=name,
             return_logprob=True,
@@ -166,37 +212,35 @@ class ResponseStream:
         )
         self._names[sample] = name
         try:
-            async for output in manager.generate_request(asked):
+            async for output in self._manager.generate_request(asked):
                 meta = output["meta_info"]
         finally:
             del self._names[sample]
             if not self._names:
                 self._parked.set()
-        self._prompt_tokens += len(request.prompt) + len(begun.token_ids)
+        self._prompt_tokens += len(tokens)
         self._cached_tokens += int(meta.get("cached_tokens") or 0)
-        reason = meta["finish_reason"]["type"]
-        tokens = meta.get("output_token_logprobs") or []
-        # An abort in SGLang's queue tells tokens and no versions: such a piece is drawn again.
-        versions = [int(version) for version in meta.get(VERSIONS) or []]
-        if len(versions) == len(tokens):
-            drawn = [int(token) for _, token, _ in tokens], [float(logprob) for logprob, _, _ in tokens]
-            begun = self._begun[sample] = _joined(begun, *drawn, versions)
-        elif reason != "abort":
-            raise EngineError(f"sample {sample} has {len(tokens)} tokens and {len(versions)} versions")
-        if reason == "abort" and self._resends and sample not in self._given_up:
+        new = drawn(meta, token_versions=True)
+        self._prefixes[sample] = response = _joined(prefix, new)
+        if response.finish_reason == "abort" and self._resends and sample not in self._aborted:
             self._resent += 1
             return None
-        return replace(begun, finish_reason=reason)
+        return response
 
     def _end(self, sample: int, response: Response) -> None:
         if not self._ended:
-            asyncio.get_running_loop().call_later(_TOGETHER_S, self._tell_ended)
+            asyncio.get_running_loop().call_later(_TOGETHER_S, self._report_ended)
         self._ended[sample] = response
 
-    def _tell_ended(self) -> None:
+    def _report_ended(self) -> None:
         ended, self._ended = self._ended, {}
-        self._tell(Ended(ended, self.figures))
+        self._report(EndedResponses(ended, self.figures))
 
 
-def _joined(begun: Response, tokens: list[int], logprobs: list[float], versions: list[int]) -> Response:
-    return Response(begun.token_ids + tokens, begun.logprobs + logprobs, begun.versions + versions)
+def _joined(prefix: Response, new: Response) -> Response:
+    return Response(
+        prefix.token_ids + new.token_ids,
+        prefix.logprobs + new.logprobs,
+        prefix.versions + new.versions,
+        new.finish_reason,
+    )

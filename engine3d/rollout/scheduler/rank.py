@@ -21,7 +21,8 @@ import torch
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.host.log import log_answered
-from engine3d.rollout.scheduler.under_way import Drawn, drawn, drop_unused
+from engine3d.rollout.requests import Response
+from engine3d.rollout.scheduler.in_flight import drop_unused, responses_in_flight
 from engine3d.run_files import open_own
 
 if TYPE_CHECKING:
@@ -170,9 +171,9 @@ class EngineRank:
         """Forward passes that begin after this are of this version of the weights."""
         self.version = version
 
-    def under_way(self) -> dict[str, Drawn]:
-        """What responses have so far, by SGLang's names of their requests; those that have not begun have nothing."""
-        return drawn(self._scheduler) if self.rank == 0 else {}
+    def in_flight(self) -> dict[str, Response]:
+        """Responses that have a token, by SGLang's names of their requests; empty but on the first rank."""
+        return responses_in_flight(self._scheduler) if self.rank == 0 else {}
 
     def drop_unused_cache(self) -> None:
         """Drop what the KV cache holds for requests to come, and keep what belongs to those under way."""

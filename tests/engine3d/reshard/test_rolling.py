@@ -13,7 +13,7 @@ from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine, SamplingConfig
-from engine3d.rollout.streams import Asked
+from engine3d.rollout.requests import Request
 from engine3d.stores import listen, serve, tcp_address
 from tests.engine3d.rollout.test_stream import _all_ended, _assert_drawn_by_their_versions
 from tests.support.tiny_models import MAX_POSITIONS
@@ -81,7 +81,7 @@ def _transfer(trainer: TrainerRanks, engine: RolloutEngine, orders: Orders, part
 
 
 def _tokens(engine: RolloutEngine) -> int:
-    return sum(len(each.token_ids) for each in engine.responses_under_way().values())
+    return sum(len(each.token_ids) for each in engine.responses_in_flight().values())
 
 
 @pytest.mark.long
@@ -106,7 +106,7 @@ def test_one_engine_after_another_gets_new_weights_while_the_other_goes_on(
                 trainer.call("export", directory=export)
                 samples = [range(100 * version + 10 * number, 100 * version + 10 * number + 2) for number in (0, 1)]
                 for engine, ids in zip(engines, samples, strict=True):
-                    engine.submit([Asked(*each, LONG) for each in zip(ids, PROMPTS, strict=True)])
+                    engine.submit([Request(*each, LONG) for each in zip(ids, PROMPTS, strict=True)])
                 for number, engine in enumerate(engines):
                     other = engines[1 - number]
                     before = _tokens(other)

@@ -13,6 +13,7 @@ import pytest
 from engine3d.errors import EngineError, UserError
 from engine3d.reshard.plan.pieces import Link
 from engine3d.rollout import RolloutEngine, SamplingConfig
+from tests.support.engine_responses import responses_of, versions_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
 from tests.support.transfers import connect, differences, places, started
@@ -59,8 +60,8 @@ def test_engines_hold_bit_for_bit_what_sglang_loads_of_an_export(
                 assert differences(engines, export)
                 connected.transfer(10 * number + seed)
                 assert differences(engines, export) == [], sizes
-            generations = [engine.generate(PROMPTS, GREEDY) for engine in engines]
-            assert {g.weight_version for each in generations for group in each for g in group} == {10 * number + 2}
+            generations = [responses_of(engine, PROMPTS, GREEDY) for engine in engines]
+            assert all(versions_of(each) == {10 * number + 2} for each in generations)
             tokens = [[group[0].token_ids for group in each] for each in generations]
             assert tokens[0] == tokens[1] == tokens[2]
 
@@ -92,7 +93,7 @@ def test_a_trainers_rank_that_is_killed_leaves_no_engine_serving_until_another_t
         assert re.match(r"actor rank 0: weights of version 2, round \d of \d+, \S+\.weight: engine \d", left), left
         for engine in some:
             with pytest.raises(EngineError, match="the transfer of version 2 was not committed"):
-                engine.generate(PROMPTS, GREEDY)
+                responses_of(engine, PROMPTS, GREEDY)
             with pytest.raises(UserError, match="version 2 was not sealed"):
                 engine.commit_weights(2)
     with trainer_ranks(tiny_model_dirs[0], 1, tmp_path) as trainer:
@@ -102,4 +103,4 @@ def test_a_trainers_rank_that_is_killed_leaves_no_engine_serving_until_another_t
         connect(trainer, some, sources, engine_places, tiny_model_dirs[0]).transfer(3)
     assert differences(some, tmp_path / "export") == []
     for engine in some:
-        assert engine.generate(PROMPTS, GREEDY)[0][0].weight_version == 3
+        assert set(responses_of(engine, PROMPTS, GREEDY)[0][0].versions) == {3}

@@ -17,6 +17,7 @@ from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.support import tiny_families
+from tests.support.engine_responses import responses_of, versions_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
 from tests.support.transfers import connect, differences, places, started
@@ -83,7 +84,7 @@ def test_every_family_holds_what_sglang_loads_of_an_export(
     assert differences([engine], tmp_path / "export")
     connected.transfer(version)
     assert differences([engine], tmp_path / "export") == []
-    assert {group[0].weight_version for group in engine.generate(PROMPTS, GREEDY)} == {version}
+    assert versions_of(responses_of(engine, PROMPTS, GREEDY)) == {version}
 
 
 def test_what_is_computed_after_loading_is_missed_when_it_is_not(
@@ -149,7 +150,7 @@ def test_another_model_is_refused_before_anything_is_written(
         coordinate(sources, targets, {name: tensor.shape for name, tensor in spec.hf_tensors.items()})
     assert str(refused.value) == message
     assert differences([engine], models["deepseek_v3"]) == before
-    assert engine.generate(PROMPTS, GREEDY)
+    assert responses_of(engine, PROMPTS, GREEDY)
 
 
 def test_another_family_is_refused(engines: dict[str, RolloutEngine]) -> None:

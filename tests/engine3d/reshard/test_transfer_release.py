@@ -10,6 +10,7 @@ import pytest
 from engine3d.errors import EngineError, UserError
 from engine3d.reshard.plan.pieces import Link
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
+from tests.support.engine_responses import responses_of, versions_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
 from tests.support.transfers import connect, differences, places
@@ -53,12 +54,12 @@ def test_released_weights_come_back_by_the_next_transfer(
             assert differences([engine], export)
             assert not any(connected.transfer(version))  # the trainer's ranks write nothing
             assert differences([engine], export) == []
-            generated.append(engine.generate(PROMPTS, GREEDY))
-            assert {each.weight_version for group in generated[-1] for each in group} == {version}
+            generated.append(responses_of(engine, PROMPTS, GREEDY))
+            assert versions_of(generated[-1]) == {version}
 
             engine.release_memory()
             for refused in (
-                lambda: engine.generate(PROMPTS, GREEDY),
+                lambda: responses_of(engine, PROMPTS, GREEDY),
                 lambda: engine.begin_weights(9),
                 lambda: engine.verify_weights(tiny_model_dirs[0]),
             ):
@@ -67,6 +68,6 @@ def test_released_weights_come_back_by_the_next_transfer(
             engine.restore_memory()
             assert differences([engine], export)  # nothing is left of them
             with pytest.raises(EngineError, match="not whole, transfer them again: their memory was released"):
-                engine.generate(PROMPTS, GREEDY)
+                responses_of(engine, PROMPTS, GREEDY)
         tokens = [[(each.token_ids, each.logprobs) for group in groups for each in group] for groups in generated]
         assert tokens[0] == tokens[2] != tokens[1]

@@ -13,6 +13,7 @@ import pytest
 from engine3d.errors import EngineError
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.engine3d.rollout.test_failures import running
+from tests.support.engine_responses import responses_of, versions_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
 from tests.support.transfers import connect, differences, places, started
@@ -53,7 +54,7 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
             starting.result()
             try:
                 with pytest.raises(EngineError, match="not whole, transfer them again: they are the trainer's"):
-                    bound.generate(PROMPTS, GREEDY)
+                    responses_of(bound, PROMPTS, GREEDY)
                 connected = connect(trainer, [bound], sources, [places("here", 0, 1)], tiny_model_dirs[0])
                 plan = connected.orders.plan
                 assert 0 < plan.bytes_moved < plan.bytes_aliased / 8
@@ -62,9 +63,9 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
                     assert {difference.buffer for difference in rank} == MOVED
                 connected.transfer(1)
                 assert differences([bound], export) == []
-                expected = [group[0] for group in fresh.generate(PROMPTS, GREEDY)]
+                expected = [group[0] for group in responses_of(fresh, PROMPTS, GREEDY)]
                 assert len({tuple(each.token_ids) for each in expected}) == len(PROMPTS)
-                for found, wanted in zip(bound.generate(PROMPTS, GREEDY), expected, strict=True):
+                for found, wanted in zip(responses_of(bound, PROMPTS, GREEDY), expected, strict=True):
                     assert found[0].token_ids == wanted.token_ids
                     assert found[0].logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
 
@@ -82,9 +83,9 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
                         sum(each.nbytes for rank in sent for each in rank.values()) == connected.orders.plan.bytes_moved
                     )
                     assert differences(both, tmp_path / transport) == []
-                    results = [engine.generate(PROMPTS, GREEDY) for engine in both]
+                    results = [responses_of(engine, PROMPTS, GREEDY) for engine in both]
                     assert [group[0].token_ids for group in results[0]] == [group[0].token_ids for group in results[1]]
-                    assert {group[0].weight_version for each in results for group in each} == {version}
+                    assert [versions_of(each) for each in results] == [{version}] * len(both)
 
                 connected = connect(trainer, both, sources, engine_places, tiny_model_dirs[0])
                 trainer.call("change", seed=8)
@@ -110,12 +111,12 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
                 assert not fresh.is_alive()
                 for engine, reason in ((bound, "version 4 was not committed"), (fresh, "is not running")):
                     with pytest.raises(EngineError, match=reason):
-                        engine.generate(PROMPTS, GREEDY)
+                        responses_of(engine, PROMPTS, GREEDY)
 
                 connected = connect(trainer, [bound], sources, [places("here", 0, 1)], tiny_model_dirs[0])
                 trainer.call("export", directory=tmp_path / "healed")
                 connected.transfer(5)
                 assert differences([bound], tmp_path / "healed") == []
-                assert bound.generate(PROMPTS, GREEDY)[0][0].weight_version == 5
+                assert set(responses_of(bound, PROMPTS, GREEDY)[0][0].versions) == {5}
             finally:
                 bound.shutdown()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from engine3d.errors import EngineError, UserError
-from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
+from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
+from tests.support.engine_responses import responses_of, versions_of
 from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
 from tests.support.transfers import Connected, connect, differences, places
 
@@ -53,14 +54,14 @@ def run() -> Iterator[Run]:
 
 
 def logprobs(engine: RolloutEngine) -> list[float]:
-    return engine.generate(PROMPT, GREEDY)[0][0].logprobs
+    return responses_of(engine, PROMPT, GREEDY)[0][0].logprobs
 
 
 @pytest.fixture
-def running(writer: Writer, engine: RolloutEngine, run: Run) -> Future[list[list[Generation]]]:
+def running(writer: Writer, engine: RolloutEngine, run: Run) -> Future[list[list[Response]]]:
     """Long generations of version 20, of which some tokens are drawn already."""
     writer.transfer(20, seed=1)
-    generations = run(engine.generate, [[5]] * 300, LONG)
+    generations = run(responses_of, engine, [[5]] * 300, LONG)
     time.sleep(0.3)
     assert not generations.done()
     return generations
@@ -70,7 +71,7 @@ def test_only_what_was_begun_and_sealed_is_committed(writer: Writer, engine: Rol
     for early in (engine.receive_weights, engine.seal_weights, engine.commit_weights):
         with pytest.raises(UserError, match="the transfer of weights version 3 was not begun"):
             early(3)
-    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 0
+    assert set(responses_of(engine, PROMPT, GREEDY)[0][0].versions) == {0}
 
     writer.trainer.call("change", seed=1)
     writer.connected.write(3)
@@ -83,7 +84,7 @@ def test_only_what_was_begun_and_sealed_is_committed(writer: Writer, engine: Rol
         with pytest.raises(
             EngineError, match=r"weights are not whole, .*: the transfer of version 3 was not committed"
         ):
-            engine.generate(PROMPT, GREEDY)
+            responses_of(engine, PROMPT, GREEDY)
         engine.seal_weights(3)
 
     # Broken off, and begun again.
@@ -91,9 +92,9 @@ def test_only_what_was_begun_and_sealed_is_committed(writer: Writer, engine: Rol
     with pytest.raises(UserError, match="weights version 4 was not sealed"):
         engine.commit_weights(4)
     with pytest.raises(EngineError, match="the transfer of version 4 was not committed"):
-        engine.generate(PROMPT, GREEDY)
+        responses_of(engine, PROMPT, GREEDY)
     writer.transfer(5, seed=2)
-    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 5
+    assert set(responses_of(engine, PROMPT, GREEDY)[0][0].versions) == {5}
     with pytest.raises(UserError, match="version 5 was not begun"):
         engine.commit_weights(5)
 
@@ -103,17 +104,18 @@ def test_a_whole_transfer_heals_a_broken_one(writer: Writer, engine: RolloutEngi
     writer.connected.write(6)
     # Asked past the client, as by a thread that was just not too late: it must wait for whole weights.
     assert engine._host is not None
-    sampling = [{"temperature": 0, "max_new_tokens": 2}]
-    asked = run(engine._host.call, "test", "generate", 60, prompts=[[5]], sampling=sampling, samples_per_prompt=1)
+    request = Request(0, [5], SamplingConfig(temperature=0, max_new_tokens=2))
+    engine._host.responses.submitted([0])
+    engine._host.call("test", "submit", 60, requests=[request], together=True)
     time.sleep(0.3)
-    assert not asked.done()
+    assert engine.take_ended(0.0) == {}
     with pytest.raises(EngineError, match="the transfer of version 6 was not committed"):
-        engine.generate(PROMPT, GREEDY)
+        responses_of(engine, PROMPT, GREEDY)
     writer.transfer(8, seed=4)
     writer.trainer.call("export", directory=tmp_path / "export")
-    assert asked.result(30)[0][0].weight_version == 8
+    assert engine.wait_for([0])[0].versions == [8, 8]
     assert differences([engine], tmp_path / "export") == []
-    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 8
+    assert set(responses_of(engine, PROMPT, GREEDY)[0][0].versions) == {8}
 
 
 def test_the_cache_is_flushed_or_kept_as_asked(writer: Writer, engine: RolloutEngine) -> None:
@@ -132,28 +134,28 @@ def test_the_cache_is_flushed_or_kept_as_asked(writer: Writer, engine: RolloutEn
 
 
 def test_a_transfer_waits_for_generations_and_then_goes_on(
-    running: Future[list[list[Generation]]], writer: Writer, engine: RolloutEngine
+    running: Future[list[list[Response]]], writer: Writer, engine: RolloutEngine
 ) -> None:
     engine.begin_weights(21)
     generations = [group[0] for group in running.result(10)]
-    assert {each.weight_version for each in generations} == {20}
+    assert versions_of([generations]) == {20}
     assert {(each.finish_reason, len(each.token_ids)) for each in generations} == {("length", 60)}
     writer.transfer(21, seed=2)
-    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 21
+    assert set(responses_of(engine, PROMPT, GREEDY)[0][0].versions) == {21}
 
 
 def test_a_begin_that_waits_too_long_leaves_the_old_version_served(
-    running: Future[list[list[Generation]]], engine: RolloutEngine
+    running: Future[list[list[Response]]], engine: RolloutEngine
 ) -> None:
     with pytest.raises(EngineError, match=r"begin of weights version 23 came no further within 0\.05 s"):
         engine.begin_weights(23, timeout_s=0.05)
     assert not running.done()
-    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 20
-    assert {group[0].weight_version for group in running.result(30)} == {20}
+    assert set(responses_of(engine, PROMPT, GREEDY)[0][0].versions) == {20}
+    assert versions_of(running.result(30)) == {20}
 
 
 def test_generations_that_stand_still_continue_with_the_new_version_and_say_so(
-    running: Future[list[list[Generation]]], writer: Writer, engine: RolloutEngine
+    running: Future[list[list[Response]]], writer: Writer, engine: RolloutEngine
 ) -> None:
     writer.trainer.call("change", seed=2)
     writer.connected.write(31, under_way="continue")
@@ -164,8 +166,8 @@ def test_generations_that_stand_still_continue_with_the_new_version_and_say_so(
     engine.seal_weights(31)
     engine.commit_weights(31)
     generations = [group[0] for group in running.result(60)]
-    versions = [(each.first_weight_version, each.weight_version) for each in generations]
-    assert set(versions) <= {(20, 20), (20, 31)} and versions.count((20, 31)) > len(versions) / 2
+    versions = [tuple(dict.fromkeys(each.versions)) for each in generations]
+    assert set(versions) <= {(20,), (20, 31), (31,)} and len(versions) - versions.count((20,)) > len(versions) / 2
     assert {len(each.token_ids) for each in generations} == {60}
-    ((after,),) = engine.generate(PROMPT, GREEDY)
-    assert (after.first_weight_version, after.weight_version) == (31, 31)
+    ((after,),) = responses_of(engine, PROMPT, GREEDY)
+    assert set(after.versions) == {31}

@@ -25,6 +25,7 @@ from tests.engine3d.rollout.test_engine import reference_logprobs
 from tests.engine3d.rollout.test_failures import scheduler_of
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import CheckpointSender, transfer
+from tests.support.engine_responses import responses_of
 from tests.support.listening import listeners
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
@@ -56,13 +57,13 @@ def test_groups_generate_what_one_rank_generates(
 ) -> None:
     transfer(grouped, tiny_model_dirs[0], version=1)
     for prompts in (PROMPTS, PROMPTS[:1]):  # one alone leaves a group with nothing to do
-        expected = [group[0] for group in engine.generate(prompts, GREEDY)]
-        found = [group[0] for group in grouped.generate(prompts, GREEDY)]
+        expected = [group[0] for group in responses_of(engine, prompts, GREEDY)]
+        found = [group[0] for group in responses_of(grouped, prompts, GREEDY)]
         for one, other in zip(expected, found, strict=True):
             assert other.token_ids == one.token_ids
             assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
     sampling = SamplingConfig(temperature=0.7, max_new_tokens=12)
-    for prompt, group in zip(PROMPTS, grouped.generate(PROMPTS, sampling, samples_per_prompt=3), strict=True):
+    for prompt, group in zip(PROMPTS, responses_of(grouped, PROMPTS, sampling, samples_per_prompt=3), strict=True):
         assert len({tuple(each.token_ids) for each in group}) == 3
         for each in group:
             of_all = reference_logprobs(tiny_model_dirs[0], prompt, each.token_ids, sampling.temperature)
@@ -78,7 +79,7 @@ def test_both_groups_have_requests_and_a_prompt_is_in_one_of_them(grouped: Rollo
     assert grouped.log_path is not None
     before = grouped.log_path.stat().st_size
     prompts = [[3 + number, *range(40, 63)] for number in range(6)]
-    grouped.generate(prompts, SamplingConfig(max_new_tokens=4), samples_per_prompt=4)
+    responses_of(grouped, prompts, SamplingConfig(max_new_tokens=4), samples_per_prompt=4)
     said = grouped.log_path.read_text()[before:]
     for group in range(2):
         batches = [line for line in said.splitlines() if f"DP{group} " in line and "Prefill batch" in line]
@@ -103,7 +104,7 @@ def test_weights_of_a_trainer_come_bit_for_bit(
             assert differences([grouped], export)
             connected.transfer(10 * number)
             assert differences([grouped], export) == [], sizes
-            assert grouped.generate(PROMPTS, GREEDY)[0][0].weight_version == 10 * number
+            assert set(responses_of(grouped, PROMPTS, GREEDY)[0][0].versions) == {10 * number}
 
 
 def nobody_else_reaches(engine: RolloutEngine) -> bool:
@@ -120,10 +121,10 @@ def test_nobody_else_reaches_its_processes(grouped: RolloutEngine) -> None:
 
 @pytest.mark.processes
 def test_memory_is_given_back_and_taken_again(grouped: RolloutEngine) -> None:
-    before = grouped.generate(PROMPTS, GREEDY)
+    before = responses_of(grouped, PROMPTS, GREEDY)
     grouped.release_memory()
     grouped.restore_memory()  # with whatever was there in its place
-    again = grouped.generate(PROMPTS[:1], GREEDY) + grouped.generate(PROMPTS[1:], GREEDY)
+    again = responses_of(grouped, PROMPTS[:1], GREEDY) + responses_of(grouped, PROMPTS[1:], GREEDY)
     assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]
 
 
@@ -152,13 +153,13 @@ def test_ranks_leave_the_cores_to_others_while_memory_is_released(
 ) -> None:
     sender = CheckpointSender(grouped, tiny_model_dirs[0])
     sender.transfer(tiny_model_dirs[0], version=50)
-    before, (polling, dealing) = grouped.generate(PROMPTS, GREEDY), cpu_s(grouped)
+    before, (polling, dealing) = responses_of(grouped, PROMPTS, GREEDY), cpu_s(grouped)
     grouped.release_memory()
     released, _ = cpu_s(grouped)
     assert differences([grouped], tiny_model_dirs[0]) == []
     sender.transfer(tiny_model_dirs[0], version=51)
     grouped.restore_memory()
-    again = grouped.generate(PROMPTS, GREEDY)
+    again = responses_of(grouped, PROMPTS, GREEDY)
     assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]
     assert released < min(polling, cpu_s(grouped)[0]) / 3
     assert dealing < 0.2  # SGLang's own takes all of a core
@@ -171,9 +172,9 @@ def test_the_end_of_a_rank_ends_the_engine(grouped: RolloutEngine) -> None:
     rank = scheduler_of(grouped._host.pid)
     threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
     before = time.monotonic()
-    with pytest.raises(EngineError, match=rf"died during generate: .* Subprocess scheduler_.* \(pid={rank}\) crashed"):
+    with pytest.raises(EngineError, match=rf"died during generation: .* Subprocess sched.* \(pid={rank}\) crashed"):
         while True:
-            grouped.generate([[5]] * 60, SamplingConfig(max_new_tokens=60, ignore_eos=True))
+            responses_of(grouped, [[5]] * 60, SamplingConfig(max_new_tokens=60, ignore_eos=True))
     assert time.monotonic() - before < 10
 
 
@@ -189,11 +190,11 @@ def test_spawned_processes_reach_each_other(
     monkeypatch.setenv(START_METHOD_VARIABLE, "spawn")
     with started([RolloutEngine(tiny_model_dirs[0], GROUPS, log_path=tmp_path / "log")], afresh=True) as [spawned]:
         assert spawned.verify_weights(tiny_model_dirs[0]) == [[], []]
-        expected = [group[0].token_ids for group in engine.generate(PROMPTS, GREEDY)]
-        assert [group[0].token_ids for group in spawned.generate(PROMPTS, GREEDY)] == expected
+        expected = [group[0].token_ids for group in responses_of(engine, PROMPTS, GREEDY)]
+        assert [group[0].token_ids for group in responses_of(spawned, PROMPTS, GREEDY)] == expected
         spawned.release_memory()
         spawned.restore_memory()
-        assert [group[0].token_ids for group in spawned.generate(PROMPTS, GREEDY)] == expected
+        assert [group[0].token_ids for group in responses_of(spawned, PROMPTS, GREEDY)] == expected
         assert nobody_else_reaches(spawned)
 
 
@@ -206,7 +207,7 @@ def test_latents_are_in_one_group_and_dense_layers_are_cut_over_all(tmp_path: Pa
     with warm_starts():
         for config in (alone, GROUPS):
             with RolloutEngine(tmp_path / "model", config) as engine:
-                found.append([group[0].token_ids for group in engine.generate(PROMPTS, GREEDY)])
+                found.append([group[0].token_ids for group in responses_of(engine, PROMPTS, GREEDY)])
     assert found[0] == found[1]
 
 

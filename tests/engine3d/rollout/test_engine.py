@@ -15,10 +15,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine3d.errors import EngineError, UserError
-from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
-from engine3d.rollout.host.messages import Response
-from engine3d.rollout.streams import Asked
+from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
 from tests.support.checkpoint_sender import CheckpointSender
+from tests.support.engine_responses import responses_of, versions_of
 from tests.support.engine_traces import traced_steps
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -37,7 +36,7 @@ def reference_logprobs(directory: Path, prompt: list[int], response: list[int], 
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
-def assert_greedy_of(directory: Path, prompt: list[int], generation: Generation) -> None:
+def assert_greedy_of(directory: Path, prompt: list[int], generation: Response) -> None:
     logprobs = reference_logprobs(directory, prompt, generation.token_ids)
     assert generation.token_ids == logprobs.argmax(-1).tolist()
 
@@ -47,7 +46,7 @@ def test_logprobs_are_those_of_transformers(
     engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], temperature: float
 ) -> None:
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=12)
-    results = engine.generate(PROMPTS, sampling, samples_per_prompt=3)
+    results = responses_of(engine, PROMPTS, sampling, samples_per_prompt=3)
     assert [len(group) for group in results] == [3, 3, 3]
     for prompt, group in zip(PROMPTS, results, strict=True):
         for generation in group:
@@ -60,9 +59,9 @@ def test_logprobs_are_those_of_transformers(
 def test_samples_of_a_prompt_differ_and_greedy_does_not(
     engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
 ) -> None:
-    (sampled,) = engine.generate(PROMPTS[:1], SAMPLED, samples_per_prompt=4)
+    (sampled,) = responses_of(engine, PROMPTS[:1], SAMPLED, samples_per_prompt=4)
     assert len({tuple(generation.token_ids) for generation in sampled}) == 4
-    greedy = engine.generate(PROMPTS, GREEDY, samples_per_prompt=2)
+    greedy = responses_of(engine, PROMPTS, GREEDY, samples_per_prompt=2)
     for prompt, (first, second) in zip(PROMPTS, greedy, strict=True):
         assert first.token_ids == second.token_ids
         assert_greedy_of(tiny_model_dirs[0], prompt, first)
@@ -70,25 +69,25 @@ def test_samples_of_a_prompt_differ_and_greedy_does_not(
 
 def test_a_response_ends_at_a_stop_token_or_at_its_length(engine: RolloutEngine) -> None:
     ignoring = GREEDY.model_copy(update={"ignore_eos": True})
-    ((whole,),) = engine.generate(PROMPTS[:1], ignoring)
+    ((whole,),) = responses_of(engine, PROMPTS[:1], ignoring)
     assert (whole.finish_reason, len(whole.token_ids)) == ("length", 12)
     stop = whole.token_ids[4]
     stopping = ignoring.model_copy(update={"stop_token_ids": (stop,), "ignore_eos": False})
-    ((stopped,),) = engine.generate(PROMPTS[:1], stopping)
+    ((stopped,),) = responses_of(engine, PROMPTS[:1], stopping)
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
 def test_a_response_whose_last_allowed_token_ends_it_is_not_cut(engine: RolloutEngine) -> None:
-    ((whole,),) = engine.generate(PROMPTS[:1], GREEDY.model_copy(update={"ignore_eos": True}))
+    ((whole,),) = responses_of(engine, PROMPTS[:1], GREEDY.model_copy(update={"ignore_eos": True}))
     stop = whole.token_ids[4]
     ends = whole.token_ids.index(stop) + 1
     sampling = GREEDY.model_copy(update={"stop_token_ids": (stop,)})
     for longest, reason in ((ends + 1, "stop"), (ends, "stop"), (ends - 1, "length")):
         asked = sampling.model_copy(update={"max_new_tokens": longest})
-        ((found,),) = engine.generate(PROMPTS[:1], asked)
-        engine.submit([Asked(0, PROMPTS[0], asked)])
+        ((found,),) = responses_of(engine, PROMPTS[:1], asked)
+        engine.submit([Request(0, PROMPTS[0], asked)])
         ended = engine.take_ended(60)[0]
         for response in (found, ended):
             assert response.finish_reason == reason
@@ -97,7 +96,7 @@ def test_a_response_whose_last_allowed_token_ends_it_is_not_cut(engine: RolloutE
 
 def test_a_response_may_fill_the_context(engine: RolloutEngine) -> None:
     sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True)
-    ((generation,),) = engine.generate([[5] * (engine.context_length - 4)], sampling)
+    ((generation,),) = responses_of(engine, [[5] * (engine.context_length - 4)], sampling)
     assert (generation.finish_reason, len(generation.token_ids)) == ("length", 4)
 
 
@@ -106,7 +105,7 @@ def test_a_cache_of_the_size_that_is_needed_lets_all_requests_run_at_once(engine
     before, most = engine.log_path.stat().st_size, engine.config.max_running_requests
     prompts = [[3 + number, 5, 7, 9] for number in range(most)]
     sampling = SamplingConfig(max_new_tokens=engine.context_length - 4, ignore_eos=True)
-    assert len(engine.generate(prompts, sampling)) == most
+    assert len(responses_of(engine, prompts, sampling)) == most
     said = engine.log_path.read_text()[before:]
     running = [
         (int(found[1]), int(found[2]))
@@ -119,31 +118,38 @@ def test_a_cache_of_the_size_that_is_needed_lets_all_requests_run_at_once(engine
 def test_transferred_weights_are_used_and_named(
     engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path]
 ) -> None:
-    before = engine.generate(PROMPTS, GREEDY)
+    before = responses_of(engine, PROMPTS, GREEDY)
     checkpoints.transfer(tiny_model_dirs[1], version=7)
-    after = engine.generate(PROMPTS, GREEDY)
+    after = responses_of(engine, PROMPTS, GREEDY)
     assert [group[0].token_ids for group in before] != [group[0].token_ids for group in after]
     for prompt, (generation,) in zip(PROMPTS, after, strict=True):
         assert_greedy_of(tiny_model_dirs[1], prompt, generation)
-    assert {group[0].weight_version for group in before} == {0}
-    assert {group[0].weight_version for group in after} == {7}
+    assert versions_of(before) == {0}
+    assert versions_of(after) == {7}
     checkpoints.transfer(tiny_model_dirs[0], version=8)
-    assert engine.generate(PROMPTS, GREEDY)[0][0].token_ids == before[0][0].token_ids
+    assert responses_of(engine, PROMPTS, GREEDY)[0][0].token_ids == before[0][0].token_ids
 
 
 @contextmanager
 def standstill(engine: RolloutEngine) -> Iterator[None]:
-    """Generations stand still until the block ends, as in a transfer: of the weights that are there."""
-    engine.begin_weights(0, under_way="continue")
+    """Generations stand still until the block ends, as in a transfer that the client knows nothing of."""
+    assert engine._host is not None
+    engine._host.call("test", "begin_weights", 60, responses=0, under_way="continue")
     yield
-    engine.seal_weights(0, flush_cache=False)
-    engine.commit_weights(0)
+    engine._host.call("test", "commit_weights", 60, version=0)
 
 
-def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(engine: RolloutEngine) -> None:
-    results: list[list[list[Generation]]] = []
+def limit_requests(engine: RolloutEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "config", engine.config.model_copy(update={"request_timeout_s": seconds}))
+
+
+def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_requests(engine, 4, monkeypatch)
+    results: list[list[list[Response]]] = []
     long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
-    worker = threading.Thread(target=lambda: results.append(engine.generate([[5]] * 400, long, timeout_s=4)))
+    worker = threading.Thread(target=lambda: results.append(responses_of(engine, [[5]] * 400, long)))
     host, before = engine._host, time.monotonic()
     assert host is not None
     worker.start()
@@ -158,13 +164,14 @@ def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(engi
     assert [len(group[0].token_ids) for group in results[0]] == [60] * 400
 
 
-def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine) -> None:
+def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_requests(engine, 2, monkeypatch)
     errors: list[str] = []
     long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
 
     def generate() -> None:
         with pytest.raises(EngineError) as error:
-            engine.generate([[5]] * 300, long, timeout_s=2)
+            responses_of(engine, [[5]] * 300, long)
         errors.append(str(error.value))
 
     host = engine._host
@@ -179,13 +186,14 @@ def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine) -> Non
         time.sleep(0.05)
     with standstill(engine):
         worker.join(30)
+    monkeypatch.undo()
     found = re.match(
-        r"rollout engine: generate came no further within 2 s: no token since \d\d:\d\d:\d\d, (\d+) of 300 responses "
+        r"rollout engine: responses came no further within 2 s: no token since \d\d:\d\d:\d\d, (\d+) of 300 responses "
         r"are done; log: ",
         errors[0],
     )
     assert found and 0 < int(found[1]) < 300
-    assert len(engine.generate(PROMPTS, GREEDY)) == 3
+    assert len(responses_of(engine, PROMPTS, GREEDY)) == 3
 
 
 @pytest.mark.parametrize(
@@ -196,7 +204,7 @@ def test_what_is_cut_off_stays_in_the_logprobs(
 ) -> None:
     """So a trainer's log-probs are the same, and yet of another distribution than the tokens were drawn from."""
     sampling = SamplingConfig(max_new_tokens=12, ignore_eos=True, **settings)
-    (group,) = engine.generate(PROMPTS[1:2], sampling, samples_per_prompt=8)
+    (group,) = responses_of(engine, PROMPTS[1:2], sampling, samples_per_prompt=8)
     for generation in group:
         reference = reference_logprobs(
             tiny_model_dirs[0], PROMPTS[1], generation.token_ids, settings.get("temperature", 1)
@@ -220,7 +228,7 @@ def test_penalties_are_in_the_logprobs(
 ) -> None:
     sampling = SamplingConfig(max_new_tokens=20, ignore_eos=True, temperature=0.5, **penalties)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dirs[0], dtype=torch.float32)
-    (group,) = engine.generate(PROMPTS[:1], sampling, samples_per_prompt=3)
+    (group,) = responses_of(engine, PROMPTS[:1], sampling, samples_per_prompt=3)
     changed_by = []
     for generation in group:
         with torch.no_grad():
@@ -242,7 +250,7 @@ def test_a_response_ends_with_the_token_that_completes_a_text(
     """Stops of several tokens, and of parts of tokens, at the first place where the response's text has one."""
     whole_text = SamplingConfig(max_new_tokens=40, ignore_eos=True, stop=("never",))
     with pytest.raises(UserError, match=r"stop is \['never'\]: .* has no tokenizer_config\.json"):
-        engine.generate(PROMPTS, whole_text)
+        responses_of(engine, PROMPTS, whole_text)
     directory = tiny_model_dirs[0]
     pieces = [f"<{number}é" for number in range(VOCAB_SIZE)]
     tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}))
@@ -250,7 +258,7 @@ def test_a_response_ends_with_the_token_that_completes_a_text(
     try:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
         greedy = whole_text.model_copy(update={"temperature": 0.0})
-        ((whole,),) = engine.generate(PROMPTS[:1], greedy)
+        ((whole,),) = responses_of(engine, PROMPTS[:1], greedy)
         assert (len(whole.token_ids), whole.finish_reason) == (40, "length")
         text = "".join(pieces[token] for token in whole.token_ids)
         for start, length in ((20, 9), (30, 3), (50, 17)):
@@ -258,18 +266,18 @@ def test_a_response_ends_with_the_token_that_completes_a_text(
             ends = next(
                 count for count in range(1, 41) if stop in "".join(pieces[token] for token in whole.token_ids[:count])
             )
-            ((stopped,),) = engine.generate(PROMPTS[:1], greedy.model_copy(update={"stop": ("never", stop)}))
+            ((stopped,),) = responses_of(engine, PROMPTS[:1], greedy.model_copy(update={"stop": ("never", stop)}))
             assert stopped.finish_reason == "stop"
             assert stopped.token_ids == whole.token_ids[:ends]
             assert stopped.logprobs == pytest.approx(whole.logprobs[:ends], abs=1e-4)
             # With its last token it is whole, without it it is cut.
             for longest, reason in ((ends, "stop"), (ends - 1, "length")):
                 asked = greedy.model_copy(update={"stop": ("never", stop), "max_new_tokens": longest})
-                assert engine.generate(PROMPTS[:1], asked)[0][0].finish_reason == reason
+                assert responses_of(engine, PROMPTS[:1], asked)[0][0].finish_reason == reason
             # Of a stream, where the response goes on in the middle of its stop.
             begun = Response(whole.token_ids[: ends - 1], whole.logprobs[: ends - 1], [0] * (ends - 1))
             sampling = greedy.model_copy(update={"stop": ("never", stop)})
-            engine.submit([Asked(0, PROMPTS[0], sampling, begun=begun)])
+            engine.submit([Request(0, PROMPTS[0], sampling, prefix=begun)])
             ended = engine.take_ended(60)[0]
             assert (ended.token_ids, ended.finish_reason) == (whole.token_ids[:ends], "stop")
     finally:
@@ -283,7 +291,7 @@ def test_a_trace_has_the_next_steps_and_no_others(engine: RolloutEngine, tmp_pat
     engine.trace(tmp_path / "traces", 4)
     assert not list(tmp_path.rglob("*.gz"))
     worker = threading.Thread(
-        target=engine.generate, args=(PROMPTS, SamplingConfig(max_new_tokens=40, ignore_eos=True))
+        target=responses_of, args=(engine, PROMPTS, SamplingConfig(max_new_tokens=40, ignore_eos=True))
     )
     worker.start()
     worker.join(120)
@@ -307,9 +315,4 @@ def test_a_trace_has_the_next_steps_and_no_others(engine: RolloutEngine, tmp_pat
 )
 def test_bad_prompts_are_refused(engine: RolloutEngine, prompts: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        engine.generate(prompts, GREEDY)
-
-
-def test_seeds_need_a_deterministic_engine(engine: RolloutEngine) -> None:
-    with pytest.raises(UserError, match=r"rollout\.deterministic"):
-        engine.generate(PROMPTS, SAMPLED, seeds=[1, 2, 3])
+        responses_of(engine, prompts, GREEDY)

@@ -19,6 +19,7 @@ import pytest
 from engine3d.errors import EngineError
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from engine3d.run_files import make_run_directory, remove_orphans
+from tests.support.engine_responses import responses_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 
 pytestmark = pytest.mark.processes
@@ -50,7 +51,7 @@ time.sleep(300)
 
 def drawn(engine: RolloutEngine) -> list[list[int | float]]:
     """Tokens and log-probs of seeded samples, flat."""
-    groups = engine.generate(PROMPTS, SAMPLED, samples_per_prompt=2, seeds=SEEDS)
+    groups = responses_of(engine, PROMPTS, SAMPLED, samples_per_prompt=2, seeds=SEEDS)
     return [[*sample.token_ids, *sample.logprobs] for group in groups for sample in group]
 
 
@@ -101,20 +102,20 @@ def test_seeded_samples_repeat_and_every_death_cleans_up(tiny_model_dirs: tuple[
         first = drawn(engine)
         assert drawn(engine) == first
         assert first[0] != first[1], "samples of one prompt have seeds of their own"
-        alone = engine.generate(PROMPTS[1:2], SAMPLED, samples_per_prompt=2, seeds=SEEDS[1:2])
+        alone = responses_of(engine, PROMPTS[1:2], SAMPLED, samples_per_prompt=2, seeds=SEEDS[1:2])
         assert [sample.token_ids for sample in alone[0]] == [row[: len(row) // 2] for row in first[2:4]]
 
         killer = threading.Timer(0.3, os.kill, (scheduler_of(group), signal.SIGKILL))
         killer.start()
         before = time.monotonic()
-        with pytest.raises(EngineError, match="died during generate: its process was killed by SIGKILL") as death:
+        with pytest.raises(EngineError, match="died during generation: its process was killed by SIGKILL") as death:
             while True:
-                engine.generate([[5]] * 60, LONG)
+                responses_of(engine, [[5]] * 60, LONG)
         assert time.monotonic() - before < 20
         assert "scheduler_0" in one_line(death)
         assert not engine.is_alive()
         with pytest.raises(EngineError, match="rollout engine is not running: its process was killed"):
-            engine.generate(PROMPTS, SAMPLED)
+            responses_of(engine, PROMPTS, SAMPLED)
         assert_nothing_left(group, Path(run_directory))
 
     client = start_client(tiny_model_dirs[0], tmp_path / "rollout.log")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
+from engine3d.rollout import Response, RolloutEngine, SamplingConfig
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import transfer
+from tests.support.engine_responses import responses_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.warm import warm_starts
 
@@ -45,16 +46,16 @@ def test_generations_are_those_of_transformers(name: str, settings: dict[str, An
     model = tiny_families.make(name, sent)
     with warm_starts(), RolloutEngine(started, TINY_ROLLOUT.model_copy(update=settings)) as engine:
         transfer(engine, sent, version=1)
-        first = [generation for (generation,) in engine.generate(PROMPTS, GREEDY)]
+        first = [generation for (generation,) in responses_of(engine, PROMPTS, GREEDY)]
         # A second turn, of which all but the last tokens are in the cache.
         longer = [[*prompt, *generation.token_ids, 7, 8] for prompt, generation in zip(PROMPTS, first, strict=True)]
-        second = [generation for (generation,) in engine.generate(longer, GREEDY)]
+        second = [generation for (generation,) in responses_of(engine, longer, GREEDY)]
     for prompts, generations in ((PROMPTS, first), (longer, second)):
         for prompt, generation in zip(prompts, generations, strict=True):
             assert_same(model, prompt, generation)
 
 
-def assert_same(model: torch.nn.Module, prompt: list[int], generation: Generation) -> None:
+def assert_same(model: torch.nn.Module, prompt: list[int], generation: Response) -> None:
     response = torch.tensor(generation.token_ids)
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]

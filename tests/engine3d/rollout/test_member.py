@@ -14,10 +14,11 @@ import pytest
 
 from engine3d import stores
 from engine3d.errors import LOST_PART, EngineError, UserError
-from engine3d.rollout import EngineMember, EnginePart, Generation, RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.rollout import EngineMember, EnginePart, Response, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.part import PartCalls
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import CheckpointSender
+from tests.support.engine_responses import responses_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.warm import warm_starts
 
@@ -46,10 +47,10 @@ def on_two_hosts(model: Path, config: RolloutConfig) -> Iterator[tuple[RolloutEn
         second.shutdown()
 
 
-def assert_same(found: list[list[Generation]], expected: list[list[Generation]], version: int) -> None:
+def assert_same(found: list[list[Response]], expected: list[list[Response]], version: int) -> None:
     for group, of_one in zip(found, expected, strict=True):
         for each, reference in zip(group, of_one, strict=True):
-            assert (each.token_ids, each.weight_version) == (reference.token_ids, version)
+            assert (each.token_ids, set(each.versions)) == (reference.token_ids, {version})
             assert each.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
 
 
@@ -59,26 +60,26 @@ def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path:
     tiny_families.make("deepseek_v3", started, seed=1)
     tiny_families.make("deepseek_v3", sent)
     with warm_starts(), RolloutEngine(sent, TWO) as one:
-        expected = one.generate(PROMPTS, GREEDY)
+        expected = responses_of(one, PROMPTS, GREEDY)
     released = TWO.model_copy(update={"memory_saver": True, "release_weights": True})
     with on_two_hosts(started, released) as (first, second):
         sender = CheckpointSender(first, sent)
         assert all(first.verify_weights(sent))
         sender.transfer(sent, version=1)
-        assert_same(first.generate(PROMPTS, GREEDY), expected, version=1)
+        assert_same(responses_of(first, PROMPTS, GREEDY), expected, version=1)
         assert first.verify_weights(sent) == [[], []]
         first.release_memory()
         first.restore_memory()
         with pytest.raises(EngineError, match="weights are not whole"):
-            first.generate(PROMPTS, GREEDY)
+            responses_of(first, PROMPTS, GREEDY)
         sender.transfer(sent, version=2)
-        assert_same(first.generate(PROMPTS, GREEDY), expected, version=2)
+        assert_same(responses_of(first, PROMPTS, GREEDY), expected, version=2)
         assert first.verify_weights(sent) == [[], []]
         second.check("generate")
         assert second._host is not None
         os.kill(second._host.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=f"died during generate: {LOST_PART}: .*gloo"):
-            first.generate([[5]] * 60, SamplingConfig(max_new_tokens=60, ignore_eos=True))
+        with pytest.raises(EngineError, match=f"died during generation: {LOST_PART}: .*gloo"):
+            responses_of(first, [[5]] * 60, SamplingConfig(max_new_tokens=60, ignore_eos=True))
         deadline = time.monotonic() + 10
         while second.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from engine3d.rollout.host.messages import Ended, ResponseRequest
+from engine3d.rollout import Request, SamplingConfig
+from engine3d.rollout.host.messages import EndedResponses
 from engine3d.rollout.host.progress import SchedulerState
 from engine3d.rollout.host.stream import ResponseStream
 
-SAMPLING = {"max_new_tokens": 4}
+SAMPLING = SamplingConfig(max_new_tokens=4)
+NO_BATCHES: Any = None
+NO_BATCHES: Any = None
 
 
 class Manager:
@@ -18,24 +21,24 @@ class Manager:
 
     def __init__(self) -> None:
         self.is_pause_cond, self.is_pause = asyncio.Condition(), False
-        self.under_way: dict[str, asyncio.Event] = {}
+        self.in_flight: dict[str, asyncio.Event] = {}
 
     async def generate_request(self, asked: Any) -> AsyncIterator[dict[str, Any]]:
-        aborted = self.under_way[asked.rid] = asyncio.Event()
+        aborted = self.in_flight[asked.rid] = asyncio.Event()
         await aborted.wait()
-        del self.under_way[asked.rid]
+        del self.in_flight[asked.rid]
         yield {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}}
 
     def abort_request(self, name: str) -> None:
-        for each, aborted in self.under_way.items():
+        for each, aborted in self.in_flight.items():
             if each.startswith(name):
                 aborted.set()
 
 
 async def _of(samples: int) -> tuple[ResponseStream, Manager, list[Any]]:
     manager, told = Manager(), list[Any]()
-    stream = ResponseStream(manager, told.append, lambda: SchedulerState(), 64)
-    stream.submit([ResponseRequest(sample, [3], SAMPLING, None) for sample in range(samples)])
+    stream = ResponseStream(manager, NO_BATCHES, told.append, lambda: SchedulerState(), 64, None)
+    stream.submit(1, [Request(sample, [3], SAMPLING) for sample in range(samples)], together=False)
     return stream, manager, told
 
 
@@ -48,7 +51,7 @@ async def until_ended(told: list[Any], *samples: int) -> None:
 
 
 def ended(told: list[Any]) -> dict[int, str]:
-    assert all(isinstance(each, Ended) for each in told)
+    assert all(isinstance(each, EndedResponses) for each in told)
     return {sample: response.finish_reason for each in told for sample, response in each.responses.items()}
 
 
@@ -57,7 +60,7 @@ def test_what_is_given_up_before_it_begins_has_ended() -> None:
         stream, manager, told = await _of(2)
         stream.abort([0])
         await until_ended(told, 0)
-        assert len(manager.under_way) == 1
+        assert len(manager.in_flight) == 1
         return ended(told), len(stream)
 
     assert asyncio.run(main()) == ({0: "abort"}, 1)
@@ -67,7 +70,7 @@ def test_what_is_held_back_is_given_up_at_once() -> None:
     async def main() -> dict[int, str]:
         stream, manager, told = await _of(0)
         manager.is_pause = True
-        stream.submit([ResponseRequest(7, [3], SAMPLING, None)])
+        stream.submit(2, [Request(7, [3], SAMPLING)], together=False)
         await asyncio.sleep(0.05)
         stream.abort([7])
         await until_ended(told, 7)
@@ -76,10 +79,27 @@ def test_what_is_held_back_is_given_up_at_once() -> None:
     assert asyncio.run(main()) == {7: "abort"}
 
 
+def test_requests_together_that_are_held_back_are_aborted_once_all_are() -> None:
+    async def main() -> dict[int, str]:
+        stream, manager, told = await _of(0)
+        manager.is_pause = True
+        stream.submit(2, [Request(sample, [3], SAMPLING) for sample in (7, 8)], together=True)
+        await asyncio.sleep(0.05)
+        stream.abort([7])
+        await asyncio.sleep(0.05)
+        assert not told and len(stream) == 2
+        stream.abort([8])
+        await until_ended(told, 7, 8)
+        assert len(told) == 1 and len(stream) == 0
+        return ended(told)
+
+    assert asyncio.run(main()) == {7: "abort", 8: "abort"}
+
+
 def test_no_other_is_aborted_whose_number_begins_alike() -> None:
     async def main() -> dict[int, str]:
         stream, manager, told = await _of(30)
-        while len(manager.under_way) < 30:
+        while len(manager.in_flight) < 30:
             await asyncio.sleep(0.01)
         stream.abort([1, 2])
         await until_ended(told, 1, 2)

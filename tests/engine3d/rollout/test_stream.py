@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine3d.errors import EngineError, UserError
-from engine3d.rollout import RolloutEngine, SamplingConfig
-from engine3d.rollout.host.messages import Response
+from engine3d.errors import UserError
+from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
 from engine3d.rollout.host.stream import UnderWay
-from engine3d.rollout.streams import Asked
 from tests.engine3d.rollout.test_engine import reference_logprobs
 from tests.support.checkpoint_sender import CheckpointSender
 from tests.support.tiny_models import VOCAB_SIZE
@@ -25,8 +23,8 @@ LONG = SamplingConfig(max_new_tokens=48, ignore_eos=True)
 SHORT = SamplingConfig(max_new_tokens=4, ignore_eos=True)
 
 
-def _asked(sampling: SamplingConfig, first: int = 0, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Asked]:
-    return [Asked(first + index, prompt, sampling) for index, prompt in enumerate(prompts)]
+def _requests(sampling: SamplingConfig, first: int = 0, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Request]:
+    return [Request(first + index, prompt, sampling) for index, prompt in enumerate(prompts)]
 
 
 def _all_ended(engine: RolloutEngine, *samples: int, limit_s: float = 120) -> dict[int, Response]:
@@ -39,9 +37,9 @@ def _all_ended(engine: RolloutEngine, *samples: int, limit_s: float = 120) -> di
 
 def _begun(engine: RolloutEngine, first: int, least: int = 4) -> bool:
     """Begin long responses; whether they have a few tokens and go on. All have ended where they were too quick."""
-    engine.submit(_asked(LONG, first))
-    while under_way := engine.responses_under_way():
-        if len(under_way) == len(PROMPTS) and min(len(each.token_ids) for each in under_way.values()) >= least:
+    engine.submit(_requests(LONG, first))
+    while in_flight := engine.responses_in_flight():
+        if len(in_flight) == len(PROMPTS) and min(len(each.token_ids) for each in in_flight.values()) >= least:
             return True
     _all_ended(engine, *range(first, first + len(PROMPTS)))
     return False
@@ -72,16 +70,16 @@ def _assert_drawn_by_their_versions(
 
 
 def test_responses_end_one_by_one(engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> None:
-    engine.submit(_asked(LONG, first=0))
-    with pytest.raises(EngineError, match="sample 0 is under way already"):
-        engine.submit([*_asked(LONG, first=0)[:1], *_asked(LONG, first=0)[:1]])
-    engine.submit(_asked(SHORT, first=10))
+    engine.submit(_requests(LONG, first=0))
+    with pytest.raises(UserError, match="sample 0 is in flight already"):
+        engine.submit([*_requests(LONG, first=0)[:1], *_requests(LONG, first=0)[:1]])
+    engine.submit(_requests(SHORT, first=10))
     for sample, response in _all_ended(engine, 0, 1, 2, 10, 11, 12).items():
         assert response.finish_reason == "length"
         assert len(response.token_ids) == (4 if sample >= 10 else 48)
         _assert_drawn_by_their_versions(tiny_model_dirs, PROMPTS[sample % 10], response)
     assert engine.take_ended(0.0) == {}
-    assert engine.responses_under_way() == {}
+    assert engine.responses_in_flight() == {}
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue", "recompute", "resend"])
@@ -94,7 +92,7 @@ def test_weights_change_in_the_middle_of_responses(
             continue
         before = engine.figures
         checkpoints.transfer(tiny_model_dirs[1], 1, policy)
-        engine.submit(_asked(SHORT, first + 10))
+        engine.submit(_requests(SHORT, first + 10))
         ended = _all_ended(engine, *range(first, first + 3), *range(first + 10, first + 13))
         old = {sample: response for sample, response in ended.items() if sample < first + 10}
         for sample, response in ended.items():
@@ -134,7 +132,7 @@ def test_what_was_given_up_ends_with_what_it_has_and_can_go_on(
         pytest.fail("responses were never given up before their end")
     begun = found[first]
     assert 4 <= len(begun.token_ids) < 48
-    engine.submit([Asked(20, PROMPTS[0], LONG, begun=begun)])
+    engine.submit([Request(20, PROMPTS[0], LONG, prefix=begun)])
     whole = _all_ended(engine, 20)[20]
     assert whole.token_ids[: len(begun.token_ids)] == begun.token_ids
     assert (whole.finish_reason, len(whole.token_ids)) == ("length", 48)
@@ -152,7 +150,7 @@ def test_no_response_goes_on_behind_its_end(
     for round_ in range(8):
         first = 1000 + 100 * round_
         samples = range(first, first + 48)
-        engine.submit(_asked(sampling, first, [[3, 4, 5]] * len(samples)))
+        engine.submit(_requests(sampling, first, [[3, 4, 5]] * len(samples)))
         found = dict[int, Response]()
         for version in (1, 0):
             found |= engine.take_ended(0.2)
@@ -165,8 +163,42 @@ def test_no_response_goes_on_behind_its_end(
 
 
 def test_a_stream_refuses_what_a_batch_refuses(engine: RolloutEngine) -> None:
-    with pytest.raises(UserError, match="prompt 0 is empty"):
-        engine.submit([Asked(0, [], LONG)])
-    with pytest.raises(UserError, match="seeds need an engine with"):
-        engine.submit([Asked(0, [3], LONG, seed=(0, 0))])
+    for together in (False, True):
+        with pytest.raises(UserError, match="prompt 0 is empty"):
+            engine.submit([Request(0, [], LONG)], together=together)
+        with pytest.raises(UserError, match="sample 7 is in flight already"):
+            engine.submit([Request(7, [3], LONG), Request(7, [4], LONG)], together=together)
+    with pytest.raises(UserError, match="sample 0 has a prefix, expected none in requests submitted together"):
+        engine.submit([Request(0, [3], LONG, prefix=Response([5], [-1.0], [0]))], together=True)
     assert engine.take_ended(0.0) == {}
+
+
+def test_a_batch_ends_together_and_beside_responses_that_end_one_by_one(engine: RolloutEngine) -> None:
+    batch = [Request(200 + index, [3, 4], SHORT if index else LONG, index // 2, index % 2) for index in range(6)]
+    engine.submit(batch, together=True)
+    engine.submit(_requests(SHORT, first=0))
+    alone: dict[int, Response] = {}
+    end = time.monotonic() + 120
+    while len(alone) < 3 and time.monotonic() < end:
+        alone |= engine.take_ended(1.0, range(3))
+    assert alone.keys() == {0, 1, 2}
+    ended: dict[int, Response] = {}
+    while not ended and time.monotonic() < end:
+        ended = engine.take_ended(1.0)
+    assert ended.keys() == {request.sample for request in batch}  # all by one message
+    assert [len(ended[request.sample].token_ids) for request in batch] == [48, 4, 4, 4, 4, 4]
+    assert {response.finish_reason for response in ended.values()} == {"length"}
+    assert all(response.versions == [0] * len(response.token_ids) for response in ended.values())
+
+
+def test_an_aborted_batch_ends_with_what_it_has(engine: RolloutEngine) -> None:
+    batch = [Request(300 + index, [3, 4], LONG) for index in range(100)]
+    samples = [request.sample for request in batch]
+    engine.submit(batch, together=True)
+    time.sleep(0.2)
+    engine.abort(samples[:50])
+    responses = engine.wait_for(samples)
+    assert {response.finish_reason for response in responses[50:]} == {"length"}
+    assert {response.finish_reason for response in responses[:50]} <= {"abort", "length"}
+    for response in responses:
+        assert len(response.token_ids) == len(response.logprobs) == len(response.versions)

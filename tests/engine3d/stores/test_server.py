@@ -15,7 +15,7 @@ import torch.distributed as dist
 from engine3d.stores import KEY_VARIABLE, join, listen, serve, server, tcp_address
 from engine3d.stores.client import RemoteStore
 from engine3d.stores.server import StoreServer
-from engine3d.stores.wire import LENGTH, NONCE_BYTES, REFUSED, Request, frame, proof
+from engine3d.stores.wire import LENGTH, NONCE_BYTES, REFUSED, StoreRequest, frame, proof
 
 KEY = secrets.token_hex(32)
 
@@ -127,7 +127,7 @@ def test_a_server_with_another_key_is_told_nothing() -> None:
         b"",
         b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 20,
         secrets.token_bytes(200),
-        frame(Request.SET, [b"key", b"changed"]) * 5,
+        frame(StoreRequest.SET, [b"key", b"changed"]) * 5,
     ],
     ids=["nothing", "http", "noise", "requests"],
 )
@@ -156,7 +156,13 @@ def test_a_proof_serves_once(served: StoreServer) -> None:
 
 def test_a_frame_that_is_too_long_or_none_ends_its_connection_alone(served: StoreServer) -> None:
     store = client(served)
-    for broken in (LENGTH.pack(1 << 31), LENGTH.pack(0), frame(99, []), frame(Request.SET, [b"key"]), b"\0\0\0\2\1\1"):
+    for broken in (
+        LENGTH.pack(1 << 31),
+        LENGTH.pack(0),
+        frame(99, []),
+        frame(StoreRequest.SET, [b"key"]),
+        b"\0\0\0\2\1\1",
+    ):
         with socket.create_connection((served.host, served.port)) as one:
             theirs, mine = one.recv(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
             one.sendall(mine + proof(KEY.encode(), b"client", theirs, mine) + broken)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engine3d.rollout import Request
 from engine3d.rollout.config import NEUTRAL, SamplingConfig
+from engine3d.rollout.host.generation import sampling_parameters
 from engine3d.rollout.server_arguments import server_argument_names
-from engine3d.rollout.streams import sampling_parameters
 from hybridflow import get_ppo_config
 from hybridflow.api.recipe_builder import Given, make_recipe
 from hybridflow.config.recipe import load_recipe
@@ -77,6 +78,6 @@ def test_every_argument_of_sglang_that_could_change_a_draw_is_refused() -> None:
 
 
 def test_an_engine_is_told_all_of_them_so_that_no_default_of_a_model_counts() -> None:
-    told = sampling_parameters(SamplingConfig())
+    told = sampling_parameters(Request(0, [3], SamplingConfig()), None)
     assert {name: told[name] for name in NEUTRAL} == NEUTRAL
     assert told["temperature"] == 1.0

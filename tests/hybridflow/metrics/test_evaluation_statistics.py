@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from hybridflow.metrics.evaluation_statistics import (
-    Response,
+    ScoredResponse,
     estimates,
     figure_names,
     majority,
@@ -22,9 +22,9 @@ from hybridflow.metrics.evaluation_statistics import (
 )
 
 
-def group(*rewards: float, votes: list[int | None] | None = None) -> list[Response]:
+def group(*rewards: float, votes: list[int | None] | None = None) -> list[ScoredResponse]:
     given = votes or [None] * len(rewards)
-    return [Response(reward, reward >= 1.0, vote) for reward, vote in zip(rewards, given, strict=True)]
+    return [ScoredResponse(reward, reward >= 1.0, vote) for reward, vote in zip(rewards, given, strict=True)]
 
 
 @pytest.mark.parametrize("drawn", range(1, 8))

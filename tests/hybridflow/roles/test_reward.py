@@ -111,7 +111,7 @@ def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_
             sets={"sums": prompts},
             identities={"sums": "f00d"},
             learned={"sums": 1},
-            generator=FixedGenerator(a_batch()),  # type: ignore[arg-type]
+            samples_of=FixedGenerator(a_batch()),  # type: ignore[arg-type]
             functions={"reward": group},  # type: ignore[dict-item]
             reward_model=None,
             judge=None,

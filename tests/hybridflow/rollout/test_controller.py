@@ -13,9 +13,10 @@ import pytest
 import ray
 import torch
 
+from engine3d.rollout import Request, SamplingConfig
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import gathered
-from hybridflow.batch.stream_requests import Ended, SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import SampleEnd, SampleEnds
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptOrder
@@ -28,6 +29,7 @@ from hybridflow.rollout.stream_types import StepRows, StreamPlan
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLES, GROUPS, STEPS, TOKENS = 4, 4, 6, 250_000
 THREADS = "beside"
+SAMPLING = SamplingConfig(max_new_tokens=TOKENS)
 
 
 @ray.remote(concurrency_groups={THREADS: 2})
@@ -35,7 +37,7 @@ class Rank:
     """Stands for an engine's rank, or one of reward functions: long responses, and their lengths as rewards."""
 
     def __init__(self) -> None:
-        self._lock, self._asked = threading.Lock(), list[StreamRequest]()
+        self._lock, self._submitted = threading.Lock(), list[tuple[Request, int]]()
 
     def call_beside(self, method: str, results: int, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
@@ -43,33 +45,37 @@ class Rank:
     def of_stream(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
 
-    def submit(self, requests: Sequence[StreamRequest], begun: Sequence[Any], prompts: Mapping[int, list[int]]) -> None:
-        assert all(prompts[request.prompt] == list(PROMPTS[request.prompt]) for request in requests)
+    def submit(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+        submitted = list(zip(requests, prompts, strict=True))
+        assert all(request.prompt == PROMPTS[prompt] and request.sampling == SAMPLING for request, prompt in submitted)
         with self._lock:
-            self._asked += requests
+            self._submitted += submitted
 
-    def take_ended(self, wait_s: float) -> tuple[Ended, Any, Any]:
+    def take_ended(self, wait_s: float) -> tuple[SampleEnds, Any, Any]:
         with self._lock:
-            requests, self._asked = self._asked[:2], self._asked[2:]
-        if not requests:
+            submitted, self._submitted = self._submitted[:2], self._submitted[2:]
+        if not submitted:
             time.sleep(0.05)
-            return Ended([]), None, None
+            return SampleEnds([]), None, None
         send_tensors_as_arrays()
+        requests = [request for request, _ in submitted]
         count, tokens = len(requests), torch.arange(TOKENS) % 100
         batch = SampleBatch.from_generations(
-            prompts=[PROMPTS[request.prompt] for request in requests],
+            prompts=[request.prompt for request in requests],
             responses=[tokens.tolist()] * count,
             logprobs=[[-0.5] * TOKENS] * count,
             sample_ids=[request.sample for request in requests],
             group_ids=[request.group for request in requests],
-            prompt_indices=[request.prompt for request in requests],
+            prompt_indices=[prompt for _, prompt in submitted],
             policy_versions=[0] * count,
             finish_reasons=["stop"] * count,
             token_versions=[[0] * TOKENS] * count,
         )
         packed, summary = pack(batch)
-        ends = [SampleEnd(request.sample, request.group, request.place, TOKENS, 0, whole=True) for request in requests]
-        return Ended(ends), summary, packed
+        ends = [
+            SampleEnd(request.sample, request.group, request.index, TOKENS, 0, complete=True) for request in requests
+        ]
+        return SampleEnds(ends), summary, packed
 
     def score_rows(self, rows: Sequence[Any], examples: Mapping[int, Example]) -> list[dict[str, SampleScore]]:
         batch = gathered(rows).fetch()
@@ -87,7 +93,7 @@ def _own_bytes(process: psutil.Process) -> int:
 def test_neither_the_controller_nor_the_driver_holds_tokens() -> None:
     node = ray.get_runtime_context().get_node_id()
     engines, scorer = [Rank.remote() for _ in range(2)], Rank.remote()
-    plan = StreamPlan(StreamLimits(GROUPS, 100), SAMPLES, 4, len(engines))
+    plan = StreamPlan(StreamLimits(GROUPS, 100), SAMPLES, 4, len(engines), sampling=SAMPLING)
     tokens = PackedPrompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     examples = [Example(str(index), ("even", "odd")[index % 2]) for index in range(len(tokens))]
     prompts = ControllerPrompts(tokens, examples)

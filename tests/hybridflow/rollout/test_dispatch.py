@@ -6,15 +6,20 @@ import random
 
 import pytest
 
-from hybridflow.rollout.dispatch import Asked, Dispatcher
+from hybridflow.batch.stream_requests import StreamRequest
+from hybridflow.rollout.dispatch import Dispatcher
 
 
 def _dispatcher(engines: int, limit: int, response: float = 10.0) -> Dispatcher:
     return Dispatcher(engines, limit, lambda _: response)
 
 
-def _group(number: int, samples: int, tokens: int = 5) -> list[Asked]:
-    return [Asked(number * 100 + sample, number, tokens) for sample in range(samples)]
+def _request(sample: int, group: int, tokens: int, index: int = 0) -> StreamRequest:
+    return StreamRequest(sample, group, index, group, tokens)
+
+
+def _group(number: int, samples: int, tokens: int = 5) -> list[StreamRequest]:
+    return [_request(number * 100 + sample, number, tokens, sample) for sample in range(samples)]
 
 
 def _sent(dispatcher: Dispatcher) -> list[tuple[int, int]]:
@@ -44,7 +49,7 @@ def test_a_group_that_has_begun_somewhere_goes_on_there() -> None:
     dispatcher.add(*_group(1, 1), *_group(2, 1), *_group(3, 1))
     assert _sent(dispatcher) == [(0, 100), (1, 200), (2, 300)]
     dispatcher.ended(300)
-    dispatcher.add(Asked(201, 2, 5))  # engine 2 has nothing, and engine 1 the prefix
+    dispatcher.add(_request(201, 2, 5))  # engine 2 has nothing, and engine 1 the prefix
     assert _sent(dispatcher) == [(1, 201)]
 
 
@@ -55,7 +60,7 @@ def test_an_engine_whose_weights_change_is_sent_nothing_and_of_equals_the_newest
     dispatcher.add(*_group(1, 1))
     assert _sent(dispatcher) == [(1, 100)]
     dispatcher.change(1)
-    dispatcher.add(Asked(101, 1, 5))  # not where its group is
+    dispatcher.add(_request(101, 1, 5))  # not where its group is
     assert _sent(dispatcher) == [(2, 101)]
     dispatcher.ended(100)  # which changes nothing
     dispatcher.change(2)
@@ -118,7 +123,7 @@ def test_the_engine_with_the_least_is_found_however_requests_come_and_end() -> N
             dispatcher.ended(sample)
             del flying[sample]
         before = {engine: dispatcher.in_flight(engine) for engine in range(5)}
-        dispatcher.add(Asked(number, number, chance.randrange(1, 50)))
+        dispatcher.add(_request(number, number, chance.randrange(1, 50)))
         sent = _sent(dispatcher)
         if sent:
             open_ = {engine: tokens for engine, (requests, tokens) in before.items() if requests < 6}
@@ -152,7 +157,7 @@ def test_it_holds_no_more_after_many_requests_than_after_few() -> None:
     dispatcher = _dispatcher(4, 8)
     flying: list[int] = []
     for number in range(5000):
-        dispatcher.add(Asked(number, number, 1 + number % 97))
+        dispatcher.add(_request(number, number, 1 + number % 97))
         flying += [sample for _, sample in _sent(dispatcher)]
         if len(flying) == 32:
             for sample in flying[:16]:

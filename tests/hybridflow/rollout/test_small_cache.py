@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from engine3d.rollout import RolloutEngine, SamplingConfig
-from engine3d.rollout.streams import Asked
-from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
+from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
+from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.roles.rollout_stream import EngineStream
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream import RolloutStream
 from hybridflow.rollout.stream_types import StreamPlan
+from tests.support.engine_responses import responses_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.transfers import started
 
@@ -46,22 +46,22 @@ class _Engine:
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         self._requests |= {request.sample: request for request in requests}
         sampling = SamplingConfig(max_new_tokens=RESPONSE, ignore_eos=True)
-        asked = [Asked(request.sample, [*PROMPT, 9 + request.group % 20], sampling) for request in requests]
-        await asyncio.to_thread(self._engine.submit, asked)
+        complete = [Request(request.sample, [*PROMPT, 9 + request.group % 20], sampling) for request in requests]
+        await asyncio.to_thread(self._engine.submit, complete)
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SampleEnds:
         found = await asyncio.to_thread(self._engine.take_ended, 1.0)
         ends = []
         for sample, response in found.items():
             request = self._requests.pop(sample)
-            whole = response.finish_reason == "length"
-            ends.append(SampleEnd(sample, request.group, request.place, len(response.token_ids), 0, whole))
-        return Ended(ends, figures=self._engine.figures)
+            complete = response.finish_reason == "length"
+            ends.append(SampleEnd(sample, request.group, request.index, len(response.token_ids), 0, complete))
+        return SampleEnds(ends, figures=self._engine.figures)
 
     async def abort(self, samples: Sequence[int]) -> None:
         await asyncio.to_thread(self._engine.abort, samples)
 
-    async def under_way(self) -> Mapping[int, Begun]:
+    async def in_flight(self) -> Mapping[int, Response]:
         return {}
 
 
@@ -79,7 +79,7 @@ async def _steps(engine: RolloutEngine, bounds: RequestBounds | None, first_samp
     found = []
     for _ in range(3):
         rows = await stream.take(0)
-        assert all(end.tokens == RESPONSE and end.whole for each in rows.groups for end in each.ends)
+        assert all(end.tokens == RESPONSE and end.complete for each in rows.groups for end in each.ends)
         stream.learned(0)
         found.append(rows.figures)
     stream.close()
@@ -110,28 +110,32 @@ def test_responses_are_as_long_as_the_table_has_it_for_their_prompts(small_cache
     table = SamplingTable.of(rows, SHORT)
     prompts = [[3] * length for length in (1, 2, 3, 4, 5)]
     expected = [3, 3, 40, 40, 4]
-    groups = small_cache.generate(prompts, table, samples_per_prompt=2)
+    groups = responses_of(small_cache, prompts, table, samples_per_prompt=2)
     assert [[len(each.token_ids) for each in group] for group in groups] == [[length] * 2 for length in expected]
-    stream = EngineStream(0, small_cache, table)
-    requests = [StreamRequest(6000 + place, 0, place, place, 0) for place in range(5)]
-    stream.submit(requests, [None] * 5, dict(enumerate(prompts)))
+    stream = EngineStream(0, small_cache)
+    requests = [
+        Request(6000 + index, prompt, table.for_prompt(len(prompt)), 0, index) for index, prompt in enumerate(prompts)
+    ]
+    stream.submit(requests, range(5))
     found: dict[int, int] = {}
     while len(found) < 5:
         ended, _, _ = stream.take_ended(10.0)
-        found |= {end.place: end.tokens for end in ended.samples}
+        found |= {end.index: end.tokens for end in ended.samples}
         assert ended.figures is not None and ended.figures.cache_tokens == CACHE_TOKENS
     assert [found[place] for place in range(5)] == expected
     long = [4] * (TINY_ROLLOUT.context_length or 0)
     with pytest.raises(UserError, match="prompt 1 has 30 tokens; at most 24 leave room for max_new_tokens 40"):
-        small_cache.generate(
-            [long[:60], long[:30]], SamplingTable.of([PromptSampling(prompt_tokens=40, max_new_tokens=40)], SHORT)
+        responses_of(
+            small_cache,
+            [long[:60], long[:30]],
+            SamplingTable.of([PromptSampling(prompt_tokens=40, max_new_tokens=40)], SHORT),
         )
 
 
 def test_an_engine_tells_what_its_cache_had_of_prompts(small_cache: RolloutEngine) -> None:
     before = small_cache.figures
     for sample, cached in ((5000, 0), (5001, 19)):
-        small_cache.submit([Asked(sample, list(range(10, 30)), SHORT)])
+        small_cache.submit([Request(sample, list(range(10, 30)), SHORT)])
         while not small_cache.take_ended(10.0):
             pass
         now = small_cache.figures

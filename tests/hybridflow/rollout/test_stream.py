@@ -17,8 +17,9 @@ from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.stream_load import take
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
+from engine3d.rollout import Response
 from hybridflow.batch.stored_rows import Row
-from hybridflow.batch.stream_requests import Begun, Ended, EngineLostError, StreamRequest
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
 from hybridflow.rollout.ledger import Queue, StreamLimits
 from hybridflow.rollout.stream import RolloutStream
 from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
@@ -29,9 +30,9 @@ SAMPLES = 2
 class _Named(StandInEngine):
     """Where its samples lie is their ids."""
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SampleEnds:
         samples = (await super().ended()).samples
-        return Ended(samples, [end.sample for end in samples])
+        return SampleEnds(samples, [end.sample for end in samples])
 
 
 class _Scorer:
@@ -73,7 +74,7 @@ class _Setup:
         self.lengths: dict[tuple[int, int], int] = {}
 
         def length(request: StreamRequest) -> int:
-            return self.lengths.setdefault((request.group, request.place), min(200, int(chance.paretovariate(1.2) * 5)))
+            return self.lengths.setdefault((request.group, request.index), min(200, int(chance.paretovariate(1.2) * 5)))
 
         self.engines: list[Any] = [
             kind(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)
@@ -110,10 +111,10 @@ class _Setup:
 def _check(rows: StepRows, groups: int, staleness: int) -> None:
     assert len(rows.groups) == groups
     for each in rows.groups:
-        assert [end.place for end in each.ends] == list(range(SAMPLES))
+        assert [end.index for end in each.ends] == list(range(SAMPLES))
         assert {end.group for end in each.ends} == {each.group.number}
         for end, row in zip(each.ends, each.rows, strict=True):
-            assert row.rows[row.place] == end.sample and end.whole
+            assert row.rows[row.place] == end.sample and end.complete
     assert max(rows.taken.staleness) <= staleness
 
 
@@ -208,8 +209,8 @@ def _check_tokens(stream: RolloutStream) -> None:
     """A request counts its prompt and what its response has: some have begun."""
     requests = stream._requests.values()
     for each in requests:
-        assert each.tokens == 3 + each.prompt + (each.begun.tokens if each.begun is not None else 0)
-    assert any(each.begun is not None for each in requests)
+        assert each.tokens == 3 + each.prompt + (len(each.prefix.token_ids) if each.prefix is not None else 0)
+    assert any(each.prefix is not None for each in requests)
 
 
 def test_a_stream_goes_on_where_its_state_was_taken() -> None:
@@ -430,7 +431,7 @@ def test_a_step_tells_when_each_engine_was_at_work() -> None:
 
 def test_an_engine_that_fails_ends_the_wait_for_groups() -> None:
     class Failing(StandInEngine):
-        async def ended(self) -> Ended:
+        async def ended(self) -> SampleEnds:
             await asyncio.sleep(0.05)
             raise EngineError("rollout engine died: no more memory")
 
@@ -554,7 +555,7 @@ def test_what_was_scored_before_a_restart_is_not_scored_again() -> None:
 
     before, after, state = run(learn())[0]
     kept = [each.first_sample + place for each in state.groups for place in each.scores]
-    unscored = [end.sample for each in state.groups for end, _ in each.ended if end.place not in each.scores]
+    unscored = [end.sample for each in state.groups for end, _ in each.ended if end.index not in each.scores]
     assert kept and unscored
     assert set(kept) <= set(before) and not set(kept) & set(after) and set(unscored) <= set(after)
 
@@ -606,8 +607,8 @@ def test_a_step_says_what_it_waits_for() -> None:
         return first, second
 
     first, second = run(learn())[0]
-    assert first == ("has 0 of 4 groups; responses under way: 4 at engine 0, 4 at engine 1; 0 wait for their reward")
-    assert second == "has 0 of 4 groups; responses under way: none; 8 wait for their reward"
+    assert first == ("has 0 of 4 groups; responses in flight: 4 at engine 0, 4 at engine 1; 0 wait for their reward")
+    assert second == "has 0 of 4 groups; responses in flight: none; 8 wait for their reward"
 
 
 def test_prompts_go_to_engines_that_have_room_as_responses_end() -> None:
@@ -663,10 +664,10 @@ def test_what_was_withdrawn_and_waits_is_in_the_state() -> None:
         _check_tokens(setup.stream)
         state = pickle.loads(pickle.dumps(await setup.stream.state()))
         has = {
-            group.first_sample + place: begun.content
+            group.first_sample + index: len(prefix.token_ids)
             for group in state.groups
-            for place, begun in group.begun.items()
-            if begun is not None
+            for index, prefix in group.prefixes.items()
+            if prefix is not None
         }
         setup.stream.close()
         setup.stream = setup.another()
@@ -688,7 +689,7 @@ class _Mortal(_Named):
 
     dies_at = math.inf
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SampleEnds:
         loop = asyncio.get_running_loop()
         ending = asyncio.ensure_future(super().ended())
         await asyncio.wait([ending], timeout=max(0.0, self.dies_at - loop.time()) if self.dies_at < 1e9 else None)
@@ -703,9 +704,9 @@ class _Mortal(_Named):
         self._check()
         await super().abort(samples)
 
-    async def under_way(self) -> Mapping[int, Begun]:
+    async def in_flight(self) -> Mapping[int, Response]:
         self._check()
-        return await super().under_way()
+        return await super().in_flight()
 
     def _check(self) -> None:
         if asyncio.get_running_loop().time() >= self.dies_at:
@@ -756,7 +757,7 @@ def test_an_engine_that_is_lost_is_started_again_and_what_it_had_is_made_elsewhe
     for rows in steps:
         for each in rows.groups:
             for end in each.ends:
-                assert end.tokens == setup.lengths[end.group, end.place]
+                assert end.tokens == setup.lengths[end.group, end.index]
     lost = [event for rows in steps for event in rows.events if event["event"] == "lost_engine"]
     assert len(lost) == 4 and any(event["samples"] for event in lost)
 

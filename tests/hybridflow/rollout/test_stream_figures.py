@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.virtual_clock import run
 from engine3d.engine_figures import EngineFigures
-from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
+from engine3d.rollout import Response
+from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream import RolloutStream
 from hybridflow.rollout.stream_types import StreamPlan
@@ -20,22 +21,22 @@ class _Scripted:
 
     def __init__(self) -> None:
         self.requests: list[StreamRequest] = []
-        self._ended: asyncio.Queue[Ended] = asyncio.Queue()
+        self._ended: asyncio.Queue[SampleEnds] = asyncio.Queue()
 
     def tell(self, figures: EngineFigures, *requests: StreamRequest, tokens: int = 10, oldest: int = 0) -> None:
-        ends = [SampleEnd(each.sample, each.group, each.place, tokens, oldest, True) for each in requests]
-        self._ended.put_nowait(Ended(ends, figures=figures))
+        ends = [SampleEnd(each.sample, each.group, each.index, tokens, oldest, True) for each in requests]
+        self._ended.put_nowait(SampleEnds(ends, figures=figures))
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         self.requests += requests
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SampleEnds:
         return await self._ended.get()
 
     async def abort(self, samples: Sequence[int]) -> None:
         pass
 
-    async def under_way(self) -> Mapping[int, Begun]:
+    async def in_flight(self) -> Mapping[int, Response]:
         return {}
 
 
@@ -130,7 +131,7 @@ def test_engines_that_tell_nothing_have_no_figures() -> None:
         stream, (engine,) = _stream(1, 1, 0)
         stream.open(0)
         await asyncio.sleep(0)
-        engine._ended.put_nowait(Ended([SampleEnd(0, 0, 0, 1, 0, True)]))
+        engine._ended.put_nowait(SampleEnds([SampleEnd(0, 0, 0, 1, 0, True)]))
         return (await stream.take(0)).figures
 
     assert (

@@ -15,7 +15,7 @@ from hybridflow.workers.call import Call
 from hybridflow.workers.device_turns import MemoryCall, Turns, memory_calls
 from hybridflow.workers.failure_diagnosis import RankError
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.sending import Request
+from hybridflow.workers.sending import RankRequest
 
 BOTH = ("give_back", "take_back")
 
@@ -63,7 +63,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str],
     """Each call that was sent, with those that it has its turn after, and those that make its input."""
     calls: list[tuple[str, list[str], list[str]]] = []
 
-    def send(request: Request, earlier: Sequence[Call] = ()) -> tuple[Call, list[Any]]:
+    def send(request: RankRequest, earlier: Sequence[Call] = ()) -> tuple[Call, list[Any]]:
         call = Call(request.ranks, request.method, request.limit_s, [], request.inputs, earlier)
         calls.append((str(call), [str(each) for each in earlier], [str(each) for each in request.inputs]))
         return call, []
@@ -73,8 +73,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str],
     yield calls
 
 
-def compute(ranks: Ranks, *, exclusive: bool = True) -> Request:
-    return Request(ranks, "compute", 1.0, [], exclusive=exclusive)
+def compute(ranks: Ranks, *, exclusive: bool = True) -> RankRequest:
+    return RankRequest(ranks, "compute", 1.0, [], exclusive=exclusive)
 
 
 def test_calls_are_sent_in_the_order_of_their_turns(sent: list[tuple[str, list[str], list[str]]]) -> None:
@@ -133,7 +133,7 @@ def test_a_call_that_takes_no_turn_neither_waits_nor_makes_others_give_back(
     turns.send(compute(actor))
     turns.send(compute(critic, exclusive=False))
     assert sent[1:] == [("critic.compute", [], [])]
-    turns.send(Request(actor, "give_back", 1.0, [], exclusive=True))  # by its user, not by a turn
+    turns.send(RankRequest(actor, "give_back", 1.0, [], exclusive=True))  # by its user, not by a turn
     assert turns.gave_back(actor)
 
 

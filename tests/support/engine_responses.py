@@ -1,0 +1,39 @@
+"""Responses of an engine to a batch of prompts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from engine3d.rollout import Request, Response, RolloutEngine
+from engine3d.rollout.config import Sampling
+
+_sample_ids = itertools.count(1 << 40)
+_groups = itertools.count()
+
+
+def responses_of(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    samples_per_prompt: int = 1,
+    seeds: Sequence[int] | None = None,
+) -> list[list[Response]]:
+    """For each prompt, in order, `samples_per_prompt` responses, submitted together.
+
+    `seeds`: one for each prompt, of a deterministic engine; others than before if None.
+    """
+    groups = seeds if seeds is not None else list(itertools.islice(_groups, len(prompts)))
+    requests = [
+        Request(next(_sample_ids), prompt, sampling.for_prompt(len(prompt)), group, index)
+        for prompt, group in zip(prompts, groups, strict=True)
+        for index in range(samples_per_prompt)
+    ]
+    engine.submit(requests, together=True)
+    responses = iter(engine.wait_for([request.sample for request in requests]))
+    return [list(itertools.islice(responses, samples_per_prompt)) for _ in prompts]
+
+
+def versions_of(groups: Iterable[Iterable[Response]]) -> set[int]:
+    """Versions of the weights that drew the tokens of all responses."""
+    return {version for group in groups for response in group for version in response.versions}
