@@ -228,8 +228,6 @@ def test_a_step_that_waits_for_its_groups_is_abandoned_for_a_checkpoint(tmp_path
     ("settings", "line"),
     [
         (["rollout.stream=null"], r"trainer\.max_staleness=2 without rollout\.stream, .* expected 0 or 1"),
-        (["algorithm.name=remax", "algorithm.correction=null"], r"rollout\.stream is set with algorithm\.name=remax"),
-        (["algorithm.dynamic_sampling=true"], r"rollout\.stream is set with algorithm\.dynamic_sampling"),
         (
             ["rollout.stream.left_over=carry", "trainer.max_staleness=0"],
             r"left_over=carry with trainer\.max_staleness=0",
