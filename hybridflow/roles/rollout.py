@@ -164,7 +164,8 @@ class RolloutWorker:
         responses = self._engine.wait_for([request.sample for request in requests])
         prompts = [prompt.index for prompt in drawn for _ in range(samples_per_prompt)]
         times = [(began, time.time())] * len(requests)
-        return sample_batch(self._number, requests, prompts, responses, times, token_versions=False)
+        versions = self._engine.config.token_versions
+        return sample_batch(self._number, requests, prompts, responses, times, token_versions=versions)
 
     @register(ONE_TO_ALL)
     @on_first_host(cast("str | None", None))
