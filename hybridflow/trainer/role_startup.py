@@ -42,8 +42,8 @@ from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.start_log import StartLog
+from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.rank_process import BESIDE
-from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.worker_group import WorkerGroup
 
 _ENGINE_LOGS: Mapping[type, str] = {

@@ -1,20 +1,32 @@
-"""A call on the ranks of a group: waiting for it, and ending the groups that its failure ends."""
+"""A call on the ranks of a group: waiting for the ranks, and the end of the groups that a failure of it ends."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from hybridflow.cluster.processes.termination import termination
+from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.workers.context import Answer
-from hybridflow.workers.failure_diagnosis import GRACE_S, CallState, error_of, findings
+from hybridflow.workers.failure_diagnosis import (
+    DIED_WITHOUT_A_WORD,
+    ENDED_FOR_MEMORY,
+    GRACE_S,
+    INPUT_LOST,
+    CallState,
+    Kind,
+    error_of,
+    findings,
+    kind_of,
+)
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.statuses import wait_for_statuses
 from hybridflow.workers.waits import StandsStillError, Wait, waits
 
 _LOOK_S = 0.2  # at what has happened already
@@ -110,7 +122,7 @@ class Call:
         raise error
 
     def _outcome(self, limit: float, wait: Wait) -> tuple[list[Failure], list[int]]:
-        """As `wait_for_statuses`; raises if an earlier call fails meanwhile, by which the ranks only get their turn."""
+        """As `_wait_for_statuses`. Raises if an earlier call fails meanwhile, by which ranks only get their turn."""
         deadline = time.monotonic() + limit
         while earlier := [each for each in self.earlier if not each.ended()]:
             look = min(deadline - time.monotonic(), _LOOK_EVERY_S)
@@ -126,7 +138,7 @@ class Call:
 
     def _statuses_within(self, timeout_s: float, wait: Wait | None = None) -> tuple[list[Failure], list[int]]:
         told = {"silent": wait.progress} if wait is not None else {}
-        return wait_for_statuses(
+        return _wait_for_statuses(
             self.ranks.role, self.method, self.statuses, self._actors, timeout_s, numbers=self.members, **told
         )
 
@@ -187,3 +199,71 @@ def _end(state: CallState, limit_s: float, calls: dict[CallState, Call]) -> NoRe
     for each in found:
         calls[each.call].ranks.fail(each.error)
     raise found[-1].error
+
+
+def _wait_for_statuses(
+    role: str,
+    method: str,
+    statuses: Sequence[ray.ObjectRef],
+    actors: Sequence[ActorHandle],
+    timeout_s: float,
+    silent: Callable[[Sequence[int]], None] = lambda _: None,
+    numbers: Sequence[int] | None = None,
+) -> tuple[list[Failure], list[int]]:
+    """Wait until every rank has answered, one has failed for a reason of its own, or the time is up.
+
+    Args:
+        role, method: for the failures that are made here.
+        statuses: one a rank that was called: a `Failure`, or anything else for success.
+        actors: all ranks of the group, to tell a rank's own death from that of a process that made its input.
+        timeout_s: limit in seconds.
+        silent: is called with the ranks that have not answered, again and again.
+        numbers: of the ranks that were called; all of the group if None.
+
+    Returns:
+        The failures so far, and the ranks that have not answered.
+
+    Raises:
+        EngineError: a part of the local Ray is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(zip(statuses, range(len(statuses)) if numbers is None else numbers, strict=True))
+    failures: list[Failure] = []
+    while waiting:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            break
+        # One second at most, so that signals to this process are served.
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, 1.0))
+        ray_runtime.check_ray()
+        for status in ready:
+            rank = waiting.pop(status)
+            failure = _failure_in(role, rank, method, status, actors[rank])
+            if failure is not None:
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                failures.append(failure)
+                if kind_of(failure) == Kind.RAISED:
+                    return failures, sorted(waiting.values())
+        silent(sorted(waiting.values()))
+    return failures, sorted(waiting.values())
+
+
+def _failure_in(role: str, rank: int, method: str, status: ray.ObjectRef, actor: ActorHandle) -> Failure | None:
+    def failed(error: str) -> Failure:
+        return Failure(role, rank, method, error, user_error=False, time=time.time(), stack="")
+
+    try:
+        value = ray.get(status)
+    except RayActorError as error:
+        if error.actor_id is not None and error.actor_id != actor._actor_id.hex():
+            return failed(INPUT_LOST)
+        # Not "OOM", which Ray names among the possible causes of any death.
+        return failed(ENDED_FOR_MEMORY if "low on memory" in str(error) else DIED_WITHOUT_A_WORD)
+    except OutOfMemoryError:
+        return failed(ENDED_FOR_MEMORY)
+    except RayTaskError as error:
+        return failed(" ".join(f"{type(error.cause).__name__}: {error.cause}".split()))
+    except RayError as error:
+        return failed(" ".join(f"{type(error).__name__}: {error}".split()))
+    return value if isinstance(value, Failure) else None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,12 +28,35 @@ import ray
 from hybridflow.workers.call import Call
 from hybridflow.workers.methods import Arguments
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.sending import RankRequest, send
 
 GIVE_BACK = "give_back"
 """The method that is called of a group when its turn is over."""
 TAKE_BACK = "take_back"
 """The method that is called of a group that gave memory back, when it has its turn again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRequest:
+    """A call that is to be sent.
+
+    Args:
+        ranks, method: what is called.
+        limit_s: for an answer, in seconds.
+        arguments: of each rank that is called, each stored already where it is large.
+        wanted: the ranks whose results are wanted.
+        exclusive: whether it takes turns with groups that share its devices.
+        inputs: the calls that make what it needs.
+        members: the ranks that are called, in the order of their numbers; all of the group if None.
+    """
+
+    ranks: Ranks
+    method: str
+    limit_s: float
+    arguments: Sequence[Arguments]
+    wanted: Collection[int] = ()
+    exclusive: bool = False
+    inputs: Sequence[Call] = ()
+    members: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +121,8 @@ class Turns:
     def _sent(self, request: RankRequest) -> tuple[Call, list[ray.ObjectRef]]:
         """Send this call alone. The lock is held."""
         if not request.exclusive:
-            return send(request)
-        call, results = send(request, self._earlier(request.ranks))
+            return _send(request)
+        call, results = _send(request, self._earlier(request.ranks))
         self._calls.append(call)
         self._memory[call.ranks] = "given back" if call.method == GIVE_BACK else "held"
         return call, results
@@ -113,6 +136,34 @@ class Turns:
         before = [call for call in self._calls if call.ranks is not ranks and _share(ranks, call.ranks)]
         needed = {id(each) for call in before for each in (call, *call.earlier)}
         return [call for call in self._calls if id(call) in needed]
+
+
+def _send(request: RankRequest, earlier: Sequence[Call] = ()) -> tuple[Call, list[ray.ObjectRef]]:
+    """Send a call to the ranks: the call, and where each rank's result will lie. Waits for nobody.
+
+    Args:
+        request: the call.
+        earlier: after whose end it has its turn.
+
+    Raises:
+        RankError, RankUserError: the group has died of that.
+        EngineError: it has been shut down.
+    """
+    ranks, method = request.ranks, request.method
+    actors = tuple(ranks.actors)
+    if not actors:
+        ranks.check(method)
+    members = range(len(actors)) if request.members is None else request.members
+    # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
+    statuses = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
+    answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
+        actors[rank]
+        .call.options(num_returns=2)
+        .remote(method, rank in request.wanted, statuses, *arguments.positional, **arguments.keyword)
+        for rank, arguments in zip(members, request.arguments, strict=True)
+    ]
+    own, results = ([each[place] for each in answers] for place in (0, 1))
+    return Call(ranks, method, request.limit_s, own, request.inputs, earlier, request.members), results
 
 
 def _request(call: MemoryCall) -> RankRequest:

@@ -1,4 +1,4 @@
-"""The process of one rank: a Ray actor that holds a role's worker and answers for it.
+"""The process of one rank: a Ray actor that holds a role's worker and answers for it, and its heartbeat.
 
 Importing this module brings in neither torch nor an engine: the rank's environment is set before either is loaded.
 """
@@ -8,24 +8,30 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.out_of_memory import in_short
+from engine3d.progress import progress
 from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_when_asked
 from engine3d.startup.imports import quick_imports
 from engine3d.stores import KEY_VARIABLE, STORE_VARIABLE, StoreServer, keep_key, listen, serve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span
+from hybridflow.rundir.heartbeat import BEAT_S, Heartbeat, HeartbeatFile, heartbeat_path
 from hybridflow.rundir.private import take_umask
 from hybridflow.workers.context import Answer, WorkerContext
-from hybridflow.workers.pulse import START, Pulse
+from hybridflow.workers.flight_recorder import FlightRecorder
 
+_START = "start"
+"""Method of a rank until its worker is built."""
 BESIDE = "beside"
 """Ray's name of the threads that take calls beside those of the group."""
 
@@ -53,7 +59,7 @@ class RankProcess:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(file=2)
         write_stacks_when_asked()
-        self._pulse = Pulse(role, rank, log_path)
+        self._pulse = _Pulse(role, rank, log_path)
 
     def identify(self, listens: bool) -> tuple[int, str, str, int]:
         """Process id, id and address of the node, and the port of the store at which the ranks meet, if it is here.
@@ -80,7 +86,7 @@ class RankProcess:
         def build() -> None:
             self._worker = factory(context, *args, **kwargs)
 
-        failure, _ = self._run(START, build)
+        failure, _ = self._run(_START, build)
         self._importing.close()
         return failure
 
@@ -153,6 +159,82 @@ class RankProcess:
             message = " ".join(str(error).split())
             line = message if user_error else in_short(f"{type(error).__name__}: {message}".rstrip(": "))
             return Failure(self._role, self._rank, method, line, user_error, time.time(), stack), None
+
+
+class _Pulse:
+    """The heartbeat of this process: a thread reports once a second what its main thread is at.
+
+    Args:
+        role, rank: whose process this is.
+        log_path: of its log, beside which the file is; no heartbeat if None.
+    """
+
+    def __init__(self, role: str, rank: int, log_path: Path | None) -> None:
+        self._role, self._rank, self._host = role, rank, socket.gethostname()
+        self._method, self._has_turn, self._since = _START, True, time.time()
+        self._usual_s: dict[str, float] = {}
+        self._counting: set[str] = set()
+        progress.begin()
+        if log_path is not None:
+            file, recorder = HeartbeatFile(heartbeat_path(log_path)), FlightRecorder(role, rank, log_path)
+            file.write(self._beat())
+            threading.Thread(target=self._go_on, args=(file, recorder), name="heartbeat", daemon=True).start()
+
+    @contextlib.contextmanager
+    def at(self, method: str) -> Iterator[None]:
+        """The block is a call of a method."""
+        progress.begin()
+        self._method, self._has_turn, self._since = method, True, time.time()
+        try:
+            yield
+        finally:
+            if progress.parts:
+                self._counting.add(method)
+            if method != _START:  # a worker's own comes after that of its process, and loads and compiles as well
+                self._usual_s[method] = max(self._usual_s.get(method, 0.0), progress.longest_pause_s)
+            self._method, self._since = "", time.time()
+
+    @contextlib.contextmanager
+    def waiting_for_turn(self) -> Iterator[None]:
+        """The block waits until the devices are free."""
+        self._has_turn = False
+        try:
+            yield
+        finally:
+            progress.begin()
+            self._has_turn, self._since = True, time.time()
+
+    def _go_on(self, file: HeartbeatFile, recorder: FlightRecorder) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            with contextlib.suppress(OSError):  # a file system that fails is told of by what needs it
+                if recorder.is_wanted():
+                    recorder.write()
+                    return  # what it said last is what it was at when the run failed
+                file.write(self._beat())
+
+    def _beat(self) -> Heartbeat:
+        method, parts = self._method, progress.parts
+        if parts:
+            self._counting.add(method)
+        now = time.time()
+        return Heartbeat(
+            role=self._role,
+            rank=self._rank,
+            host=self._host,
+            pid=os.getpid(),
+            method=method,
+            has_turn=self._has_turn,
+            since=self._since,
+            parts=parts,
+            progressed=now - (time.monotonic() - progress.at),
+            usual_s=self._usual_s.get(method),
+            counts=method in self._counting,
+            at=now,
+            done=progress.done,
+            total=progress.total,
+            unit=progress.unit,
+        )
 
 
 def _wait_for_turn(earlier: Sequence[Any]) -> None:

@@ -15,8 +15,8 @@ from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.processes.process_tree import kill_trees
 from hybridflow.cluster.processes.rank_look import RankPlace
 from hybridflow.cluster.runtime import ray_runtime
+from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
-from hybridflow.workers.standstill import ProgressLimits
 
 
 class Ranks:

@@ -25,11 +25,18 @@ from hybridflow.cluster.processes.rank_look import RankLook
 from hybridflow.cluster.runtime import rank_watch
 from hybridflow.errors.log import log
 from hybridflow.rundir.progress import where_now
-from hybridflow.workers.call_progress import Usage, amount_done, is_first_part, moving, starting_stage
+from hybridflow.workers.call_progress import (
+    Standstill,
+    Usage,
+    amount_done,
+    is_first_part,
+    moving,
+    standstill,
+    starting_stage,
+)
 from hybridflow.workers.failure_diagnosis import where
 from hybridflow.workers.flight_recorder import request_recordings, wait_for_recordings
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.standstill import Standstill, standstill
 
 _LOOK_EVERY_S = 0.5
 # A call that takes as long as one before is not stuck; twice as long may be.

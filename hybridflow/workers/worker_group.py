@@ -46,15 +46,14 @@ from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool
 from hybridflow.rundir.heartbeat import heartbeat_path
 from hybridflow.rundir.private import umask_environment
 from hybridflow.workers.call import Call
+from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.context import WorkerContext
-from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
+from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, RankRequest, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 from hybridflow.workers.future import Future, wait_together
 from hybridflow.workers.methods import Arguments, Caller, Grid, OneEach, Protocol, Registration, ToAll, registrations
 from hybridflow.workers.rank_process import BESIDE, RankProcess
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.sending import RankRequest
-from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]

@@ -12,10 +12,9 @@ import ray
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.workers import device_turns
 from hybridflow.workers.call import Call
-from hybridflow.workers.device_turns import MemoryCall, Turns, memory_calls
+from hybridflow.workers.device_turns import MemoryCall, RankRequest, Turns, memory_calls
 from hybridflow.workers.failure_diagnosis import RankError
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.sending import RankRequest
 
 BOTH = ("give_back", "take_back")
 
@@ -68,7 +67,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str],
         calls.append((str(call), [str(each) for each in earlier], [str(each) for each in request.inputs]))
         return call, []
 
-    monkeypatch.setattr(device_turns, "send", send)
+    monkeypatch.setattr(device_turns, "_send", send)
     monkeypatch.setattr(Call, "ended", lambda call: not call.ranks.is_alive)
     yield calls
 
