@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,6 @@ from hybridflow.rollout.stream_source import EngineHandles, Lending
 from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
-from hybridflow.trainer.start_log import StartLog
 from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.rank_process import BESIDE
 from hybridflow.workers.worker_group import WorkerGroup
@@ -189,7 +189,7 @@ def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
     with ExitStack() as stack:
         # Entered first and so left last: when the groups are gone, nobody waits for them any more.
         waiters = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="start"))
-        log = StartLog()
+        log = _StartLog()
         log.say("Ray" if recipe.placement.cluster is None else f"joining the Ray cluster {recipe.placement.cluster}")
         ray_runtime.start_ray(
             cpu_slots=highest_cpu_slot([*wanted.values(), *pools.values()]),
@@ -229,6 +229,32 @@ def _check_nobody_else(recipe: Recipe, resources: Mapping[str, ResourcePool], no
         check_gpus_free(gpus, WAIT_S)
 
 
+class _StartLog:
+    """Lines of a start, each with the seconds since this was made. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def say(self, what: str) -> None:
+        """Print one line."""
+        log.info(f"start {time.monotonic() - self._began:5.1f} s  {what}")
+
+    def roles(self, devices: Mapping[str, Sequence[Device]]) -> None:
+        """Say which roles start, and on how many devices."""
+        self.say("starting " + ", ".join(f"{role} ({_amount(held)})" for role, held in devices.items()))
+
+    def ready_after[R](self, role: str, start: Callable[[], R]) -> R:
+        """Start a role and say that it is ready, before anybody who waits for it says more."""
+        result = start()
+        self.say(f"{role} is ready")
+        return result
+
+
+def _amount(devices: Sequence[Device]) -> str:
+    kind = "GPU" if devices[0].kind == "cuda" else "CPU slot"
+    return f"{len(devices)} {kind}{'s' if len(devices) > 1 else ''}"
+
+
 class _Start:
     """The start of all roles on the devices that are reserved for them."""
 
@@ -241,7 +267,7 @@ class _Start:
         devices: Mapping[str, Sequence[Device]],
         nodes: Sequence[Node],
         resources: Mapping[str, ResourcePool],
-        log: StartLog,
+        log: _StartLog,
     ) -> None:
         self._recipe, self._run, self._stack, self._waiters = recipe, run, stack, waiters
         self._log, self._devices, self._resources = log, devices, resources

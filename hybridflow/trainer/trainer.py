@@ -56,12 +56,13 @@ from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sample_store import SampleStore
 from hybridflow.trainer.set_evaluation import SetMeasurer
 from hybridflow.trainer.sft_warmup import warm_up
-from hybridflow.trainer.start_log import steps_sentence
 from hybridflow.trainer.step import StepSettings, TrainerStep
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
 _TIMELINE_EVERY_S = 30.0
+_ACRONYM = 5
+"""Letters of an algorithm's name that is written in capitals."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,23 @@ def export_finished(recipe: Recipe, run: Run) -> None:
         )
 
 
+def _steps_sentence(recipe: Recipe, steps_done: int) -> str:
+    """Describe the steps of a run in one sentence, such as "GRPO: 120 steps of 64 prompts x 8 samples".
+
+    Args:
+        recipe: of the run.
+        steps_done: after which it resumes; 0 of a fresh start.
+    """
+    name, trainer = recipe.algorithm.name, recipe.trainer
+    name = name.upper() if len(name) <= _ACRONYM else name.rpartition("/")[2]
+    steps = f"{trainer.steps:,} steps of"
+    if steps_done:
+        steps = f"steps {steps_done + 1:,} to {trainer.steps:,}, each of"
+    if not recipe.algorithm.needs_engines:
+        return f"{name}: {steps} {trainer.prompts_per_step:,} examples"
+    return f"{name}: {steps} {trainer.prompts_per_step:,} prompts x {recipe.rollout.samples_per_prompt:,} samples"
+
+
 def rollout_source(
     recipe: Recipe, run: Run, roles: Roles, weights: WeightSync | NoEngines, order: PromptOrder
 ) -> RolloutSource:
@@ -254,7 +272,7 @@ class Trainer:
         elif self.facts.evaluation_due:
             self.evaluate_resumed()
         if self.steps_done < settings.steps:
-            self.sinks.begin("train", steps_sentence(self.recipe, self.steps_done))
+            self.sinks.begin("train", _steps_sentence(self.recipe, self.steps_done))
         with termination.saves(self.recipe.checkpoint.on_stop_s):
             for number in range(self.steps_done + 1, settings.steps + 1):
                 self.step_or_end(number)
