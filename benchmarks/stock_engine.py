@@ -51,7 +51,7 @@ class StockEngine:
         self._call("flush_cache")
 
     def logprobs(self, prompt: Sequence[int], sampling: SamplingConfig) -> list[float]:
-        """Of the tokens of a response."""
+        """Log-probs of the tokens of a response."""
         parameters = sampling_parameters(sampling)
         output = self._call("generate", input_ids=list(prompt), sampling_params=parameters, return_logprob=True)
         return [logprob for logprob, _, _ in output["meta_info"]["output_token_logprobs"]]

@@ -199,7 +199,7 @@ _SYNTAX = {
 
 
 def _syntax_error(error: json.JSONDecodeError) -> str:
-    """What is wrong and where: the line of a text that has several, and the column."""
+    """Fault and its place: the line of a text that has several, and the column."""
     line = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
     words = _SYNTAX.get(error.msg.removesuffix(": "), error.msg)
     return f"{words} at {line}column {error.colno}"

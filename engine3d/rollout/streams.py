@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine3d.rollout.launch import ModelFacts
 
 _WAIT_S = 0.5
-"""How often a wait for several responses looks whether the engine comes further."""
+"""Seconds between two looks at the engine's progress in a wait for several responses."""
 
 
 class ResponseStreams(HostOwner):

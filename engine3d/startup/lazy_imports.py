@@ -51,7 +51,7 @@ def attributes_later(package: str, modules: Mapping[str, str]) -> Callable[[str]
 
 @contextmanager
 def functions_later(module: str, *names: str) -> Iterator[None]:
-    """Let what is imported in the block take functions of a module that is only imported when one of them is called.
+    """Replace functions of a module by ones that import it when they are called, for imports in the block.
 
     Args:
         module: its complete name.

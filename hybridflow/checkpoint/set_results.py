@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hybridflow.data.prompts import Prompts
 
 RESULTS = "evaluation.json"
-"""What was measured of a checkpoint's step once the checkpoint was whole: `last_measured` and `best` of driver.json."""
+"""Measurements of a step that came after its checkpoint was complete: `last_measured` and `best` of driver.json."""
 
 _HELD_OUT_ACCURACY = "held-out accuracy"
 _WORDS: Mapping[Measure, tuple[str, str]] = {

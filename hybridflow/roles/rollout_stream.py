@@ -24,7 +24,7 @@ class EngineStream:
     def __init__(self, number: int, engine: RolloutEngine) -> None:
         self._number, self._engine = number, engine
         self._requests: dict[int, tuple[Request, int, float]] = {}
-        """By sample, with the index of the prompt and the time of the submission."""
+        """Requests by sample, with the index of the prompt and the time of the submission."""
 
     def submit(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
         """Begin responses. `prompts`: for each request the index of its prompt."""
@@ -36,7 +36,7 @@ class EngineStream:
 
     @property
     def figures(self) -> EngineFigures:
-        """Of the engine."""
+        """Figures of the engine."""
         return self._engine.figures
 
     def take_ended(self, wait_s: float) -> tuple[SampleEnds, Summary | None, Packed | None]:

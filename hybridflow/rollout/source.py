@@ -134,7 +134,7 @@ class RolloutSource(ABC, Samples):
 
     @abstractmethod
     def notice_lost(self) -> None:
-        """Have lost engines started again, where the recipe allows it."""
+        """Restart lost engines, where the recipe allows it."""
 
     @abstractmethod
     def change(self, engines: Sequence[int]) -> None:
@@ -146,7 +146,7 @@ class RolloutSource(ABC, Samples):
 
     @abstractmethod
     def lose(self, engine: int, cause: str) -> None:
-        """Have a lost engine started again. Raises EngineError where it may not be."""
+        """Restart a lost engine. Raises EngineError where the recipe does not allow it."""
 
     # Checkpoints
 

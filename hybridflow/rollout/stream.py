@@ -46,9 +46,9 @@ class _Gathered:
     group: Group
     first_sample: int
     ends: dict[int, tuple[SampleEnd, Row]] = field(default_factory=dict)
-    """By index in the group."""
+    """Samples by index in the group."""
     scores: dict[int, Any] = field(default_factory=dict)
-    """By index in the group."""
+    """Scores by index in the group."""
 
 
 class RolloutStream:
@@ -510,7 +510,7 @@ class RolloutStream:
             self._dispatcher.add(request)
 
     def _request_again(self, request: StreamRequest, prefix: Response | None) -> None:
-        """Have a response continue elsewhere, before all that waits: from its prefix, or else that of its request."""
+        """Send a response again before all that waits, from its prefix or else from that of its request."""
         prefix = prefix or request.prefix
         more = _tokens_of(prefix) - _tokens_of(request.prefix)
         self._requests[request.sample] = again = replace(request, tokens=request.tokens + more, prefix=prefix)

@@ -36,7 +36,7 @@ class PairMeasurer:
     controllers: Controllers
 
     def measure(self, step: int, *, identity: str, training_prompts: int) -> MeasuredSet:
-        """Have the policy rank the responses.
+        """Measure the policy's ranking of the responses.
 
         Args:
             step: after which the policy is evaluated.

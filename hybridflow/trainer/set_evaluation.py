@@ -120,7 +120,7 @@ class SetMeasurer:
         return len(self.sets[planned.name]) * planned.settings.samples
 
     def begin(self, planned: PlannedSet, first_sample: int | None = None) -> Future[SampleBatch]:
-        """Let the engines respond to the prompts of a set; `first_sample` as of `Samples.sample`."""
+        """Ask engines for the responses to a set; `first_sample` as of `Samples.sample`."""
         prompts = self.sets[planned.name]
         draw = Draw(prompts, range(len(prompts)), range(len(prompts)))
         return self.samples_of.sample(draw, planned.sampling, planned.settings.samples, first_sample)

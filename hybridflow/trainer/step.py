@@ -132,7 +132,7 @@ class TrainerStep(Step[Any]):
     poll: Callable[[], None] = lambda: None
     record: StepRecord = field(default_factory=StepRecord)
     updates: list[list[Update]] = field(default_factory=list)
-    """What the actor's ranks report of each optimizer step."""
+    """Reports of the actor's ranks on each optimizer step."""
     updates_begun: int = 0
     """Optimizer steps of the actor."""
     _in_flight: list[Future[Any]] = field(default_factory=list)
@@ -475,7 +475,7 @@ class TrainerStep(Step[Any]):
     # Traces, where `trainer.profile` asks for them
 
     def _trace_rollout(self) -> None:
-        """Have the first engine trace its next steps."""
+        """Trace the next steps of the first engine."""
         settings, rollout = self.settings.trainer.profile_of(self.number), self.roles.rollout
         if settings is None or not settings.rollout_steps or rollout is None:
             return
@@ -484,7 +484,7 @@ class TrainerStep(Step[Any]):
             log.warning(f"step {self.number}: no trace of the rollout: {why}")
 
     def _trace_updates(self, roles: Sequence[str]) -> None:
-        """Have these roles trace their next update."""
+        """Trace the next update of these roles."""
         if (settings := self.settings.trainer.profile_of(self.number)) is None:
             return
         for role in roles:

@@ -47,7 +47,7 @@ class CheckpointSender:
     def transfer(
         self, directory: Path, version: int, under_way: UnderWay = "wait", *, flush_cache: bool = True
     ) -> None:
-        """Let the engine serve a directory's weights as `version`; see `RolloutEngine.begin_weights`."""
+        """Bring the engine a directory's weights as `version`; see `RolloutEngine.begin_weights`."""
         self._read(directory)
         self._engine.begin_weights(version, under_way=under_way)
         if self._engine_reads:
@@ -66,5 +66,5 @@ class CheckpointSender:
 
 
 def transfer(engine: RolloutEngine, directory: Path, version: int) -> None:
-    """Let an engine serve the weights of a directory as `version`."""
+    """Bring an engine the weights of a directory as `version`."""
     CheckpointSender(engine, directory).transfer(directory, version)

@@ -19,7 +19,7 @@ def responses_of(
     samples_per_prompt: int = 1,
     seeds: Sequence[int] | None = None,
 ) -> list[list[Response]]:
-    """For each prompt, in order, `samples_per_prompt` responses, submitted together.
+    """Responses to each prompt, in order, `samples_per_prompt` each, submitted together.
 
     `seeds`: one for each prompt, of a deterministic engine; others than before if None.
     """

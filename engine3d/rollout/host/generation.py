@@ -136,7 +136,7 @@ def sample_seed(engine_seed: int, group: int, index: int) -> int:
 
 
 def drawn(meta: dict[str, Any], token_versions: bool) -> Response:
-    """What SGLang's `meta_info` of an output says that it drew.
+    """Response of an output, from SGLang's `meta_info`.
 
     Args:
         meta: of the output.

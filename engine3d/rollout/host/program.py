@@ -170,7 +170,7 @@ class _Server:
         return [_given_logprobs(output["meta_info"]) for output in outputs]
 
     async def begin_weights(self, id: int, under_way: UnderWay) -> None:
-        """Let no generation begin until `commit_weights`.
+        """Hold back new generations until `commit_weights`.
 
         Args:
             id: of the request.

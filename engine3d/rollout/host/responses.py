@@ -27,7 +27,7 @@ class PendingResponses:
         self._error: str | None = None
         self._further_at = time.monotonic()
         self._done = 0
-        """Of the responses that were last submitted together, how many are complete."""
+        """Complete responses among those that were last submitted together."""
         self.figures: EngineFigures | None = None
         """The latest that the engine has reported."""
 

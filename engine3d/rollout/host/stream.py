@@ -103,7 +103,7 @@ class ResponseStream:
         self._resends = False
 
     def continues(self) -> None:
-        """What is with the scheduler stands still while weights change, and continues."""
+        """Count the responses that stand still with the scheduler while weights change."""
         self._continued += len(self._names)
 
     @property

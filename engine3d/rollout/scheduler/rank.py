@@ -259,7 +259,7 @@ class EngineRank:
     # What they stand on
 
     def _bind(self, source: SharedShards) -> None:
-        """Let parameters with the same bytes as the trainer's be the trainer's memory, and free their own."""
+        """Map parameters with the same bytes as the trainer's to the trainer's memory, and free their own."""
         from engine3d.reshard.describe.shards import Shards
         from engine3d.reshard.plan.aliases import find_aliases
 

@@ -103,7 +103,7 @@ def test_a_failure_that_is_to_stop_the_run_is_one_line(ray_cluster: None, tmp_pa
 
 
 def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_cluster: None, tmp_path: Path) -> None:
-    settings = f"{{data: {{path: {tmp_path}/none.jsonl}}, samples: 2, passing: 2, texts: 2}}"
+    settings = f"{{data: {{path: {tmp_path}/none.jsonl}}, samples: 2, temperature: 1.0, passing: 2, texts: 2}}"
     planned = load_recipe(DEMO, [f"evaluation.sums={settings}"]).sets["sums"]
     prompts = Prompts(list(EXAMPLES.values()), [[4], [4]])
     with a_group(tmp_path, "value", failure_value=-9.0) as group:
@@ -122,7 +122,7 @@ def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_
         measured = measurer.measure(planned, 3)
     assert (measured.identity, measured.step, measured.prompts, measured.samples) == ("f00d", 3, 1, 2)
     wanted = {
-        "reward_mean": 1.75,
+        "accuracy": 1.75,
         "mean@2": 0.5,
         "pass@1": 0.5,
         "pass@2": 1.0,
@@ -147,7 +147,7 @@ class FixedGenerator:
     def __init__(self, batch: RemoteBatch) -> None:
         self._batch = batch
 
-    def begin(
+    def sample(
         self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
     ) -> FixedGenerator:
         assert list(draw.indices) == [0, 1] and samples_per_prompt == 2 and first_sample is None
