@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
 
 MOST_LEVELS = 64
 """Levels of lists and objects inside each other."""
@@ -143,6 +143,13 @@ def json_kind(value: Any) -> str:
         return json.dumps(value)
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
     return kinds.get(type(value), "a number")
+
+
+def json_text(value: Any, most: int = 60) -> str:
+    """A value of data as JSON writes it, a text in single quotes, shortened to `most` characters."""
+    if isinstance(value, str):
+        return shortened(repr(value), most)
+    return shortened(json.dumps(value, ensure_ascii=False, default=repr), most)
 
 
 def parse_json(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from engine3d.errors import UserError, shortened
+from engine3d.errors import UserError
+from engine3d.input_files import json_text
 from hybridflow.data.config import DataConfig, PairsConfig
 from hybridflow.data.files.config import FileSource
 from hybridflow.data.files.messages import Tools, from_text, read_messages, read_tools
@@ -183,6 +184,6 @@ def _text(value: Any, place: str, name: str) -> Text:
     if value and ids:
         return value  # type: ignore[no-any-return]
     raise UserError(
-        f"{place}: field {name!r} is {shortened(repr(value))}, expected a non-empty string, a list of token ids, or a "
+        f"{place}: field {name!r} is {json_text(value)}, expected a non-empty string, a list of token ids, or a "
         "list of messages"
     )

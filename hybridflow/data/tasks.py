@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_DIGITS_OF_DATA, FileError, JsonError, json_kind, lines, parse_json
+from engine3d.input_files import MOST_DIGITS_OF_DATA, FileError, JsonError, json_kind, json_text, lines, parse_json
 from hybridflow.data.answers import AnswerCounts, as_answer
 from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
 
@@ -196,10 +196,10 @@ def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | No
             raise UserError(f"{place}: no field {name!r}, only {listed(fields)}")
     prompt = fields[prompt_field]
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f"{place}: field {prompt_field!r} is {shortened(repr(prompt))}, expected a non-empty string")
+        raise UserError(f"{place}: field {prompt_field!r} is {json_text(prompt)}, expected a non-empty string")
     answer = "" if answer_field is None else fields[answer_field]
     if text_answers and (isinstance(answer, bool) or not isinstance(answer, str | int)):
-        found = shortened(repr(answer))
+        found = json_text(answer)
         raise UserError(f"{place}: field {answer_field!r} is {found}, expected a string or an integer to learn")
     return Example(prompt, answer, fields, place=place)
 

@@ -92,7 +92,8 @@ def encode_message(message: dict[str, Any]) -> bytes:
 def _load(path: str, directory: str) -> Callable[..., Any]:
     module_name, _, function_name = path.rpartition(":")
     if module_name.endswith((".py", ".pkl")) and not Path(module_name).is_file():
-        raise RewardError(f"file {module_name} does not exist")
+        kind = "is no file" if Path(module_name).exists() else "does not exist"
+        raise RewardError(f"file {module_name} {kind}")
     try:
         if not function_name:
             return _load_pickled(Path(module_name))

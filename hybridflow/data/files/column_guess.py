@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine3d.errors import UserError, shortened
+from engine3d.input_files import json_text
 from hybridflow.data.answers import is_missing
 from hybridflow.data.files.rows import Row
 
@@ -82,7 +83,7 @@ def _check_prompt(value: Any, place: str) -> None:
     if isinstance(value, str):
         return
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
-        raise UserError(f"{place} is {shortened(repr(value))}, expected a text, or messages with role and content")
+        raise UserError(f"{place} is {json_text(value)}, expected a text, or messages with role and content")
     keys = sorted({key for message in value for key in message})
     if not all("role" in message and "content" in message for message in value):
         raise UserError(f"{place} has messages with {_listed(keys)}, expected role and content")

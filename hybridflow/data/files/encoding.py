@@ -19,6 +19,7 @@ import tokenizers
 import transformers
 
 from engine3d.errors import UserError, shortened
+from engine3d.input_files import json_text
 from hybridflow.data.answers import AnswerCounts
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate
@@ -320,7 +321,7 @@ class RowFilter:
             self._found.add(column)
             if isinstance(value, str) and self._source.rows.in_columns and not condition.is_of_texts:
                 raise UserError(
-                    f"{place}: column {column!r} is of texts, such as {shortened(repr(value), 40)}, and where compares "
+                    f"{place}: column {column!r} is of texts, such as {json_text(value, 40)}, and where compares "
                     "it with others; expected one_of or none_of with texts, in quotes"
                 )
             if not condition.holds(value):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_DIGITS_OF_DATA, JsonError, json_kind, parse_json
+from engine3d.input_files import MOST_DIGITS_OF_DATA, JsonError, json_kind, json_text, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
@@ -67,7 +67,7 @@ def read_messages(messages: Any, place: str) -> list[dict[str, Any]]:
         UserError: these are no messages.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise UserError(f"{place}: {shortened(repr(messages), 60)}, expected a list of messages")
+        raise UserError(f"{place}: {json_text(messages)}, expected a list of messages")
     return [_message(message, f"{place}: message {number}") for number, message in enumerate(messages, start=1)]
 
 
@@ -75,7 +75,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     if isinstance(message, Mapping) and "role" not in message and {"from", "value"} <= message.keys():
         message = _of_sharegpt(message, place)
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
-        raise UserError(f"{place} is {shortened(repr(message), 60)}, expected an object with role and content")
+        raise UserError(f"{place} is {json_text(message)}, expected an object with role and content")
     if role not in ROLES:
         raise UserError(f"{place} has role {shortened(role, 40)!r}, expected one of {', '.join(ROLES)}")
     given = {name: value for name, value in message.items() if value is not None}
@@ -89,10 +89,10 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     if content is None and calls:
         given["content"] = None
     elif not isinstance(content, str):
-        raise UserError(f"{place} has content {shortened(repr(content), 60)}, expected a text")
+        raise UserError(f"{place} has content {json_text(content)}, expected a text")
     for name in [name for name in _WEIGHTS if name in given]:
         if (weight := given.pop(name)) not in (0, 1):
-            raise UserError(f"{place} has {name} {shortened(repr(weight), 40)}, expected 0 or 1")
+            raise UserError(f"{place} has {name} {json_text(weight, 40)}, expected 0 or 1")
         given["weight"] = min(given.get("weight", 1), int(weight))
     return given
 
@@ -102,7 +102,7 @@ def _of_sharegpt(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     speaker = message["from"]
     if speaker not in _SHAREGPT_ROLES:
         expected = ", ".join(_SHAREGPT_ROLES)
-        raise UserError(f"{place} is from {shortened(repr(speaker), 40)}, expected one of {expected}")
+        raise UserError(f"{place} is from {json_text(speaker, 40)}, expected one of {expected}")
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
     return {"role": _SHAREGPT_ROLES[speaker], "content": message["value"], **others}
 
@@ -110,7 +110,7 @@ def _of_sharegpt(message: Mapping[str, Any], place: str) -> dict[str, Any]:
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
     calls = _list_of(calls)
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise UserError(f"{place} has tool_calls {shortened(repr(calls), 60)}, expected a list of objects")
+        raise UserError(f"{place} has tool_calls {json_text(calls)}, expected a list of objects")
     return [dict(call) for call in calls]
 
 
@@ -124,9 +124,7 @@ def read_tools(tools: Any, place: str) -> Tools:
     if isinstance(found, list):
         found = [from_json(tool) for tool in found]
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
-        raise UserError(
-            f"{place}: tools are {shortened(repr(tools), 60)}, expected a list of objects, or its JSON text"
-        )
+        raise UserError(f"{place}: tools are {json_text(tools)}, expected a list of objects, or its JSON text")
     return found
 
 

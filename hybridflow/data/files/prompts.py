@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LIST_BYTES, read_json_object
+from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, json_text, read_json_object
 from hybridflow.data.answers import AnswerCounts, as_answer
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FileSource
@@ -143,7 +143,7 @@ class OpenSource:
         prompt = self.prompt(row, place)
         if not isinstance(prompt, str | list) or not prompt:
             raise UserError(
-                f"{place}: column {self.settings.prompt!r} is {shortened(repr(prompt), 60)}, expected a text or a list "
+                f"{place}: column {self.settings.prompt!r} is {json_text(prompt)}, expected a text or a list "
                 "of messages, not empty"
             )
         if self.tools(row, place) and self.is_raw(row):
@@ -159,7 +159,7 @@ class OpenSource:
         value = needed(row, self.settings.id, self.rows.place(number))
         if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
             raise UserError(
-                f"{self.rows.place(number)}: column {self.settings.id!r} is {shortened(repr(value), 60)}, expected a "
+                f"{self.rows.place(number)}: column {self.settings.id!r} is {json_text(value)}, expected a "
                 "text or a whole number that names the row"
             )
         return str(value)

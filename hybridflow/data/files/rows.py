@@ -280,8 +280,8 @@ def needed(row: Row, column: str, place: str) -> Any:
     try:
         return value_of(row, column)
     except KeyError:
-        there = shortened(", ".join(map(repr, row)), 200) or "none"
-        raise UserError(f"{place}: no column {column!r}, only {there}") from None
+        there = f"only {shortened(', '.join(map(repr, row)), 200)}" if row else "the row is empty"
+        raise UserError(f"{place}: no column {column!r}, {there}") from None
 
 
 def without_nulls(value: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LIST_BYTES, read_json_object
+from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, json_text, read_json_object
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate, Rendered
 from hybridflow.data.files.config import FilesConfig, FileSource, Learned
@@ -159,7 +159,7 @@ class Encoder:
         answer = str(answer) if isinstance(answer, int) and not isinstance(answer, bool) else answer
         if not isinstance(answer, str):
             raise UserError(
-                f"{place}: column {source.settings.answer!r} is {shortened(repr(answer), 60)}, expected a text or a "
+                f"{place}: column {source.settings.answer!r} is {json_text(answer)}, expected a text or a "
                 "whole number to learn"
             )
         if source.is_raw(row):

@@ -177,16 +177,16 @@ def test_of_several_templates_the_default(bpe: PreTrainedTokenizerBase) -> None:
     [
         ([], "[], expected a list of messages"),
         ("hello", "'hello', expected a list of messages"),
-        ({"role": "user"}, "{'role': 'user'}, expected a list of messages"),
+        ({"role": "user"}, '{"role": "user"}, expected a list of messages'),
         ([USER, "x"], "message 2 is 'x', expected an object with role and content"),
-        ([{"content": "x"}], "message 1 is {'content': 'x'}, expected an object with role and content"),
-        ([{"role": None, "content": "x"}], "message 1 is {'role': None, 'content': 'x'}, expected an object with"),
+        ([{"content": "x"}], 'message 1 is {"content": "x"}, expected an object with role and content'),
+        ([{"role": None, "content": "x"}], 'message 1 is {"role": null, "content": "x"}, expected an object with'),
         (
             [{"role": "human", "content": "x"}],
             "message 1 has role 'human', expected one of system, developer, user, assistant, tool",
         ),
-        ([{"role": "user"}], "message 1 has content None, expected a text"),
-        ([{"role": "user", "content": None}], "message 1 has content None, expected a text"),
+        ([{"role": "user"}], "message 1 has content null, expected a text"),
+        ([{"role": "user", "content": None}], "message 1 has content null, expected a text"),
         ([{"role": "user", "content": 3}], "message 1 has content 3, expected a text"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "x"}]}],

@@ -306,11 +306,11 @@ def test_a_row_without_a_label_and_a_prompt_of_no_tokens(tmp_path: Path, bpe: Pr
         ({"prompt": "", "answer": ""}, {}, ": column 'prompt' is '', expected a text or a list of messages, not empty"),
         ({"prompt": [], "answer": ""}, {}, ": column 'prompt' is [], expected a text or a list of messages"),
         ({"prompt": 3, "answer": ""}, {}, ": column 'prompt' is 3, expected a text or a list of messages"),
-        ({"prompt": None, "answer": ""}, {}, ": column 'prompt' is None, expected a text or a list of messages"),
+        ({"prompt": None, "answer": ""}, {}, ": column 'prompt' is null, expected a text or a list of messages"),
         (
             {"prompt": [{"content": "x"}], "answer": ""},
             {},
-            ": message 1 is {'content': 'x'}, expected an object with role",
+            ': message 1 is {"content": "x"}, expected an object with role',
         ),
         ({"prompt": "\u00e4", "answer": ""}, {}, " ('\u00e4') cannot be encoded: "),
         ({"prompt": "\ud800", "answer": ""}, {}, " ('\\ud800') cannot be encoded: "),
@@ -324,7 +324,7 @@ def test_a_row_without_a_label_and_a_prompt_of_no_tokens(tmp_path: Path, bpe: Pr
         (
             {"prompt": "a", "answer": "", "n": True},
             {"id": "n"},
-            ": column 'n' is True, expected a text or a whole number",
+            ": column 'n' is true, expected a text or a whole number",
         ),
     ],
 )

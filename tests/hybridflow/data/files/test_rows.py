@@ -227,7 +227,7 @@ def test_a_dot_goes_into_an_object_unless_a_column_has_it() -> None:
     with pytest.raises(UserError) as error:
         needed(row, "x", "file:3")
     assert str(error.value) == "file:3: no column 'x', only 'a', 'a.b', 'd'"
-    with pytest.raises(UserError, match="file:3: no column 'x', only none"):
+    with pytest.raises(UserError, match="file:3: no column 'x', the row is empty"):
         needed({}, "x", "file:3")
 
 
