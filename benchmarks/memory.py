@@ -24,9 +24,9 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.timeline import Span, step_ends
-from hybridflow.planning.memory_estimate import GENERATE, foresee
+from hybridflow.planning.device_memory import GENERATE
+from hybridflow.planning.memory_estimate import foresee, recipe_specs
 from hybridflow.planning.memory_ledger import Ledger
-from hybridflow.planning.memory_report import recipe_specs
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.rundir.file_names import RECIPE

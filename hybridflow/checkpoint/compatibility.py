@@ -100,9 +100,9 @@ def check_accepted(recipe: Recipe) -> None:
             )
 
 
-def is_accepted(recipe: Recipe, name: str) -> bool:
+def is_accepted(accept: Iterable[str], name: str) -> bool:
     """Whether `checkpoint.accept` names a setting, or a group that it is in."""
-    return any(name == accepted or name.startswith(f"{accepted}.") for accepted in recipe.checkpoint.accept)
+    return any(name == accepted or name.startswith(f"{accepted}.") for accepted in accept)
 
 
 def contradictions(

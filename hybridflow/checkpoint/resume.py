@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,28 +91,32 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         UserError: there is no such checkpoint, it lacks a role that the recipe trains, the recipe contradicts it, or a
             directory of checkpoints would get those of two runs, or what there is is damaged.
     """
+    root, verify = recipe.checkpoint_directory, recipe.checkpoint.verify
+    saves = recipe.checkpoint.save_interval is not None
     if recipe.resume == "none":
-        _check_room(recipe, None)
+        if saves and not root.is_relative_to(recipe.directory):  # where earlier ones are moved aside with the run
+            _check_room(root, None)
         return None, []
-    directory, notes = (
-        _newest(recipe) if recipe.resume == "auto" else _named(Path(recipe.resume), verify=recipe.checkpoint.verify)
-    )
+    if recipe.resume == "auto":
+        directory, notes = _newest(root, recipe.directory, verify=verify)
+    else:
+        directory, notes = _named(Path(recipe.resume), verify=verify)
     if directory is None:
         return None, notes
     manifest = read_manifest(directory)
     state = RunState.read(directory) if (directory / DRIVER).is_file() else None
-    if recipe.resume != "auto":  # which has found that nothing sound comes after it
-        _check_room(recipe, directory)
-    check_saved_roles(recipe, directory, manifest.roles)
+    if saves and recipe.resume != "auto":  # which has found that nothing sound comes after it
+        _check_room(root, directory)
+    check_saved_roles(recipe.trained_roles, recipe.algorithm.name, directory, manifest.roles)
     accepted = _accepted(recipe, directory, manifest, state)
-    saves_first = recipe.warmup is not None and recipe.checkpoint.save_interval is not None and manifest.step == 0
-    if state is None and saves_first and directory.parent.resolve() == recipe.checkpoint_directory.resolve():
+    saves_first = recipe.warmup is not None and saves and manifest.step == 0
+    if state is None and saves_first and directory.parent.resolve() == root.resolve():
         raise UserError(
             f"resume: {directory} holds weights alone, and the checkpoint after the warm-up would have its name; "
             "expected another checkpoint.dir, or no warmup"
         )
     if state is not None and needs_warmed_up(recipe):
-        _check_warmed_up(recipe, directory)
+        _check_warmed_up(directory, verify=verify)
     in_place = state is not None and run_identity(recipe.directory) == state.run
     after = f"after step {state.step}" if state is not None else "from the weights alone"
     notes.append(f"resume: {after}, from {directory}")
@@ -166,9 +170,9 @@ def check_checkpoint_directory(recipe: Recipe) -> None:
     check_writable("checkpoint.dir", recipe.checkpoint_directory)
 
 
-def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
-    root = recipe.checkpoint_directory
-    whole, skipped = find_sound(root, most_bytes=SMALL_BYTES if recipe.checkpoint.verify else None)
+def _newest(root: Path, run: Path, *, verify: bool) -> tuple[Path | None, list[str]]:
+    """The newest sound checkpoint in `root`, or the one that the run in `run` started from; and notes."""
+    whole, skipped = find_sound(root, most_bytes=SMALL_BYTES if verify else None)
     # Of those that are older than the newest whole one nobody needs to hear.
     newer = [each for each in skipped if not whole or each.directory.name > whole[0].name]
     notes = [f"resume: skipped {each.directory}: {each.reason}" for each in newer]
@@ -179,9 +183,9 @@ def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
                 f"resume=auto: no checkpoint in {root} is whole ({_reasons(damaged)}); {verify_hint()}, resume=none "
                 "starts afresh"
             )
-        if (first := started_from(recipe.directory, root)) is not None:
+        if (first := started_from(run, root)) is not None:
             notes.append(f"resume: no whole checkpoint in {root}; resuming from {first}, as this run's last start did")
-            return _named(first, verify=recipe.checkpoint.verify)[0], notes
+            return _named(first, verify=verify)[0], notes
         return None, [*notes, f"resume: no whole checkpoint in {root}; starting afresh"]
     return whole[0], notes
 
@@ -244,11 +248,8 @@ def _reasons(skipped: Iterable[Skipped]) -> str:
     return "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
 
 
-def _check_room(recipe: Recipe, resumed: Path | None) -> None:
-    """Refuse to add to checkpoints that the run does not follow from."""
-    root = recipe.checkpoint_directory
-    if recipe.checkpoint.save_interval is None or (resumed is None and root.is_relative_to(recipe.directory)):
-        return  # none are written, or those of an earlier run are moved aside with its directory
+def _check_room(root: Path, resumed: Path | None) -> None:
+    """Refuse to add to checkpoints in `root` that the run does not follow from."""
     whole, _ = find_sound(root, most_bytes=None) if resumed is not None else find_checkpoints(root)
     if resumed is None:
         others, remedy = whole, "resume=auto goes on after the newest"
@@ -268,29 +269,29 @@ def _accepted(recipe: Recipe, directory: Path, manifest: Manifest, state: RunSta
     """What makes the recipe another run than the checkpoint's. Raises UserError for what `checkpoint.accept` lacks."""
     inputs = state.inputs if state is not None else {}
     found = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
-    refused = [difference for difference in found if not is_accepted(recipe, difference.name)]
+    refused = [difference for difference in found if not is_accepted(recipe.checkpoint.accept, difference.name)]
     if refused:
         heading = f"resume: {directory} is of another run than this recipe; checkpoint.accept takes what may differ"
         raise UserError("\n".join([heading, *map(str, refused)]))
     return tuple(difference.name for difference in found)
 
 
-def check_saved_roles(recipe: Recipe, directory: Path, saved: Mapping[str, RoleFacts]) -> None:
+def check_saved_roles(trained: Sequence[str], algorithm: str, directory: Path, saved: Mapping[str, RoleFacts]) -> None:
     """Whether every role that the recipe trains can go on with what was saved.
 
     Args:
-        recipe: of the run that is to be resumed.
+        trained: roles that the resumed run trains.
+        algorithm: its name.
         directory: of the checkpoint.
         saved: the roles that it holds.
 
     Raises:
         UserError: a role is missing, or has a value head in place of logits or the other way round.
     """
-    trained = recipe.trained_roles
     if missing := [role for role in trained if role not in saved]:
         raise UserError(
             f"resume: {directory} has no {' and no '.join(missing)}, only {', '.join(saved) or 'no role at all'}; "
-            f"algorithm.name={recipe.algorithm.name} trains {', '.join(trained)}"
+            f"algorithm.name={algorithm} trains {', '.join(trained)}"
         )
     for role in trained:
         if saved[role].value_head != (role != "actor"):
@@ -314,7 +315,7 @@ def seal_warmed_up(directory: Path) -> None:
     write_manifest(directory, Manifest(step=0, created=created, roles={}, recipe={}, software={}, files=files))
 
 
-def _check_warmed_up(recipe: Recipe, checkpoint: Path) -> None:
+def _check_warmed_up(checkpoint: Path, *, verify: bool) -> None:
     warmed_up = checkpoint.parent / WARMED_UP
     if not warmed_up.is_dir():
         raise UserError(
@@ -322,7 +323,7 @@ def _check_warmed_up(recipe: Recipe, checkpoint: Path) -> None:
             "reference policy"
         )
     sealed = (warmed_up / MANIFEST).exists()  # older versions gave it no manifest
-    if recipe.checkpoint.verify and sealed and (damage := damaged_description(warmed_up)):
+    if verify and sealed and (damage := damaged_description(warmed_up)):
         raise UserError(f"resume: {warmed_up}, the reference policy of {checkpoint.name}: {damage}")
 
 

@@ -142,7 +142,7 @@ def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> in
 def _check_rest(parsed: argparse.Namespace, recipe: Recipe, nodes: Sequence[Node] | None, actor: str) -> None:
     """The ledger of a recipe, where it is asked for, and whether others use its GPUs."""
     if parsed.memory:
-        from hybridflow.planning.memory_report import recipe_ledger
+        from hybridflow.planning.memory_estimate import recipe_ledger
 
         ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb, parsed.host_gb)
         print("\n".join([*([actor] if actor else []), *ledger.lines()]))

@@ -60,9 +60,14 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
             if isinstance(phase, SupervisedPrompts) and encoded.masks is not None:
                 lines += _learned_lines(tokenizer, encoded.answers[index], encoded.masks[index], characters)
     notes = [
-        *overlong_notes(recipe, phases, phase_limits(recipe, limit)),
+        *overlong_notes(
+            recipe.data.overlong_prompts,
+            phases,
+            phase_limits(recipe.rollout, limit),
+            given=not recipe.algorithm.needs_engines,
+        ),
         *pair_notes(phases, tokenizer),
-        *file_notes(recipe, tokenizer, phases),
+        *file_notes(tokenizer, phases),
         *memory_notes(tokenizer, phases, encoded.answers),
         *set_notes(recipe, tokenizer, sets, [encoded.train, encoded.sft]),
     ]

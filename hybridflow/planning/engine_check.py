@@ -10,24 +10,28 @@ from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
+from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.served import check_deterministic, check_device
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import ModelConfig, RolloutRole
+from hybridflow.config.run import PlacementConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
+def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device]) -> None:
     """Every engine is on one node, or each on as many, with as many of its devices on each.
 
     Args:
+        rollout: settings of the engines.
         devices: of the rollout role, which hold its engines one after another.
 
     Raises:
         UserError: engines that SGLang cannot be cut into, or that cannot do what the recipe asks for.
     """
-    tp = recipe.rollout.engine.tp
+    tp = rollout.engine.tp
     hosts = hosts_of_engine(devices, tp)
     share = max(1, tp // hosts)
     for engine, first in enumerate(range(0, len(devices), tp)):
@@ -40,23 +44,23 @@ def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
                 f"placement.rollout: the {tp} devices of engine {engine} are on nodes {nodes}; expected them on one, "
                 f"or {each or 'as many on each, '}node by node: by another rollout.engine.tp or other devices"
             )
-    if recipe.rollout.lend and hosts > 1:
+    if rollout.lend and hosts > 1:
         raise UserError(
             f"rollout.lend=true with engines over {hosts} nodes each, which was not tried; expected false, or engines "
             "that each fit on a node"
         )
-    if recipe.rollout.engine.attention_dp > 1 and hosts > 1:
+    if rollout.engine.attention_dp > 1 and hosts > 1:
         raise UserError(
-            f"rollout.engine.attention_dp={recipe.rollout.engine.attention_dp} with engines over {hosts} nodes each, "
+            f"rollout.engine.attention_dp={rollout.engine.attention_dp} with engines over {hosts} nodes each, "
             "which was not tried; expected 1, or engines that each fit on a node"
         )
-    stream = recipe.rollout.stream
+    stream = rollout.stream
     if stream is not None and stream.engine_restarts and hosts > 1:
         raise UserError(
             f"rollout.stream.engine_restarts={stream.engine_restarts} with engines over {hosts} nodes each, which was "
             "not tried; expected 0, or engines that each fit on a node"
         )
-    if recipe.rollout.weights.rolling and hosts > 1:
+    if rollout.weights.rolling and hosts > 1:
         raise UserError(
             f"rollout.weights.rolling=true with engines over {hosts} nodes each, which was not tried; expected false, "
             "or engines of one node"
@@ -73,7 +77,12 @@ def hosts_of_engine(devices: Sequence[Device], tp: int) -> int:
     return len({device.node for device in devices[:tp]})
 
 
-def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequence[Device]] | None) -> None:
+def check_sampling(
+    rollout: RolloutRole,
+    placement: PlacementConfig,
+    spec: ModelSpec,
+    devices: Mapping[str, Sequence[Device]] | None,
+) -> None:
     """What SGLang can sample on the devices of the engines.
 
     Args:
@@ -82,7 +91,6 @@ def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequen
     Raises:
         UserError: naming the setting.
     """
-    rollout = recipe.rollout
     for setting, stops in (
         ("sampling", rollout.sampling.stop_token_ids),
         *(
@@ -95,26 +103,28 @@ def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequen
                 f"rollout.{setting}.stop_token_ids: {beyond[0]} is no token of the model, whose vocabulary has "
                 f"{spec.vocab_size}"
             )
-    if devices is None and recipe.placement.cluster is None:
+    if devices is None and placement.cluster is None:
         return  # a device map that is wrong
-    text = recipe.placement.rollout
+    text = placement.rollout
     assert text is not None
-    text = recipe.placement.pools.get(text, text)
+    text = placement.pools.get(text, text)
     kind = devices["rollout"][0].kind if devices is not None else DeviceMap.parse(text).kind
     if kind != "node":  # of which only the cluster knows whether it has GPUs
-        check_deterministic(spec, recipe.rollout.engine, on_gpu=kind == "cuda")
-        check_device(recipe.rollout.engine, on_gpu=kind == "cuda")
+        check_deterministic(spec, rollout.engine, on_gpu=kind == "cuda")
+        check_device(rollout.engine, on_gpu=kind == "cuda")
 
 
-def end_notes(recipe: Recipe, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def end_notes(
+    sampling: SamplingConfig, model: ModelConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """A note where engines do not end a response at the tokenizer's end-of-sequence token.
 
     SGLang ends one at the `eos_token_id` of config.json and of generation_config.json.
     """
-    sampling, end = recipe.rollout.sampling, tokenizer.eos_token_id
-    if not recipe.starts_engines or sampling.ignore_eos or end in sampling.stop_token_ids:
+    end = tokenizer.eos_token_id
+    if sampling.ignore_eos or end in sampling.stop_token_ids:
         return []
-    configs, path = [spec.hf_config], recipe.model.path
+    configs, path = [spec.hf_config], model.path
     if path is not None and (path / "generation_config.json").is_file():
         configs.append(read_json_object(path / "generation_config.json"))
     named = [each.get("eos_token_id") for each in configs]

@@ -211,18 +211,18 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> l
                 layouts["reward_model"] = recipe.train_config("reward_model").layout.layout(
                     len(devices["reward_model"])
                 )
-            check_sets(recipe, sets, layouts)
-        notes.extend(check_set_rewards(recipe, sets, special_tokens(tokenizer)))
+            check_sets(recipe.sets, sets, layouts)
+        notes.extend(check_set_rewards(recipe.sets, sets, special_tokens(tokenizer)))
 
     checks: list[Callable[[], object]] = [
         prompts,
-        partial(check_engines, recipe, spec),
-        partial(check_sampling, recipe, spec, devices),
+        partial(check_engines, recipe.rollout.engine, spec),
+        partial(check_sampling, recipe.rollout, recipe.placement, spec, devices),
         partial(check_writable, "--out", recipe.directory),
         partial(check_directories, kernels=bool(devices and used_gpus(devices))),
     ]
     if devices is not None:
-        checks.append(partial(check_engine_devices, recipe, devices))
+        checks.append(partial(check_engine_devices, recipe.rollout.engine, devices["rollout"]))
     if recipe.asked_judge is not None:
         checks.append(partial(check_judge, recipe.asked_judge, devices))
     if whole and recipe.model.path is not None:

@@ -11,6 +11,7 @@ from hybridflow.checkpoint.set_results import learned_from
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.config import DataConfig
 from hybridflow.data.files.config import FilesConfig, FileSource
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts
@@ -35,28 +36,31 @@ def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     found = {}
     for name, each in recipe.sets.items():
         try:
-            found[name] = _encoded(recipe, each, tokenizer)
+            limit = _prompt_limit(recipe, each)
+            found[name] = _encoded(recipe.data, each, tokenizer, limit, unpaired=recipe.unpaired)
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None
     return found
 
 
-def _encoded(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    count, limit = planned.settings.prompts, _prompt_limit(recipe, planned)
+def _encoded(
+    data: DataConfig, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase, limit: int, *, unpaired: bool
+) -> Prompts:
+    count = planned.settings.prompts
     if planned.pairs:
-        pairs = load_held_out_pairs(recipe.data, unpaired=recipe.unpaired)[:count]
-        return encode_given(recipe, tokenizer, pairs, "held-out", limit)
+        pairs = load_held_out_pairs(data, unpaired=unpaired)[:count]
+        return encode_given(data, tokenizer, pairs, "held-out", limit, unpaired=unpaired)
     if limit < 1:
         raise UserError(
             f"max_new_tokens={planned.sampling.max_new_tokens} leaves no room for a prompt in a context of "
             f"{limit + planned.sampling.max_new_tokens} tokens"
         )
-    policy, source = recipe.data.overlong_prompts, planned.settings.data
+    policy, source = data.overlong_prompts, planned.settings.data
     if source is None:
-        examples = load_held_out(recipe.data)[:count]
+        examples = load_held_out(data)[:count]
         found = Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=policy))
     else:
-        found = encode_files((source,), _files(recipe, source), tokenizer, max_tokens=limit, policy=policy)
+        found = encode_files((source,), _files(data.files, source), tokenizer, max_tokens=limit, policy=policy)
     if not len(found):
         where = ", ".join(source.path) if source is not None else "data"
         raise UserError(f"no prompt of {where} is left, expected at least one")
@@ -71,12 +75,11 @@ def _prompt_limit(recipe: Recipe, planned: PlannedSet) -> int:
     return context if planned.pairs else context - planned.sampling.max_new_tokens
 
 
-def _files(recipe: Recipe, source: FileSource) -> FilesConfig:
+def _files(files: FilesConfig | None, source: FileSource) -> FilesConfig:
     """How the files of a set are read: by the chat template of the training files where there are some.
 
     Limits of training prompts are not those of a set: what is measured does not depend on what is learned from.
     """
-    files = recipe.data.files
     if files is None:
         return FilesConfig(train=(source,))
     return FilesConfig(train=(source,), chat=files.chat, cache=files.cache)
@@ -100,7 +103,9 @@ def set_notes(
         if not isinstance(prompts, FilePrompts):
             phases = {f"evaluation.{name}": prompts}
             limits = {f"evaluation.{name}": _prompt_limit(recipe, recipe.sets[name])}
-            notes += overlong_notes(recipe, phases, limits)
+            notes += overlong_notes(
+                recipe.data.overlong_prompts, phases, limits, given=not recipe.algorithm.needs_engines
+            )
             notes += [*pair_notes(phases, tokenizer), *memory_notes(tokenizer, phases)]
             continue
         dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}
@@ -117,19 +122,20 @@ def set_notes(
     return notes
 
 
-def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str, Layout]) -> None:
+def check_sets(planned: Mapping[str, PlannedSet], sets: Mapping[str, Prompts], layouts: Mapping[str, Layout]) -> None:
     """Every set has enough prompts for those who share them.
 
     Args:
+        planned: the sets of a recipe.
         sets: their prompts.
         layouts: of each model, and of the engines, where there are any, as "rollout".
 
     Raises:
         UserError: naming the set, and who would have none.
     """
-    for name, planned in recipe.sets.items():
+    for name, each in planned.items():
         prompts = len(sets[name])
-        if planned.pairs:
+        if each.pairs:
             if prompts < (ranks := layouts["actor"].dp):
                 raise UserError(
                     f"evaluation.{name}: {prompts} prompts, expected at least {ranks}: one for each data-parallel rank"
@@ -139,9 +145,9 @@ def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str
             raise UserError(
                 f"evaluation.{name}: {prompts} prompts, expected at least {engines}: a prompt for each rollout engine"
             )
-        samples = prompts * planned.settings.samples
-        if planned.reward is None and samples < (ranks := layouts["reward_model"].dp):
+        samples = prompts * each.settings.samples
+        if each.reward is None and samples < (ranks := layouts["reward_model"].dp):
             raise UserError(
-                f"evaluation.{name}: {prompts} prompts with samples={planned.settings.samples}, expected at least "
+                f"evaluation.{name}: {prompts} prompts with samples={each.settings.samples}, expected at least "
                 f"{ranks} responses: one for each data-parallel rank of the reward model"
             )

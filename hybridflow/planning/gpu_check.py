@@ -13,10 +13,11 @@ from pathlib import Path
 from engine3d.errors import UserError, shortened
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
+from engine3d.rollout.config import RolloutConfig
+from engine3d.training.config import TrainConfig
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.devices.nvml import answer
 from hybridflow.config.recipe import Recipe
-from hybridflow.planning.memory_estimate import foresee
 
 Devices = Mapping[str, Sequence[Device]]
 """The devices of each role."""
@@ -54,20 +55,23 @@ def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) ->
         if config.recompute == "selective":
             raise UserError(f"{recipe.train_setting(role)}.recompute=selective {lacking}: expected none or full")
     if _on_gpus(devices.get("rollout", ())):
-        check_rollout_libraries(recipe, devices, latent=spec.sizes.latent is not None)
+        check_rollout_libraries(recipe.rollout.engine, devices["rollout"], latent=spec.sizes.latent is not None)
     trained = [held for role, held in devices.items() if role not in ("rollout", "reward")]
     if not any(map(_on_gpus, trained)):
         return []
     if platform.has_transformer_engine:
-        return _slower_experts(recipe, devices, spec)
+        configs = {role: recipe.train_config(role) for role in ("actor", *recipe.models)}
+        return _slower_experts(configs, {role: recipe.train_setting(role) for role in configs}, devices, spec)
     return [
         "train: Transformer Engine is absent; Megatron-Core's own layers take its place, slower and one expert after "
         "the other: pip install --no-build-isolation -r requirements-gpu.txt"
     ]
 
 
-def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[str]:
-    configs = {role: recipe.train_config(role) for role in ("actor", *recipe.models)}
+def _slower_experts(
+    configs: Mapping[str, TrainConfig], settings: Mapping[str, str], devices: Devices, spec: ModelSpec
+) -> list[str]:
+    """Notes on GPUs without a kernel for experts in one step; `settings` names where each role's settings are."""
     wanted = any(
         config.has_one_step_experts(spec.sizes, config.layout.layout(len(devices[role])))
         for role, config in configs.items()
@@ -86,7 +90,7 @@ def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[s
         ):
             if is_set:
                 raise UserError(
-                    f"{recipe.train_setting(role)}.{setting}=true needs experts in one step; {other}, expected "
+                    f"{settings[role]}.{setting}=true needs experts in one step; {other}, expected "
                     f"{CAPABILITY}.x, or false"
                 )
     return [
@@ -109,10 +113,12 @@ def gpu_without_one_step_experts(devices: Devices) -> str | None:
     return None
 
 
-def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -> None:
+def check_rollout_libraries(engine: RolloutConfig, devices: Sequence[Device], *, latent: bool) -> None:
     """What an engine on a GPU needs: SGLang's kernels, and those of the attention backend that the recipe names.
 
     Args:
+        engine: settings of the engines.
+        devices: of the engines.
         latent: whether the model has multi-head latent attention.
 
     Raises:
@@ -124,7 +130,6 @@ def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -
                 f"placement.rollout: {module} is absent, without which SGLang runs on no GPU; "
                 f"expected {package} as in requirements.lock: pip install {package}"
             )
-    engine = recipe.rollout.engine
     if engine.attention_kernels != "fa3":
         return
     setting, other = "rollout.engine.attention_backend=fa3", "another backend such as flashinfer"
@@ -136,7 +141,7 @@ def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -
             f"requirements.lock, or {other}"
         )
     right = (9,) if latent else (8, 9)
-    for index, name in used_gpus({"rollout": devices["rollout"]}).items():
+    for index, name in used_gpus({"rollout": devices}).items():
         capability = answer(name, lambda reader, gpu: reader.capability(gpu))
         if capability is not None and capability[0] not in right:
             major, minor = capability
@@ -151,32 +156,6 @@ def largest_gpu(devices: Devices) -> int | None:
     """Bytes of the largest GPU of this machine on which models and engines are placed; None where it cannot be read."""
     found = [answer(name, lambda reader, gpu: reader.memory(gpu)) for name in used_gpus(devices).values()]
     return max((memory.total_bytes for memory in found if memory is not None), default=None)
-
-
-def check_memory(
-    recipe: Recipe,
-    devices: Devices,
-    specs: Mapping[str, ModelSpec],
-    *,
-    gpu_bytes: int | None,
-    host_bytes: int | None,
-) -> None:
-    """Refuse what cannot fit whatever an engine takes, and however short responses are: at once, without SGLang.
-
-    Args:
-        devices: which the recipe's layouts fit.
-        specs: of the actor and of each model beside it.
-        gpu_bytes: of each GPU, if that is known.
-        host_bytes: of each node's memory, if that is known.
-
-    Raises:
-        UserError: as `Ledger.check`.
-    """
-    if gpu_bytes is None and host_bytes is None:
-        return
-    foresee(
-        recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes, sequence_tokens=1, with_engines=False
-    ).check()
 
 
 def _on_gpus(devices: Sequence[Device]) -> bool:

@@ -12,15 +12,18 @@ from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec, weight_notes
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
+from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_served
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.serving.model import ServedModel
 from engine3d.startup.lazy_imports import torch
+from engine3d.training.config import TrainConfig
 from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
 from hybridflow.algorithms.distillation import DistillationSettings
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import JudgeModel, ScoringModel
+from hybridflow.config.roles import JudgeModel, ModelRole, ScoringModel
 
 LANGUAGE_MODELS = ("reference", "teacher")
 """The models beside the actor that have a vocabulary and no scalar head."""
@@ -28,16 +31,25 @@ _FINITE_LIMIT_S = 5.0
 """For looking through the weights of one model: some 5 GB."""
 
 
-def check_megatron(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout, *, gpus: bool) -> None:
+def check_megatron(
+    config: TrainConfig, setting: str, spec: ModelSpec, layout: Layout, *, trained: bool | None, gpus: bool
+) -> None:
     """A role's `train.megatron` against its model, its layout, its other settings and its devices.
+
+    Args:
+        config: of the role.
+        setting: the name of `config`.
+        spec: the role's model.
+        layout: the role's.
+        trained: true if the role is trained; None if `config` is the actor's, which is checked with the actor.
+        gpus: true if the role is on GPUs.
 
     Raises:
         UserError: naming the option.
     """
-    config, setting = recipe.train_config(role), recipe.train_setting(role)
     try:
-        if role == "actor" or setting != "train":
-            check_effect(config, spec, trained=role in recipe.trained_roles)
+        if trained is not None:
+            check_effect(config, spec, trained=trained)
         check_options(config, spec, layout, transformer_engine=gpus)
         if config.megatron and gpus == platform.has_transformer_engine:  # Megatron-Core takes seconds to import
             from engine3d.models.megatron_config import transformer_config
@@ -59,14 +71,14 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> tuple[Mod
     """
     path = recipe.models[role].path
     try:
-        spec = role_spec(recipe, role, actor)
+        spec = role_spec(recipe.models[role], role, actor)
         if path is None or spec is None:
             return spec, []
         notes = check_model_files(f"{role}.path", spec, path, needs_head=isinstance(recipe.models[role], ScoringModel))
     except UserError as error:
         raise UserError(f"{role}.path: {error}") from None
     if role == "teacher" and actor is not None:
-        check_teacher(recipe, spec, path, actor)
+        check_teacher(recipe.algorithm, spec, path, actor)
     if actor is not None and spec.vocab_size < actor.vocab_size:
         raise UserError(
             f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
@@ -99,25 +111,25 @@ def check_model_files(setting: str, spec: ModelSpec, directory: Path, *, needs_h
     ]
 
 
-def role_spec(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec | None:
+def role_spec(model: ModelRole, role: str, actor: ModelSpec | None) -> ModelSpec | None:
     """The model of a role beside the actor; None if it begins with the actor's, which is unknown.
 
     Raises:
         UserError: its directory holds no model that can be one.
     """
-    path, value_head = recipe.models[role].path, role not in LANGUAGE_MODELS
+    path, value_head = model.path, role not in LANGUAGE_MODELS
     if path is not None:
         return load_model_spec(path, value_head=value_head)
     return dataclasses.replace(actor, value_head=value_head) if actor is not None else None
 
 
-def check_engines(recipe: Recipe, spec: ModelSpec) -> None:
+def check_engines(engine: RolloutConfig, spec: ModelSpec) -> None:
     """What SGLang and Megatron-Core would refuse of a model that fits otherwise.
 
     Raises:
         UserError: naming the setting.
     """
-    engine, sizes = recipe.rollout.engine, spec.sizes
+    sizes = spec.sizes
     if engine.context_length is not None and engine.context_length > sizes.max_positions:
         raise UserError(
             f"rollout.engine.context_length={engine.context_length}, expected at most the model's "
@@ -126,7 +138,7 @@ def check_engines(recipe: Recipe, spec: ModelSpec) -> None:
     check_served(spec, engine)
 
 
-def check_teacher(recipe: Recipe, teacher: ModelSpec, directory: Path, actor: ModelSpec) -> None:
+def check_teacher(algorithm: AlgorithmSettings, teacher: ModelSpec, directory: Path, actor: ModelSpec) -> None:
     """The teacher's vocabulary against the student's, and against the tokens that are compared.
 
     Args:
@@ -140,7 +152,6 @@ def check_teacher(recipe: Recipe, teacher: ModelSpec, directory: Path, actor: Mo
             f"teacher.path: {directory} has a vocab_size of {teacher.vocab_size} and the actor one of "
             f"{actor.vocab_size}; expected the same, since the most likely tokens of one are looked up in the other"
         )
-    algorithm = recipe.algorithm
     assert isinstance(algorithm, DistillationSettings)
     if algorithm.divergence_in == "loss" and algorithm.top_k > actor.vocab_size:
         raise UserError(
@@ -163,7 +174,7 @@ def check_teacher_engine(recipe: Recipe, actor: ModelSpec, devices: Mapping[str,
         spec = load_model_spec(teacher.path)
     except UserError as error:
         raise UserError(f"teacher.path: {error}") from None
-    check_teacher(recipe, spec, teacher.path, actor)
+    check_teacher(recipe.algorithm, spec, teacher.path, actor)
     try:
         check_served(spec, engine)
     except UserError as error:

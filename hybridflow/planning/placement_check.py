@@ -10,10 +10,13 @@ from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
+from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.server_arguments import check_against_platform
+from engine3d.training.config import TrainConfig
 from hybridflow.algorithms.preferences import PreferenceSettings
 from hybridflow.cluster.devices.device_map import ROLES, Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.run import TrainerConfig, WarmupConfig
 from hybridflow.planning.engine_check import check_baselines, check_engine_nodes
 from hybridflow.planning.model_check import check_megatron
 
@@ -95,18 +98,21 @@ def check_layouts(
         except UserError as error:
             raise UserError(f"{recipe.train_setting(role)}.layout on placement.{role}: {error}") from None
         if spec is not None:
-            check_megatron(recipe, role, spec, layouts[role], gpus=devices[role][0].kind == "cuda")
-            check_expert_copies(recipe, role, spec, layouts[role], devices[role])
+            setting, gpus = recipe.train_setting(role), devices[role][0].kind == "cuda"
+            has_settings = role == "actor" or setting != "train"
+            trained = role in recipe.trained_roles if has_settings else None
+            check_megatron(config, setting, spec, layouts[role], trained=trained, gpus=gpus)
+            check_expert_copies(config, setting, role, spec, layouts[role], devices[role])
     replicas = max(layout.dp for layout in layouts.values())
     if "rollout" not in devices:
         if not recipe.algorithm.needs_engines:
-            check_given_sizes(recipe, replicas)
+            check_given_sizes(recipe.trainer, recipe.warmup, replicas)
         return layouts
     try:
         engines = recipe.rollout.layout(len(devices["rollout"]))
     except UserError as error:
         raise UserError(f"placement.rollout: {error}") from None
-    check_engine_nodes(recipe, devices["rollout"])
+    check_engine_nodes(recipe.rollout, devices["rollout"])
     if "reward" in devices:
         check_reward_devices(len(devices["reward"]))
     if recipe.runs_ahead:
@@ -116,17 +122,19 @@ def check_layouts(
     return layouts | {"rollout": engines}
 
 
-def check_expert_copies(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout, devices: Sequence[Device]) -> None:
+def check_expert_copies(
+    config: TrainConfig, setting: str, role: str, spec: ModelSpec, layout: Layout, devices: Sequence[Device]
+) -> None:
     """Ranks that copy into each other's memory are on one node.
 
     Raises:
         UserError: names the ranks.
     """
-    if not recipe.train_config(role).has_expert_copies(spec.sizes, layout):
+    if not config.has_expert_copies(spec.sizes, layout):
         return
     for group in _over_nodes(layout.expert_groups(), devices):
         raise UserError(
-            f"{recipe.train_setting(role)}.expert_copies=true: ranks {group[0]}-{group[-1]} of placement.{role} "
+            f"{setting}.expert_copies=true: ranks {group[0]}-{group[-1]} of placement.{role} "
             "share experts and are on several nodes; expected one node, or false"
         )
 
@@ -246,13 +254,12 @@ def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
             raise UserError(f"{name} = {value}, expected at least {least}: {why}")
 
 
-def check_given_sizes(recipe: Recipe, replicas: int) -> None:
+def check_given_sizes(trainer: TrainerConfig, warmup: WarmupConfig | None, replicas: int) -> None:
     """Every batch of given responses against the data-parallel replicas that share it.
 
     Raises:
         UserError: naming the setting that leaves one of them without work.
     """
-    trainer, warmup = recipe.trainer, recipe.warmup
     rank = "for each data-parallel rank"
     wanted = [
         (
@@ -268,12 +275,11 @@ def check_given_sizes(recipe: Recipe, replicas: int) -> None:
             raise UserError(f"{name} = {value}, expected at least {least}: {why}")
 
 
-def check_engine_devices(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None:
+def check_engine_devices(engine: RolloutConfig, devices: Sequence[Device]) -> None:
     """What SGLang cannot run with on the devices of the engines.
 
     Raises:
         UserError: naming the setting.
     """
-    engine = recipe.rollout.engine
-    if any(device.kind == "cpu" for device in devices["rollout"]):
+    if any(device.kind == "cpu" for device in devices):
         check_against_platform(engine.server_args, engine.attention_backend, sglang_cpu.server_arguments())

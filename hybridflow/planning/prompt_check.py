@@ -100,7 +100,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             "or pairs.sft_path"
         )
     if layouts is not None:
-        check_sets(recipe, sets, layouts)
+        check_sets(recipe.sets, sets, layouts)
     lengths = Lengths.of(recipe, train.tokens, sets)
     if isinstance(train, GivenResponses):
         lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
@@ -114,11 +114,16 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         )
     phases = {"training": train, "supervised": sft}
     notes = [
-        *end_notes(recipe, spec, tokenizer),
-        *overlong_notes(recipe, phases, phase_limits(recipe, limit)),
+        *(end_notes(recipe.rollout.sampling, recipe.model, spec, tokenizer) if recipe.starts_engines else ()),
+        *overlong_notes(
+            recipe.data.overlong_prompts,
+            phases,
+            phase_limits(recipe.rollout, limit),
+            given=not recipe.algorithm.needs_engines,
+        ),
         *pair_notes(phases, tokenizer),
     ]
-    notes += [*file_notes(recipe, tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
+    notes += [*file_notes(tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
     notes += set_notes(recipe, tokenizer, sets, (train, sft))
     return EncodedPrompts(lengths, train, sets, notes, special_tokens(tokenizer))
 

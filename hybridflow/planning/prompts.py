@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from engine3d.errors import UserError
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.config import SameResponses
+from hybridflow.config.roles import RolloutRole
+from hybridflow.data.config import DataConfig, OverlongPolicy, SameResponses
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
-from hybridflow.data.files.supervised import SupervisedFiles, SupervisedPrompts, encode_supervised
+from hybridflow.data.files.supervised import SupervisedPrompts, encode_supervised
 from hybridflow.data.given_responses import GivenResponses, encode_pairs
 from hybridflow.data.pairs import Pair, load_pairs
 from hybridflow.data.prompts import Prompts
@@ -43,20 +44,20 @@ def prompt_limit(recipe: Recipe) -> int:
     return context - response
 
 
-def training_limit(recipe: Recipe, limit: int) -> int:
+def training_limit(rollout: RolloutRole, limit: int) -> int:
     """Most tokens of a prompt to learn from, where an evaluation has room for `limit`.
 
     Raises:
         UserError: by `rollout.adaptive_sampling` some responses would not fit into the context.
     """
-    if not recipe.rollout.adaptive_sampling:
+    if not rollout.adaptive_sampling:
         return limit
-    return recipe.rollout.sampling_table.prompt_limit(limit + recipe.rollout.sampling.max_new_tokens)
+    return rollout.sampling_table.prompt_limit(limit + rollout.sampling.max_new_tokens)
 
 
-def phase_limits(recipe: Recipe, limit: int) -> dict[str, int]:
+def phase_limits(rollout: RolloutRole, limit: int) -> dict[str, int]:
     """Most tokens of a prompt of each phase that trains, where the longest response leaves room for `limit`."""
-    return {"training": training_limit(recipe, limit), "supervised": limit}
+    return {"training": training_limit(rollout, limit), "supervised": limit}
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,13 @@ def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> En
     splits = load_splits(recipe.data)
     supervised = splits.sft if recipe.warmup is not None else []
     if not recipe.algorithm.needs_engines:
-        return _encode_given(recipe, tokenizer, supervised, limit)
+        return _encode_given(recipe.data, tokenizer, supervised, limit, unpaired=recipe.unpaired)
+    policy = recipe.data.overlong_prompts
     if (files := recipe.data.files) is not None:
-        return _encode_files(recipe, files, tokenizer, limit)
+        supervises = recipe.warmup is not None
+        return _encode_files(files, policy, recipe.rollout, tokenizer, limit, supervises=supervises)
     wanted = {"training": splits.train, "supervised": supervised}
-    policy, limits = recipe.data.overlong_prompts, phase_limits(recipe, limit)
+    limits = phase_limits(recipe.rollout, limit)
     phases = {
         name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limits[name], policy=policy))
         for name, examples in wanted.items()
@@ -102,35 +105,24 @@ def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> En
     return Encoded(train, sft, answers)
 
 
-def _encode_files(recipe: Recipe, files: FilesConfig, tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
+def _encode_files(
+    files: FilesConfig,
+    policy: OverlongPolicy,
+    rollout: RolloutRole,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    *,
+    supervises: bool,
+) -> Encoded:
     """As `encode`, of rows of files, whose held-out prompts are those of the sets of `evaluation`."""
-    most, policy = training_limit(recipe, limit), recipe.data.overlong_prompts
-    train = encode_files(files.train, files, tokenizer, max_tokens=most, policy=policy)
+    train = encode_files(files.train, files, tokenizer, max_tokens=training_limit(rollout, limit), policy=policy)
     _check_spans("train", train.spans)
-    supervised = encode_sft(recipe, tokenizer, limit)
-    if supervised is None:
+    if not supervises or not files.sft:
         return Encoded(train, Prompts([], []), [])
+    most = limit + rollout.sampling.max_new_tokens  # the longest response has room next to the prompt
+    supervised = encode_supervised(files.sft, files, tokenizer, max_tokens=most, policy=policy)
+    _check_spans("sft", supervised.prompts.spans)
     return Encoded(train, supervised.prompts, supervised.answers, supervised.masks)
-
-
-def encode_sft(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> SupervisedFiles | None:
-    """The supervised examples of files, where a recipe learns from such.
-
-    Args:
-        recipe: of the run.
-        tokenizer: of its model.
-        limit: most tokens of a prompt; the longest response has room beside it.
-
-    Raises:
-        UserError: naming what cannot serve, or no row is left.
-    """
-    files = recipe.data.files
-    if recipe.warmup is None or files is None or not files.sft:
-        return None
-    most = limit + recipe.rollout.sampling.max_new_tokens
-    found = encode_supervised(files.sft, files, tokenizer, max_tokens=most, policy=recipe.data.overlong_prompts)
-    _check_spans("sft", found.prompts.spans)
-    return found
 
 
 def _check_spans(what: str, spans: Sequence[SourceSpan]) -> None:
@@ -153,11 +145,11 @@ def prompt_order(recipe: Recipe, prompts: Prompts) -> PromptOrder:
     return PromptOrder(len(prompts), recipe.order_seed, sources, recipe.trainer.prompts_per_step, files.difficulty)
 
 
-def file_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, phases: Mapping[str, Prompts]) -> list[str]:
+def file_notes(tokenizer: PreTrainedTokenizerBase, phases: Mapping[str, Prompts]) -> list[str]:
     """A line for each source of which rows were dropped, and one where texts are read beside a chat template."""
-    notes, files = [], recipe.data.files
+    notes = []
     for name, phase in phases.items():
-        if not isinstance(phase, FilePrompts | SupervisedPrompts) or files is None:
+        if not isinstance(phase, FilePrompts | SupervisedPrompts):
             continue
         for span in phase.spans:
             if span.dropped:
@@ -197,11 +189,16 @@ def memory_notes(
 
 
 def _encode_given(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, supervised: Sequence[Example], context: int
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    supervised: Sequence[Example],
+    context: int,
+    *,
+    unpaired: bool,
 ) -> Encoded:
     """As `encode`, where the data have the responses; with these prompts and responses share the context."""
-    policy = recipe.data.overlong_prompts
-    train = encode_given(recipe, tokenizer, load_pairs(recipe.data, unpaired=recipe.unpaired), "training", context)
+    policy, pairs = data.overlong_prompts, load_pairs(data, unpaired=unpaired)
+    train = encode_given(data, tokenizer, pairs, "training", context, unpaired=unpaired)
     longest = max(map(len, encode_answers(tokenizer, supervised, max_tokens=context - 1)), default=0)
     sft = Prompts(*fit_prompts(tokenizer, supervised, max_tokens=context - longest, policy=policy))
     _check_left("supervised", sft, len(supervised), f"more than {context - longest} tokens")
@@ -210,29 +207,36 @@ def _encode_given(
 
 
 def encode_given(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], name: str, context: int
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[Pair],
+    name: str,
+    context: int,
+    *,
+    unpaired: bool,
 ) -> GivenResponses:
     """Pairs of a recipe's data as tokens.
 
     Args:
-        recipe: of the run.
-        tokenizer: of its model.
+        data: settings of the data.
+        tokenizer: of the model.
         pairs: of one phase.
         name: of the phase, for errors.
         context: most tokens of a prompt and a response to it.
+        unpaired: true if examples have one response, as `Recipe.unpaired`.
 
     Raises:
         UserError: naming the pair that cannot be encoded, or none is left.
     """
-    given = recipe.data.pairs
+    given = data.pairs
     same: SameResponses = given.same_responses if given is not None else "refuse"
     found = encode_pairs(
         tokenizer,
         pairs,
         context=context,
-        policy=recipe.data.overlong_prompts,
+        policy=data.overlong_prompts,
         same=same,
-        unpaired=recipe.unpaired,
+        unpaired=unpaired,
         chat=given.chat if given is not None else None,
     )
     _check_left(name, found, len(pairs), f"no room for their responses in {context} tokens")
@@ -244,22 +248,23 @@ def _check_left(name: str, phase: Prompts, wanted: int, have: str) -> None:
         raise UserError(f"data.overlong_prompts=drop leaves no {name} prompt: all {wanted:,} have {have}")
 
 
-def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limits: Mapping[str, int]) -> list[str]:
+def overlong_notes(
+    policy: OverlongPolicy, phases: Mapping[str, Prompts], limits: Mapping[str, int], *, given: bool
+) -> list[str]:
     """A line for each phase of which prompts were cut or dropped.
 
     Args:
-        recipe: with the policy.
+        policy: `data.overlong_prompts`.
         phases: by the name of their prompts.
         limits: tokens of the longest prompt of each that stays as it is.
+        given: true if the data have the responses.
     """
-    policy = recipe.data.overlong_prompts
     done = {
         "drop": "dropped",
         "cut_left": "cut, at their beginning",
         "cut_right": "cut, at their end",
         "cut_middle": "cut, in their middle",
     }
-    given = not recipe.algorithm.needs_engines
     have = {name: "no room for their responses" if given else f"more than {limits[name]} tokens" for name in phases}
     return [
         f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have "

@@ -27,9 +27,9 @@ from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
-from hybridflow.planning.gpu_check import check_imports, check_libraries, check_memory, largest_gpu, used_gpus
+from hybridflow.planning.gpu_check import check_imports, check_libraries, largest_gpu, used_gpus
+from hybridflow.planning.memory_estimate import check_memory, recipe_ledger
 from hybridflow.planning.memory_ledger import Ledger
-from hybridflow.planning.memory_report import recipe_ledger
 from hybridflow.planning.model_check import (
     check_engines,
     check_judge,
@@ -39,10 +39,7 @@ from hybridflow.planning.model_check import (
 )
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
-from hybridflow.planning.reward_check import (
-    check_rewards,
-    check_set_rewards,
-)
+from hybridflow.planning.reward_check import check_rewards, check_set_rewards
 from hybridflow.planning.sample_memory import check_replay, store_notes
 from hybridflow.roles.offload import check_offload
 
@@ -104,15 +101,15 @@ def check_recipe(
     if devices is not None:
         attempt(check_offload, recipe, devices)
         if recipe.starts_engines:
-            attempt(check_engine_devices, recipe, devices)
+            attempt(check_engine_devices, recipe.rollout.engine, devices["rollout"])
     if recipe.placement.cluster is not None and cluster is None:
         attempt(check_cluster_answers, recipe.placement.cluster)
     if spec is not None:
         if recipe.model.path is not None:
             warnings += attempt(check_model_files, "model.path", spec, recipe.model.path) or []
         if recipe.starts_engines:
-            attempt(check_engines, recipe, spec)
-            attempt(check_sampling, recipe, spec, devices)
+            attempt(check_engines, recipe.rollout.engine, spec)
+            attempt(check_sampling, recipe.rollout, recipe.placement, spec, devices)
         if recipe.teacher_engine is not None:
             attempt(check_teacher_engine, recipe, spec, devices)
         if recipe.asked_judge is not None:
@@ -123,12 +120,13 @@ def check_recipe(
                 attempt(partial(check_imports, every=dry_run), recipe, devices)
         encoded = attempt(encoded_prompts, recipe, spec, layouts)
         if encoded is not None:
-            warnings += [*encoded.notes, *store_notes(recipe, encoded.lengths.sequence)]
+            sequence = encoded.lengths.sequence
+            warnings += [*encoded.notes, *store_notes(recipe.samples, recipe.samples_per_step, sequence)]
             own = machine_bytes() if here and host_bytes is None else host_bytes
-            attempt(check_replay, recipe, encoded.lengths.sequence, own)
+            attempt(check_replay, recipe.algorithm.kept_samples, sequence, own)
     warnings += attempt(check_rewards, recipe, encoded) or []
     if encoded is not None:
-        warnings += attempt(check_set_rewards, recipe, encoded.sets, encoded.special_tokens) or []
+        warnings += attempt(check_set_rewards, recipe.sets, encoded.sets, encoded.special_tokens) or []
     if here:
         attempt(check_run_directory, recipe, spec)
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))

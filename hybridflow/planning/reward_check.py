@@ -124,11 +124,13 @@ def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
     return notes
 
 
-def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_tokens: Sequence[str]) -> list[str]:
+def check_set_rewards(
+    planned: Mapping[str, PlannedSet], sets: Mapping[str, Prompts], special_tokens: Sequence[str]
+) -> list[str]:
     """Import the functions that score each other set, each in a process of its own that ends with the check.
 
     Args:
-        recipe: of the sets.
+        planned: the sets of a recipe.
         sets: their prompts.
         special_tokens: of the tokenizer.
 
@@ -140,13 +142,13 @@ def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_token
             needs answers which they lack, or cannot compare with their answers.
     """
     notes: list[str] = []
-    for name, planned in recipe.sets.items():
-        if planned.reward is None or scored_like_training(planned):
+    for name, each in planned.items():
+        if each.reward is None or scored_like_training(each):
             continue
         try:
-            with RewardFunctions(planned.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
+            with RewardFunctions(each.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
                 functions.load()
-                check_special_tokens(planned.reward, special_tokens)
+                check_special_tokens(each.reward, special_tokens)
                 notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None

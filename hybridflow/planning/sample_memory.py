@@ -9,9 +9,11 @@ import numpy as np
 
 from engine3d.errors import UserError, amount
 from engine3d.rollout.cache import PAGE_TOKENS, samples_together, tokens_needed
+from engine3d.rollout.config import RolloutConfig
 from hybridflow.algorithms.replay import most_bytes
 from hybridflow.cluster.devices.device_map import DeviceKind
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.run import SamplesConfig
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 
@@ -104,7 +106,7 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
     groups = recipe.rollout.engine.attention_dp
     return groups * max(
         tokens_needed(
-            requests=running_requests(recipe, prompts=prompts, samples=samples, engines=engines),
+            requests=running_requests(recipe.rollout.engine, prompts=prompts, samples=samples, engines=engines),
             sequence_tokens=sequence,
             page_tokens=page,
         )
@@ -127,12 +129,11 @@ def teacher_cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: D
     )
 
 
-def running_requests(recipe: Recipe, *, prompts: int, samples: int, engines: int) -> int:
+def running_requests(config: RolloutConfig, *, prompts: int, samples: int, engines: int) -> int:
     """Requests that an engine runs at once when so many prompts, with so many samples each, are dealt to all.
 
     Where groups of its ranks have attention of their own, those of one group.
     """
-    config = recipe.rollout.engine
     of_an_engine = -(-prompts // engines)
     together = samples_together(of_an_engine, samples, config.attention_dp)
     shares = -(-of_an_engine * samples // (together * config.attention_dp))
@@ -143,33 +144,33 @@ _COPIES = 3
 """What is kept; what was kept when a checkpoint began that is still being written; and a copy that either needs."""
 
 
-def replay_bytes(recipe: Recipe, sequence_tokens: int) -> int:
+def replay_bytes(kept_samples: int, sequence_tokens: int) -> int:
     """The most that the driver's host holds of them.
 
     Args:
-        recipe: the run.
+        kept_samples: that the algorithm keeps for later steps.
         sequence_tokens: of the longest prompt with its response.
     """
-    return _COPIES * most_bytes(recipe.algorithm.kept_samples, sequence_tokens)
+    return _COPIES * most_bytes(kept_samples, sequence_tokens)
 
 
-def check_replay(recipe: Recipe, sequence_tokens: int, host_bytes: int | None) -> None:
+def check_replay(kept_samples: int, sequence_tokens: int, host_bytes: int | None) -> None:
     """Refuse a buffer that, full of the longest samples, is larger than its host's memory.
 
     Args:
-        recipe: the run.
+        kept_samples: that the algorithm keeps for later steps.
         sequence_tokens: of the longest prompt with its response.
         host_bytes: of the driver's host, if that is known.
 
     Raises:
         UserError: naming the setting, and the most that there is room for.
     """
-    needed = replay_bytes(recipe, sequence_tokens)
+    needed = replay_bytes(kept_samples, sequence_tokens)
     if host_bytes is None or needed <= host_bytes:
         return
     room = host_bytes // (_COPIES * most_bytes(1, sequence_tokens))
     raise UserError(
-        f"algorithm.replay_buffer_size={recipe.algorithm.kept_samples}: samples of up to {sequence_tokens:,} tokens "
+        f"algorithm.replay_buffer_size={kept_samples}: samples of up to {sequence_tokens:,} tokens "
         f"take {amount(needed, 1)} with their copies, on a host of {amount(host_bytes, 1)}; expected at most "
         f"{room:,}"
     )
@@ -181,19 +182,19 @@ compressed."""
 _MB = 1_000_000
 
 
-def store_notes(recipe: Recipe, sequence_tokens: int) -> list[str]:
+def store_notes(settings: SamplesConfig, samples: int, sequence_tokens: int) -> list[str]:
     """A line where the samples of one step may take more than the store is to keep.
 
     It is no error: responses may be far shorter than the longest, and the newest step stays in any case.
 
     Args:
-        recipe: the run.
+        settings: of the store.
+        samples: of a step.
         sequence_tokens: of the longest prompt with its response.
     """
-    keep_mb = recipe.samples.keep_mb
-    samples = recipe.samples_per_step
+    keep_mb = settings.keep_mb
     most = samples * sequence_tokens * _TOKEN_BYTES
-    if not recipe.samples.store or keep_mb is None or most <= keep_mb * _MB:
+    if not settings.store or keep_mb is None or most <= keep_mb * _MB:
         return []
     return [
         f"samples.keep_mb={keep_mb}: {samples:,} samples of up to {sequence_tokens:,} tokens may take "

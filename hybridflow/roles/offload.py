@@ -68,15 +68,14 @@ def _is_alone(role: str, devices: Mapping[str, Sequence[Device]]) -> bool:
     return others.isdisjoint(devices[role])
 
 
-def begin_in_turn(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tuple[str, ...]:
+def begin_in_turn(offloaded: Sequence[str], devices: Mapping[str, Sequence[Device]]) -> tuple[str, ...]:
     """The roles that start one after the other, in order; all others start beside them.
 
     A model that is offloaded is on its device while it is built, and has left it before the next one is built and
     before an engine there takes what is free for its KV cache: no start needs more than a step.
     """
-    offloaded = recipe.offloaded_roles
     taken = {device for role in offloaded for device in devices[role]}
-    return (*offloaded, "rollout") if not taken.isdisjoint(devices.get("rollout", ())) else offloaded
+    return (*offloaded, "rollout") if not taken.isdisjoint(devices.get("rollout", ())) else tuple(offloaded)
 
 
 def offloaded_groups(

@@ -52,7 +52,8 @@ def how_to_go_on(recipe: Recipe, arguments: Sequence[str], damaged: Path | None 
         return []
     kept = f"hybridflow: metrics and logs are in {shown(recipe.directory)}"
     checkpoint = newest_checkpoint(recipe, damaged)
-    if checkpoint is None and (first := _started_from(recipe)) not in (None, damaged):
+    first = _started_from(recipe.directory, recipe.checkpoint_directory) if checkpoint is None else None
+    if first not in (None, damaged):
         return [
             kept,
             f"hybridflow: no checkpoint of this run is complete yet; to resume from {first}, as it did:",
@@ -105,9 +106,9 @@ def newest_checkpoint(recipe: Recipe, damaged: Path | None = None) -> Path | Non
     return next((each for each in whole if damaged is None or each.resolve() != damaged.resolve()), None)
 
 
-def _started_from(recipe: Recipe) -> Path | None:
+def _started_from(run: Path, checkpoints: Path) -> Path | None:
     try:
-        return started_from(recipe.directory, recipe.checkpoint_directory)
+        return started_from(run, checkpoints)
     except UserError:
         return None
 

@@ -142,7 +142,7 @@ class _Specs:
         self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices.get("actor", ())))]
         judge = recipe.asked_judge
         self._judge = AskedJudge(judge_identity(judge), secrets.token_urlsafe(32)) if judge is not None else None
-        self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe, devices))}
+        self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe.offloaded_roles, devices))}
 
     def model(self, role: str) -> RoleSpec:
         """A Megatron-Core model: a language model, or one with a scalar head."""

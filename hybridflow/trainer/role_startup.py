@@ -211,7 +211,7 @@ def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
         resources = resource_pool.reserve(devices, recipe.limits.placement_s)
         stack.callback(resource_pool.release, resources)
         if not recipe.placement.shared_gpus:
-            _check_nobody_else(recipe, resources, nodes)
+            _check_nobody_else(resources, nodes, is_attached=recipe.placement.cluster is not None)
         log.roles(devices)
         if lent := lent_engines(recipe, devices):
             count = len(devices["rollout"]) // recipe.rollout.engine.tp
@@ -219,10 +219,10 @@ def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
         yield _Start(recipe, run, stack, waiters, devices, nodes, resources, log)
 
 
-def _check_nobody_else(recipe: Recipe, resources: Mapping[str, ResourcePool], nodes: Sequence[Node]) -> None:
+def _check_nobody_else(resources: Mapping[str, ResourcePool], nodes: Sequence[Node], *, is_attached: bool) -> None:
     """The GPUs of the models and engines, while no process of theirs is there."""
     bundles = [each for role, pool in resources.items() if role != "reward" for each in pool.bundles]
-    if recipe.placement.cluster is not None or len(nodes) > 1:
+    if is_attached or len(nodes) > 1:
         check_bundles_free(bundles, nodes, WAIT_S)
     else:
         gpus = {each.device.index: each.visible for each in bundles if each.device.kind == "cuda"}

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.durable import naming
 from engine3d.errors import EngineError, UserError
+from engine3d.models import ModelSpec
 from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up, run_identity
 from hybridflow.cluster.hosts.checks.facts import checkout_commit, installed_versions
@@ -147,10 +148,10 @@ def open_run(recipe: Recipe) -> Iterator[OpenRun]:
                 yield OpenRun(recipe, run, sinks, phases)
 
 
-def _record_start(recipe: Recipe, resumption: Resumption | None) -> None:
-    spec, state = initial_spec(recipe), resumption.state if resumption is not None else None
+def _record_start(directory: Path, spec: ModelSpec, resumption: Resumption | None) -> None:
+    state = resumption.state if resumption is not None else None
     record_start(
-        recipe.directory,
+        directory,
         state.step if state is not None else None,
         installed_versions(),
         checkout_commit(),
@@ -194,7 +195,7 @@ def prepare(recipe: Recipe) -> Run:
         with naming(directory / RUN_IDENTITY):
             (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
     model_directory = recipe.model.path or directory / "initial"
-    _record_start(recipe, resumption)
+    _record_start(directory, initial_spec(recipe), resumption)
     # A run that goes on compares with the weights that it began with, whatever its seed is now.
     if recipe.model.create is not None and not (in_place and model_directory.is_dir()):
         began = resumption.manifest.recipe if resumption is not None else {}

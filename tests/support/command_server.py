@@ -29,7 +29,7 @@ with quick_imports():
 
     import hybridflow.cli.checkpoint
     import hybridflow.cli.main
-    import hybridflow.planning.memory_report
+    import hybridflow.planning.memory_estimate
     import hybridflow.planning.recipe_check
     import hybridflow.report.page
 

@@ -136,13 +136,13 @@ def test_a_buffer_larger_than_memory_is_refused_by_check_in_one_line(tmp_path: P
 def test_the_most_that_is_said_to_fit_fits() -> None:
     memory = 10**9
     with pytest.raises(UserError, match=r"take 9\.8 GB with their copies, on a host of 1\.0 GB") as caught:
-        check_replay(_of_size(25_000), 10_000, memory)
+        check_replay(_of_size(25_000).algorithm.kept_samples, 10_000, memory)
     most = int(str(caught.value).rpartition("at most ")[2].replace(",", ""))
-    check_replay(_of_size(most), 10_000, memory)
+    check_replay(_of_size(most).algorithm.kept_samples, 10_000, memory)
     with pytest.raises(UserError):
-        check_replay(_of_size(most + 1), 10_000, memory)
-    check_replay(_of_size(10**9), 10_000, None)
-    assert replay_bytes(load_recipe(DEMO), 10_000) == 0
+        check_replay(_of_size(most + 1).algorithm.kept_samples, 10_000, memory)
+    check_replay(_of_size(10**9).algorithm.kept_samples, 10_000, None)
+    assert replay_bytes(load_recipe(DEMO).algorithm.kept_samples, 10_000) == 0
 
 
 def _of_size(samples: int) -> Recipe:

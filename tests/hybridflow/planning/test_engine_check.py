@@ -139,9 +139,9 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
     recipe = a_recipe(f"rollout.engine.tp={tp}")
     assert hosts_of_engine(devices, tp) == hosts
     if line is None:
-        check_engine_nodes(recipe, devices)
+        check_engine_nodes(recipe.rollout, devices)
     else:
-        assert line in refusal(lambda: check_engine_nodes(recipe, devices))
+        assert line in refusal(lambda: check_engine_nodes(recipe.rollout, devices))
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
 )
 def test_what_was_not_tried_with_engines_over_several_nodes_is_refused(setting: str) -> None:
     recipe = a_recipe("rollout.stream={}", setting, "trainer.max_staleness=1", "rollout.engine.tp=2")
-    check_engine_nodes(recipe, [Device(0, "cpu", index) for index in range(4)])
-    line = refusal(lambda: check_engine_nodes(recipe, [Device(index, "cpu", 0) for index in range(4)]))
+    check_engine_nodes(recipe.rollout, [Device(0, "cpu", index) for index in range(4)])
+    line = refusal(lambda: check_engine_nodes(recipe.rollout, [Device(index, "cpu", 0) for index in range(4)]))
     assert line.startswith(f"{setting} with engines over 2 nodes each, which was not tried; expected")
 
 

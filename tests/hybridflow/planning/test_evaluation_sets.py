@@ -119,12 +119,12 @@ def test_every_reader_of_a_set_has_a_prompt(tmp_path: Path) -> None:
     )
     recipe, sets = encoded(tmp_path, *scored)
     layouts = {"rollout": Layout(dp=3), "reward_model": Layout(dp=8)}
-    check_sets(recipe, sets, layouts)
+    check_sets(recipe.sets, sets, layouts)
     few = {"eval": Prompts(sets["eval"].examples[:3], sets["eval"].tokens[:3])}
     with pytest.raises(UserError, match=r"evaluation\.eval: 3 prompts with samples=2, expected at least 8 responses"):
-        check_sets(recipe, few, layouts)
+        check_sets(recipe.sets, few, layouts)
     pairs = load_recipe(DEMO.parent / "algorithms/dpo.yaml")
     with pytest.raises(
         UserError, match=r"evaluation\.eval: 3 prompts, expected at least 4: one for each data-parallel"
     ):
-        check_sets(pairs, few, {"actor": Layout(dp=4)})
+        check_sets(pairs.sets, few, {"actor": Layout(dp=4)})

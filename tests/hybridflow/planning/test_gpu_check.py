@@ -161,12 +161,13 @@ def test_flash_attention_3_needs_a_gpu_that_it_is_made_for(
     use(monkeypatch, kind)
     recipe = load_recipe(ONE_GPU, ["rollout.engine.attention_backend=fa3"])
     if message is None:
-        check_rollout_libraries(recipe, FIRST, latent=latent)
+        check_rollout_libraries(recipe.rollout.engine, FIRST["rollout"], latent=latent)
         return
     with pytest.raises(UserError) as refused:
-        check_rollout_libraries(recipe, FIRST, latent=latent)
+        check_rollout_libraries(recipe.rollout.engine, FIRST["rollout"], latent=latent)
     assert message in str(refused.value)
-    check_rollout_libraries(load_recipe(ONE_GPU), FIRST, latent=latent)  # where SGLang chooses
+    automatic = load_recipe(ONE_GPU).rollout.engine  # where SGLang chooses
+    check_rollout_libraries(automatic, FIRST["rollout"], latent=latent)
 
 
 @pytest.mark.usefixtures("four_gpus")

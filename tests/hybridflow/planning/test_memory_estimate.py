@@ -16,8 +16,8 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning import memory_estimate
+from hybridflow.planning.memory_estimate import recipe_ledger, recipe_specs
 from hybridflow.planning.memory_ledger import GpuMemory, Ledger
-from hybridflow.planning.memory_report import recipe_ledger, recipe_specs
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.prompt_check import check_prompts
 from hybridflow.planning.sample_memory import Lengths, SetLengths, cache_tokens

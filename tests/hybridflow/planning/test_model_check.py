@@ -14,8 +14,7 @@ from hybridflow.cluster.devices.device_map import Device, Node, pool_devices
 from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
-from hybridflow.planning.memory_estimate import foresee
-from hybridflow.planning.memory_report import recipe_specs
+from hybridflow.planning.memory_estimate import foresee, recipe_specs
 from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.roles.groups import TeacherEngineGroup, TeacherGroup
 from hybridflow.roles.teacher import TeacherWorker

@@ -68,15 +68,15 @@ def test_ranks_that_copy_into_each_others_memory_are_on_one_node() -> None:
     gathering = "train.megatron={moe_token_dispatcher_type: allgather}"
     recipe = load_recipe(DEMO, ["train.dtype=bfloat16", "train.expert_copies=true", gathering])
     devices = DeviceMap.parse("cuda:0-7").devices(NODES)
-    check_expert_copies(recipe, "actor", spec, Layout(ep=4, dp=8), devices)
+    check_expert_copies(recipe.train, "train", "actor", spec, Layout(ep=4, dp=8), devices)
     with pytest.raises(
         UserError,
         match=r"^train\.expert_copies=true: ranks 0-7 of placement\.actor share experts and are on several nodes; "
         "expected one node, or false$",
     ):
-        check_expert_copies(recipe, "actor", spec, Layout(ep=8, dp=8), devices)
+        check_expert_copies(recipe.train, "train", "actor", spec, Layout(ep=8, dp=8), devices)
     recipe = load_recipe(DEMO, ["train.dtype=bfloat16", gathering])
-    check_expert_copies(recipe, "actor", spec, Layout(ep=8, dp=8), devices)
+    check_expert_copies(recipe.train, "train", "actor", spec, Layout(ep=8, dp=8), devices)
 
 
 def test_a_step_of_preferences_has_a_pair_for_each_rank_and_mini_batch() -> None:

@@ -69,7 +69,8 @@ STEP = ["trainer.prompts_per_step=100", "rollout.samples_per_prompt=10"]
 
 
 def notes(*overrides: str, tokens: int = 1000) -> list[str]:
-    return store_notes(load_recipe(DEMO, [*STEP, *overrides]), tokens)
+    recipe = load_recipe(DEMO, [*STEP, *overrides])
+    return store_notes(recipe.samples, recipe.samples_per_step, tokens)
 
 
 def test_a_step_that_may_outgrow_the_store_is_told() -> None:

@@ -71,7 +71,7 @@ def test_weights_are_released_where_others_use_the_memory_and_none_is_shared(
 )
 def test_an_engine_starts_when_the_models_there_have_left(overrides: list[str], order: tuple[str, ...]) -> None:
     devices = planned_devices(recipe := _recipe(*overrides))
-    assert devices is not None and begin_in_turn(recipe, devices) == order
+    assert devices is not None and begin_in_turn(recipe.offloaded_roles, devices) == order
 
 
 def test_a_state_returns_in_the_turns_of_others() -> None:
