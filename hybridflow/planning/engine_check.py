@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
-from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.served import check_deterministic, check_device
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
-from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelConfig, RolloutRole
 from hybridflow.config.run import PlacementConfig
 
@@ -138,17 +136,17 @@ def end_notes(
     ]
 
 
-def check_baselines(recipe: Recipe, layouts: Mapping[str, Layout]) -> None:
+def check_baselines(prompts: int, ranks: int) -> None:
     """A reward model that scores one greedy response to each prompt has one for each of its ranks.
 
     Args:
-        layouts: of each model, by its role.
+        prompts: of a step.
+        ranks: data-parallel ranks of the reward model.
 
     Raises:
         UserError: it has not.
     """
-    prompts, ranks = recipe.trainer.prompts_per_step, layouts["reward_model"].dp if recipe.reward_model else 0
-    if recipe.algorithm.greedy_baseline and prompts < ranks:
+    if prompts < ranks:
         raise UserError(
             f"trainer.prompts_per_step = {prompts}, expected at least {ranks}: a baseline for each data-parallel rank "
             "of the reward model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from hybridflow.checkpoint.resume import find_sound
 from hybridflow.checkpoint.set_results import read_best
 from hybridflow.cluster.hosts.checks.host_check import check_directories, check_writable
 from hybridflow.config.actors import load_one_recipe
+from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
@@ -112,7 +113,8 @@ def plan_evaluation(
     settings: dict[str, object] = {"name": directory.name, "run_dir": directory.absolute().parent}
     if model is not None:
         settings["model"] = loaded.model.model_copy(update={"path": model.absolute(), "create": None})
-    planned = EvaluationRecipe.of(loaded.model_copy(update=settings), _chosen(loaded, sets, recipe or target))
+    measured = _chosen(loaded.sets, sets, recipe or target)
+    planned = EvaluationRecipe.of(loaded.model_copy(update=settings), measured)
     return EvaluationPlan(planned, found, step, tuple(check_evaluation_alone(planned, whole=found is None)))
 
 
@@ -163,9 +165,9 @@ def _checkpoint(target: Path, root: Path | None, wanted: str) -> Path:
     return step_directory(root, int(wanted))
 
 
-def _chosen(recipe: Recipe, sets: Sequence[str], source: Path) -> list[str]:
+def _chosen(planned: Mapping[str, PlannedSet], sets: Sequence[str], source: Path) -> list[str]:
     """The sets that are measured. Raises UserError for one that is not there."""
-    known = [name for name, each in recipe.sets.items() if not each.pairs]
+    known = [name for name, each in planned.items() if not each.pairs]
     if not known:
         raise UserError(
             f"{source} has no sets that engines respond to, expected some in evaluation, or in another recipe "

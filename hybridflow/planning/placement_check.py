@@ -118,7 +118,8 @@ def check_layouts(
     if recipe.runs_ahead:
         check_apart(recipe, devices)
     check_batch_sizes(recipe, engines=engines.dp, replicas=replicas)
-    check_baselines(recipe, layouts)
+    if recipe.algorithm.greedy_baseline and recipe.reward_model is not None:
+        check_baselines(recipe.trainer.prompts_per_step, layouts["reward_model"].dp)
     return layouts | {"rollout": engines}
 
 

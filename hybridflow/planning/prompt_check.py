@@ -101,7 +101,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         )
     if layouts is not None:
         check_sets(recipe.sets, sets, layouts)
-    lengths = Lengths.of(recipe, train.tokens, sets)
+    lengths = Lengths.of(recipe.rollout, recipe.sets, train.tokens, sets)
     if isinstance(train, GivenResponses):
         lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
     given = recipe.rollout.engine.max_total_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from engine3d.dtypes import ITEMSIZES
@@ -23,6 +24,7 @@ from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
+from hybridflow.config.roles import CreateModel
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
@@ -128,7 +130,7 @@ def check_recipe(
     if encoded is not None:
         warnings += attempt(check_set_rewards, recipe.sets, encoded.sets, encoded.special_tokens) or []
     if here:
-        attempt(check_run_directory, recipe, spec)
+        attempt(check_run_directory, recipe.directory, recipe.model.create, spec)
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))
     if recipe.metrics.wandb is not None:
         attempt(check_wandb, recipe.metrics.wandb)
@@ -159,17 +161,17 @@ def check_nobody_else(recipe: Recipe) -> None:
         check_gpus_free(used_gpus(devices), wait_s=0.0)
 
 
-def check_run_directory(recipe: Recipe, spec: ModelSpec | None) -> None:
+def check_run_directory(directory: Path, create: CreateModel | None, spec: ModelSpec | None) -> None:
     """Whether the run's files can be made, and hold the model where that is to be made too.
 
     Raises:
         UserError: naming the setting.
     """
     made = 0
-    if recipe.model.create is not None and spec is not None:
-        made = spec.parameter_count() * ITEMSIZES[recipe.model.create.dtype]
-    check_writable("run_dir", recipe.directory)
-    check_room("run_dir", recipe.directory, made, "the initial model")
+    if create is not None and spec is not None:
+        made = spec.parameter_count() * ITEMSIZES[create.dtype]
+    check_writable("run_dir", directory)
+    check_room("run_dir", directory, made, "the initial model")
 
 
 def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> list[str]:

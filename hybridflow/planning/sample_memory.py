@@ -12,7 +12,9 @@ from engine3d.rollout.cache import PAGE_TOKENS, samples_together, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from hybridflow.algorithms.replay import most_bytes
 from hybridflow.cluster.devices.device_map import DeviceKind
+from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import SamplesConfig
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
@@ -50,16 +52,23 @@ class Lengths:
     sets: tuple[SetLengths, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, train: Sequence[Sequence[int]], sets: Mapping[str, Prompts]) -> Lengths:
+    def of(
+        cls,
+        rollout: RolloutRole,
+        planned: Mapping[str, PlannedSet],
+        train: Sequence[Sequence[int]],
+        sets: Mapping[str, Prompts],
+    ) -> Lengths:
         """The lengths of a recipe's prompts.
 
         Args:
-            recipe: of the run.
+            rollout: settings of the engines.
+            planned: the sets of the recipe.
             train: the token ids of each prompt to learn from.
             sets: the prompts of each set.
         """
-        table, lengths = recipe.rollout.sampling_table, np.unique(PackedPrompts.of(train).lengths()).tolist()
-        adaptive, planned = bool(recipe.rollout.adaptive_sampling), recipe.sets
+        table, lengths = rollout.sampling_table, np.unique(PackedPrompts.of(train).lengths()).tolist()
+        adaptive = bool(rollout.adaptive_sampling)
         return cls(
             prompt=max(lengths, default=0),
             response=table.longest_response,
@@ -115,13 +124,10 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
     )
 
 
-def teacher_cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
+def teacher_cache_tokens(config: RolloutConfig, samples: int, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
     """As `cache_tokens`, of each engine of the teacher, which reads a step's samples and generates nothing."""
-    config = recipe.teacher_engine
-    assert config is not None
     if config.max_total_tokens is not None:
         return config.max_total_tokens
-    samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
     return config.attention_dp * tokens_needed(
         requests=min(config.requests_of_a_group, -(-samples // (engines * config.attention_dp))),
         sequence_tokens=lengths.sequence + 1,

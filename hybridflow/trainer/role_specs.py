@@ -192,7 +192,8 @@ class _Specs:
         hosts = hosts_of_engine(devices, engine.tp)
         # An engine's tensor-parallel ranks here are its hosts, each of which runs a share of SGLang's.
         layout = replace(recipe.rollout.layout(len(devices)), tp=hosts)
-        tokens = cache_tokens(recipe, Lengths.of(recipe, run.train.tokens, run.sets), layout.dp, devices[0].kind)
+        lengths = Lengths.of(recipe.rollout, recipe.sets, run.train.tokens, run.sets)
+        tokens = cache_tokens(recipe, lengths, layout.dp, devices[0].kind)
         # It serves nothing before the actor's weights have come: no need to read others from the disk.
         arguments = {**({"load_format": "dummy"} if recipe.trains else {}), **engine.server_args}
         given = {
@@ -232,8 +233,9 @@ class _Specs:
         engine, teacher = recipe.teacher_engine, recipe.teacher
         assert engine is not None and teacher is not None
         layout = Layout(dp=len(devices) // engine.tp)
-        lengths = Lengths.of(recipe, run.train.tokens, run.sets)
-        tokens = teacher_cache_tokens(recipe, lengths, layout.dp, devices[0].kind)
+        lengths = Lengths.of(recipe.rollout, recipe.sets, run.train.tokens, run.sets)
+        samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+        tokens = teacher_cache_tokens(engine, samples, lengths, layout.dp, devices[0].kind)
         given = {"seed": recipe.seed + engine.seed, "max_total_tokens": tokens}
         return RoleSpec(
             "teacher",

@@ -88,7 +88,8 @@ def test_prompts_to_learn_from_may_be_longer_than_those_of_an_evaluation() -> No
     recipe = _recipe(table, "rollout.engine.context_length=20")
     assert prompt_limit(recipe) == 16  # for rollout.sampling.max_new_tokens=4
     assert training_limit(recipe.rollout, 16) == 18
-    lengths = Lengths.of(recipe, [[1] * 8, [1] * 15], {"eval": Prompts([Example("9", "1")], [[1] * 9])})
+    held_out = Prompts([Example("9", "1")], [[1] * 9])
+    lengths = Lengths.of(recipe.rollout, recipe.sets, [[1] * 8, [1] * 15], {"eval": held_out})
     assert (lengths.response, lengths.sequence, lengths.sets[0].sequence) == (12, 20, 13)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from engine3d.errors import UserError
-from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_deterministic
@@ -168,12 +167,9 @@ def test_engines_with_a_device_of_a_model_are_lent() -> None:
 
 
 def test_baselines_have_something_for_everyone() -> None:
-    layouts = {"rollout": Layout(dp=3), "reward_model": Layout(dp=8)}
-    remax = [*("algorithm={name: remax}", "reward_model.path=/models/scorer"), "trainer.mini_batches=1"]
-    check_baselines(a_recipe(*remax, "trainer.prompts_per_step=8"), layouts)
-    few = a_recipe(*remax, "trainer.prompts_per_step=7")
+    check_baselines(8, ranks=8)
     assert "trainer.prompts_per_step = 7, expected at least 8: a baseline" in refusal(
-        lambda: check_baselines(few, layouts)
+        lambda: check_baselines(7, ranks=8)
     )
 
 

@@ -44,8 +44,8 @@ def test_the_prompts_of_a_set_are_the_first_of_its_files(tmp_path: Path) -> None
 def test_the_cache_has_room_for_the_responses_of_a_set(tmp_path: Path) -> None:
     settings = [f"evaluation.sums.{each}" for each in ("samples=200", "temperature=1", "max_new_tokens=50")]
     recipe, sets = encoded(tmp_path, sums(tmp_path / "sums.jsonl"), *settings, "rollout.engine.max_total_tokens=null")
-    without = cache_tokens(recipe, Lengths.of(recipe, [[1] * 6], {"eval": sets["eval"]}), 1, "cpu")
-    lengths = Lengths.of(recipe, [[1] * 6], {"sums": sets["sums"]})
+    without = cache_tokens(recipe, Lengths.of(recipe.rollout, recipe.sets, [[1] * 6], {"eval": sets["eval"]}), 1, "cpu")
+    lengths = Lengths.of(recipe.rollout, recipe.sets, [[1] * 6], {"sums": sets["sums"]})
     assert [(each.prompts, each.samples, each.sequence) for each in lengths.sets] == [(6, 200, 54)]
     assert lengths.longest_sequence == 54
     requests = recipe.rollout.engine.max_running_requests

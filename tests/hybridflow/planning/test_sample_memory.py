@@ -59,10 +59,10 @@ def test_a_request_has_pages_of_its_own_and_one_more() -> None:
 
 def test_lengths_are_of_the_longest(tmp_path: Path) -> None:
     held_out = Prompts([Example("9", "1")], [[1] * 9])
-    found = Lengths.of(recipe(), [[1] * 3, [1] * 7], {"eval": held_out})
+    found = Lengths.of(recipe().rollout, recipe().sets, [[1] * 3, [1] * 7], {"eval": held_out})
     assert found == Lengths(prompt=7, response=4, sets=(SetLengths(prompts=1, samples=4, sequence=13),))
     assert (found.sequence, found.longest_sequence) == (11, 13)
-    assert Lengths.of(recipe(), [[1]], {}).longest_sequence == 5
+    assert Lengths.of(recipe().rollout, recipe().sets, [[1]], {}).longest_sequence == 5
 
 
 STEP = ["trainer.prompts_per_step=100", "rollout.samples_per_prompt=10"]
