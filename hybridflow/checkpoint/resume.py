@@ -33,6 +33,7 @@ from hybridflow.checkpoint.contents import contradictions_of_run
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.cluster.hosts.checks.host_check import check_writable
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.run import CheckpointConfig
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
 from hybridflow.rundir.run_record import started_from
@@ -156,18 +157,22 @@ def inexact_because(recipe: Recipe) -> list[str]:
     return found
 
 
-def check_checkpoint_directory(recipe: Recipe) -> None:
+def check_checkpoint_directory(settings: CheckpointConfig, directory: Path) -> None:
     """Check that checkpoints can be written where the recipe wants them, as far as can be seen without trying.
 
     A directory that the run makes within its own is as good as `run_dir`, which is checked by itself.
 
+    Args:
+        settings: of checkpoints.
+        directory: of the run's checkpoints.
+
     Raises:
         UserError: they cannot.
     """
-    is_made = recipe.checkpoint.dir is None and not recipe.checkpoint_directory.exists()
-    if recipe.checkpoint.save_interval is None or is_made:
+    is_made = settings.dir is None and not directory.exists()
+    if settings.save_interval is None or is_made:
         return
-    check_writable("checkpoint.dir", recipe.checkpoint_directory)
+    check_writable("checkpoint.dir", directory)
 
 
 def _newest(root: Path, run: Path, *, verify: bool) -> tuple[Path | None, list[str]]:
@@ -327,10 +332,10 @@ def _check_warmed_up(checkpoint: Path, *, verify: bool) -> None:
         raise UserError(f"resume: {warmed_up}, the reference policy of {checkpoint.name}: {damage}")
 
 
-def keep_warmed_up(recipe: Recipe, resumption: Resumption) -> None:
+def keep_warmed_up(checkpoints: Path, resumption: Resumption) -> None:
     """Put the reference policy of a run that goes on under another name beside its own checkpoints too."""
-    found, kept = resumption.directory.parent / WARMED_UP, recipe.checkpoint_directory / WARMED_UP
-    if resumption.state is not None and needs_warmed_up(recipe) and not kept.exists():
+    found, kept = resumption.directory.parent / WARMED_UP, checkpoints / WARMED_UP
+    if resumption.state is not None and not kept.exists():
         shutil.copytree(found, kept, copy_function=_link_or_copy)
 
 

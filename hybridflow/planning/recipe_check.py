@@ -184,7 +184,7 @@ def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> list[str]:
         UserError: naming the setting, and every difference between recipe and checkpoint.
     """
     check_accepted(recipe)
-    check_checkpoint_directory(recipe)
+    check_checkpoint_directory(recipe.checkpoint, recipe.checkpoint_directory)
     return find_resumption(recipe)[1] if spec is not None else []
 
 

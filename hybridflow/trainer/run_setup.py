@@ -17,7 +17,14 @@ from engine3d.durable import naming
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec
 from hybridflow.checkpoint.compatibility import input_checksums
-from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up, run_identity
+from hybridflow.checkpoint.resume import (
+    RUN_IDENTITY,
+    Resumption,
+    find_resumption,
+    keep_warmed_up,
+    needs_warmed_up,
+    run_identity,
+)
 from hybridflow.cluster.hosts.checks.facts import checkout_commit, installed_versions
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.driver_link import tell_directory
@@ -200,8 +207,8 @@ def prepare(recipe: Recipe) -> Run:
     if recipe.model.create is not None and not (in_place and model_directory.is_dir()):
         began = resumption.manifest.recipe if resumption is not None else {}
         create_model(recipe, model_directory, seed=began.get("seed", recipe.seed))
-    if resumption is not None:
-        keep_warmed_up(recipe, resumption)
+    if resumption is not None and needs_warmed_up(recipe):
+        keep_warmed_up(recipe.checkpoint_directory, resumption)
     tokenizer = load_tokenizer(model_directory)
     encoded = encode(recipe, tokenizer, prompt_limit(recipe))
     if recipe.data.files is not None:
