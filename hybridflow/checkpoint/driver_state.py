@@ -35,7 +35,7 @@ DRIVER = "driver.json"
 _MEASURED = ("first_measured", "last_measured")
 _KEPT = "kept.safetensors"
 _EARLIER = ("accuracy_before", "accuracy_after", "first_evaluation", "last_evaluation", "first_of_sets", "last_of_sets")
-"""Evaluations as earlier versions have kept them, which count as none."""
+"""Evaluations of formats up to 4, which count as none: a resumed run begins to compare with its next evaluation."""
 _REPLAY = "replay.safetensors"
 _GROUPS = {"ended": "groups-ended.safetensors", "begun": "groups-begun.safetensors"}
 _IN_FILES = ("groups", "replay", "kept")

@@ -44,8 +44,8 @@ local disk. Larger ones are compared by the ranks that load them, each of which 
 WARMED_UP = "warmed-up"
 """The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
 RUN_IDENTITY = ".run"
-_MOST_IDENTITY_BYTES = 4096
 """The file of a run's directory that says which run's it is, wherever the directory is moved to."""
+_MOST_IDENTITY_BYTES = 4096
 
 
 @dataclass(frozen=True)

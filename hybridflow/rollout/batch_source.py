@@ -121,6 +121,7 @@ class BatchSource(RolloutSource):
         return events
 
     def trained(self, version: int, rates: Mapping[int, float]) -> None:
+        self._before_step = None
         self._sampler.measured(rates)
 
     # Other prompts

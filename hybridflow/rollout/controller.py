@@ -274,10 +274,6 @@ class RolloutController:
         self._stream.samples_drawn += count
         return first
 
-    async def close(self) -> None:
-        """Collect nothing any more."""
-        self._stream.close()
-
 
 def start_controller(*arguments: Any) -> Any:
     """The handle of a controller on this node, where the files of the data are."""

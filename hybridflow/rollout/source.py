@@ -84,6 +84,14 @@ class RolloutSource(ABC, Samples):
         """Begin, once: engines serve the weights of `version`, and `steps_left` steps follow."""
 
     @abstractmethod
+    def sample(
+        self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
+    ) -> Future[SampleBatch]: ...
+
+    @abstractmethod
+    def reserve_samples(self, count: int) -> int: ...
+
+    @abstractmethod
     def close(self) -> None:
         """End what the source has started."""
 

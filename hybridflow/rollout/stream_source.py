@@ -239,11 +239,13 @@ class StreamSource(RolloutSource):
         """The prompts of the step's groups, once these are whole.
 
         Raises:
-            UserError: other prompts are asked for.
+            UserError: the step has its groups already, or a first draw is of another number of prompts.
             EngineError: an engine failed.
         """
         if self._taken and count is not None:
             return self._draw_further(count)
+        if self._taken and self._drawn is None:
+            raise UserError("a second draw of a step with rollout.stream, expected one rollout for each update")
         if count not in (None, self._groups_per_step):
             raise UserError(f"first draw of {count} prompts with rollout.stream, expected {self._groups_per_step}")
         self._taken = True
@@ -327,8 +329,8 @@ class StreamSource(RolloutSource):
         return of_samples([self._scores[sample][what] for sample in sample_ids], config.functions)
 
     def take_metrics(self) -> dict[str, float]:
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        taken, self._metrics = self._metrics, {}
+        return taken
 
     def take_events(self) -> tuple[dict[str, Any], ...]:
         """Decisions of the stream up to the last step's groups; see `StreamEvents`."""

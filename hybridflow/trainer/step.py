@@ -113,7 +113,7 @@ class TrainerStep(Step[Any]):
         contract: refuses samples that must not be trained on.
         number: of the step, from 1.
         version: of the weights that the step makes.
-        given: responses that the data have, in a run without engines.
+        given_responses: responses that the data have, in a run without engines.
         poll: looks after the checkpoint that is being written; called between two phases.
         record: results of the step.
     """
@@ -332,7 +332,7 @@ class TrainerStep(Step[Any]):
             scoring = self.roles.scalar[f"{what}_model"].score(generated) if model is not None else None
             total, kept = torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool)
             if what in self.roles.functions:
-                result = self._score_by_functions(what, batch, part=part)
+                result = self._score_by_functions(what, generated, part=part)
                 total, kept = result.total, ~result.dropped
             if model is not None and scoring is not None:
                 score = scoring.facts()["score"]
@@ -352,7 +352,13 @@ class TrainerStep(Step[Any]):
         return batch.with_facts(**{fact: total}).select(rows)
 
     def _score_by_functions(self, what: str, batch: RemoteBatch, *, part: bool) -> RewardResult:
-        """Scores of the functions: those that samples have already, or new ones."""
+        """Scores of the functions: those that samples have already, or new ones.
+
+        Args:
+            what: "reward" or "cost".
+            batch: as it was generated: the call waits for no column that a model still computes.
+            part: True for some of the step's samples.
+        """
         functions = self.roles.functions[what]
         result = self.source.rewards(what, batch.facts["sample_ids"].tolist())
         with judging(self.roles.judge) as judged:

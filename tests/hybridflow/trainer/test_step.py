@@ -141,6 +141,18 @@ def result_of(failed: tuple[bool, ...], *, dropped: bool) -> RewardResult:
     return RewardResult(values, {"mine": values}, {"mine": gone}, gone & dropped, failures)
 
 
+@pytest.mark.processes
+def test_rewards_wait_for_no_column_of_a_model(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions score while models still compute log-probs and values of the same samples."""
+    step, batch = failing(monkeypatch, "drop", (False, False))
+    scored: list[RemoteBatch] = []
+    step.roles.functions = {"reward": SimpleNamespace(score=lambda given, **_: scored.append(given))}
+    columns: Any = SimpleNamespace(refs=[], nodes=[], parts=[], sample_ids=batch.facts["sample_ids"])
+    pending = batch.with_columns(ref_logprobs=columns)
+    step.rewards(pending, part=True)
+    assert list(pending.inputs) == [columns] and [list(given.inputs) for given in scored] == [[]]
+
+
 BOTH = (True, True)
 LAST = (False, True)
 ON_ALL = r"reward 'mine' .* failed on all %d samples of a step: it raised ValueError"
