@@ -11,7 +11,8 @@ from typing import Any
 
 from engine3d.errors import EngineError
 from engine3d.rollout import RolloutConfig, SamplingConfig, launch
-from engine3d.rollout.streams import sampling_parameters
+from engine3d.rollout.host.generation import sampling_parameters
+from engine3d.rollout.requests import Request
 
 _LIMIT_S = 600.0
 
@@ -52,7 +53,7 @@ class StockEngine:
 
     def logprobs(self, prompt: Sequence[int], sampling: SamplingConfig) -> list[float]:
         """Log-probs of the tokens of a response."""
-        parameters = sampling_parameters(sampling)
+        parameters = sampling_parameters(Request(0, prompt, sampling), None)
         output = self._call("generate", input_ids=list(prompt), sampling_params=parameters, return_logprob=True)
         return [logprob for logprob, _, _ in output["meta_info"]["output_token_logprobs"]]
 

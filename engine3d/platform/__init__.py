@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 from engine3d.platform.interface import DeviceMemory, Platform, distribution_version
 from engine3d.startup.lazy_imports import torch
@@ -20,8 +21,14 @@ def _detect() -> Platform:
     return CpuPlatform()
 
 
+_DEVICES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+"""Files of drivers of GPUs, also of those that torch finds by a path of its own."""
+
+
 def _has_driver() -> bool:
-    """True if CUDA's driver is installed; torch, which takes a second to import, sees no GPU without it."""
+    """True if a driver of GPUs may be installed; torch, which takes a second to import, sees no GPU without one."""
+    if any(map(os.path.exists, _DEVICES)):
+        return True
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -97,11 +97,12 @@ class ResponseStreams(HostOwner):
         Where that fails, as when it is interrupted, they are aborted, and nobody takes them any more.
 
         Raises:
-            EngineError: as `take_ended`.
+            EngineError: as `take_ended`, or for a sample that is not in flight.
         """
         left, ended = set(samples), dict[int, Response]()
         try:
             while left:
+                self._running().responses.check_known(left)
                 ended |= (new := self.take_ended(_WAIT_S, left))
                 left.difference_update(new)
         except BaseException:

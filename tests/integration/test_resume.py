@@ -24,6 +24,8 @@ from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_rec
 from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
+_OF_A_KILL = ("or both were killed", "or ended without a word", "first failure")
+"""Ends of lines that the watchdog and the card of a failure say of a driver that was killed."""
 
 # An epoch of the training prompts ends within step 3, evaluations lie on both sides of the kill, there is a reference,
 # and the second update of a step needs the log-probs of the policy before the first.
@@ -265,7 +267,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     assert f"\nresume: no whole checkpoint in {killed}/checkpoints; starting afresh\n" in run.output
     errors = [line for line in run.output.splitlines() if line.startswith("hybridflow: ")]
     # What the watchdog says of the driver that was killed, and the card of it.
-    errors = [line for line in errors if not line.endswith(("or both were killed", "first failure"))]
+    errors = [line for line in errors if not line.endswith(_OF_A_KILL)]
     assert "rollout" in errors[0], errors
     outcome = run.run()
     assert outcome.exit_code == 0, run.output

@@ -140,9 +140,9 @@ def test_a_reward_that_ends_processes_is_told_from_a_failure_of_ray(tmp_path: Pa
         assert re.fullmatch(r"hybridflow: the driver \(process \d+\) was killed, or ended without a word", cause)
     else:
         assert done.returncode == 1, done.stderr
-        assert cause == (
-            f"hybridflow: reward rank 0, score: reward 'own' ({tmp_path}/own.py:{name}) ended with exit code 3 instead "
-            "of returning"
+        assert cause == (  # of the evaluation before the first step
+            f"hybridflow: reward rank 0, score_set: reward 'own' ({tmp_path}/own.py:{name}) ended with exit code 3 "
+            "instead of returning"
         )
     failure = read_failure(tmp_path / "small")
     assert failure is not None and failure.cause == cause.removeprefix("hybridflow: ")

@@ -32,13 +32,13 @@ class PendingResponses:
         """The latest that the engine has reported."""
 
     def submitted(self, samples: Iterable[int]) -> None:
-        """These are in flight from here on. Raises UserError for one that is already, and then none is added."""
+        """These are in flight from here on. Raises UserError, and adds none, if one is or was not taken yet."""
         with self._changed:
             if not self._in_flight:
                 self._further_at = time.monotonic()
             new = set[int]()
             for sample in samples:
-                if sample in self._in_flight or sample in new:
+                if sample in self._in_flight or sample in self._ended or sample in new:
                     raise UserError(f"sample {sample} is in flight already")
                 new.add(sample)
             self._in_flight |= new
@@ -49,6 +49,13 @@ class PendingResponses:
             self._in_flight.difference_update(samples)
             for sample in samples:
                 self._ended.pop(sample, None)
+
+    def check_known(self, samples: Collection[int]) -> None:
+        """Raise EngineError for a sample that is neither in flight nor waits to be taken."""
+        with self._changed:
+            for sample in samples:
+                if sample not in self._in_flight and sample not in self._ended:
+                    raise EngineError(f"sample {sample} is not in flight: it was not submitted, or was taken already")
 
     def add(self, responses: dict[int, Response]) -> None:
         """These have ended."""

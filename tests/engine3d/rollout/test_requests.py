@@ -86,3 +86,16 @@ def test_an_engine_that_comes_no_further_or_fails_is_an_error_of_who_waits() -> 
     for _ in range(2):
         with pytest.raises(EngineError, match="rollout engine: sample 1: ValueError"):
             responses.take(60.0, 100.0, None)
+
+
+def test_a_sample_is_taken_once_and_its_id_is_free_only_then() -> None:
+    responses = PendingResponses(LOG)
+    responses.submitted([1])
+    responses.check_known([1])
+    responses.add({1: Response([5], [-1.0], [0], "stop")})
+    with pytest.raises(UserError, match="sample 1 is in flight already"):
+        responses.submitted([1])
+    assert list(responses.take(0.0, 1.0, {1})) == [1]
+    with pytest.raises(EngineError, match="sample 1 is not in flight: it was not submitted, or was taken already"):
+        responses.check_known([1])
+    responses.submitted([1])

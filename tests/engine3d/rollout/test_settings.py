@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from engine3d.errors import UserError
 from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, graph_batch_sizes
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
+from engine3d.rollout.host.generation import submission_order
 from engine3d.rollout.host.log import root_cause
-from engine3d.rollout.host.program import _order
 from engine3d.run_files import make_run_directory, segment_name
 from engine3d.sglang_source import sglang_directory
 
@@ -299,7 +299,7 @@ def test_an_engine_that_is_told_nothing_has_room_for_all_its_requests(tmp_path: 
 
 @pytest.mark.parametrize(("prompts", "samples", "running"), [(5, 4, 8), (3, 1, 100), (4, 8, 4), (7, 3, 1000)])
 def test_first_samples_of_prompts_that_run_together_come_first(prompts: int, samples: int, running: int) -> None:
-    order = _order(prompts, samples, running)
+    order = submission_order([samples] * prompts, running)
     assert sorted(order) == list(range(prompts * samples))
     together = max(1, running // samples)
     for start in range(0, prompts * samples, together * samples):

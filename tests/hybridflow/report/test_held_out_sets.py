@@ -10,7 +10,7 @@ import pytest
 from hybridflow.cli.main import main
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.config import MetricsConfig
-from hybridflow.metrics.evaluation_statistics import Response, estimates, with_intervals
+from hybridflow.metrics.evaluation_statistics import ScoredResponse, estimates, with_intervals
 from hybridflow.metrics.logger import Metrics
 from hybridflow.report.choice import sections
 from hybridflow.report.plots import LinePlot
@@ -22,7 +22,9 @@ FILES = MetricsConfig(console=False, csv=False, tensorboard=False)
 
 def measured(*passing: int) -> dict[str, float]:
     """Figures of a set `aime` of as many prompts, with so many passing responses of 4 each."""
-    groups = [[Response(float(row < count), row < count, int(row < count)) for row in range(4)] for count in passing]
+    groups = [
+        [ScoredResponse(float(row < count), row < count, int(row < count)) for row in range(4)] for count in passing
+    ]
     figures = with_intervals(estimates(groups, 4, votes=True)) | {metrics.SET_PROMPTS: len(passing)}
     return {metrics.of_set("aime", name): value for name, value in figures.items()}
 
