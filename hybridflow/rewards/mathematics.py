@@ -38,7 +38,11 @@ _LED_IN = re.compile(r"^(?:.*?\b(?:answer|result|solution|option|choice)\b\s*(?:
 _PHRASE = re.compile(r"\banswer(?: is|:)[ :]*(?=[^\n])", re.IGNORECASE)
 _RESULT = "\n#### "
 """Mark of GSM8K between a solution and its answer."""
-_FORMULA = re.compile(r"(?<![\\$])\$\$?(?!\d[\d,.]*(?:\s|$))([^$\n]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_FORMULA = re.compile(
+    r"(?<![\\$])\$\$?(?!\d[\d,.]*(?:\s|$))([^$\n]+)(?<!\\)\$\$?"
+    r"|\\\(((?:[^\\\n]|\\[^()\n])++)\\\)|\\\[((?:[^\\\n]|\\[^\[\]\n])++)\\\]"
+)
+"""Formulas in dollars or brackets. What stands in brackets has none of them, so that a text is read in one pass."""
 _JOINED = re.compile(
     r"(?:[\s,;$&]|\\[()\[\]\\,; ]|\\q?quad|\\text\{ ?,? ?(?:and|or) ?\}|\b(?:and|or)\b"
     r"|(?:[A-Za-z](?:_\{?\w+\}?)?\s*=(?!\s*\w)))*"
@@ -292,14 +296,13 @@ def _boxed(text: str) -> str | None:
 
 def _joined(text: str, found: list[tuple[int, int, str]]) -> str | None:
     """The last of several answers (begin, end, content), and those before it that only commas and such separate."""
-    last: list[str] = []
+    last: dict[str, None] = {}  # from the end
     for index in range(len(found) - 1, -1, -1):
         if last and not _JOINED.fullmatch(text, found[index][1], found[index + 1][0]):
             break
         content = _BOX.sub("{", found[index][2])
-        if content not in last:
-            last.insert(0, content)
-    return ", ".join(last) or None
+        last.setdefault(content)
+    return ", ".join(reversed(last)) or None
 
 
 def _last_line(text: str) -> str | None:
