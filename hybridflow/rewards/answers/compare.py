@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -103,9 +103,28 @@ class Congruence:
 
 @dataclass(frozen=True)
 class Either:
-    """A value and its approximations."""
+    """A number and its approximations."""
 
     values: Readings
+    exact: Readings
+    """Those that a given answer is judged by: the number, and the first approximation if it is rounded correctly."""
+
+
+def exactly(readings: Readings) -> Readings:
+    """Return a given answer without its approximations, which would make it several answers."""
+    found: list[Any] = []
+    for each in readings:
+        if isinstance(each, Either):
+            found.extend(each.exact)
+        elif isinstance(each, Items):
+            found.append(replace(each, items=tuple(map(exactly, each.items))))
+        elif isinstance(each, Named):
+            found.append(replace(each, values=exactly(each.values)))
+        elif isinstance(each, Choice):
+            found.append(replace(each, content=exactly(each.content)))
+        else:
+            found.append(each)
+    return tuple(found)
 
 
 DOTS = Word("...")
@@ -201,11 +220,14 @@ def _relation(one: Relation, other: Any, tolerance: Tolerance) -> bool:
         if isinstance(other, Items) and one.sign == "=" and (roots := _roots(one)):
             return _items(roots, other, tolerance)
         return False
-    a, b = one.difference, other.difference
-    if one.sign == "=":
-        a, b = (sympy.expand(sympy.numer(sympy.together(each))) for each in (a, b))
-    quotient = sympy.cancel(a / b) if b != 0 else sympy.nan
-    if quotient.is_number and quotient != 0:
+    a, b = (
+        sympy.expand(sympy.numer(sympy.together(each)) if one.sign == "=" else each)
+        for each in (one.difference, other.difference)
+    )
+    if a == 0 or b == 0:  # an identity, which says nothing
+        return bool(a == b)
+    quotient = sympy.cancel(a / b)
+    if quotient.is_number and quotient.is_finite and quotient != 0:
         return bool(one.sign in ("=", "!=") or quotient.is_positive)
     if tolerance is not None and quotient.free_symbols:
         return _same_polynomials(a, b, one.sign in ("=", "!="), tolerance)
@@ -385,11 +407,19 @@ def _matched(right: Sequence[Readings], given: Sequence[Readings], tolerance: To
     return True
 
 
+_FEWEST_ITEMS = 3
+"""Items of a sequence with dots that may be continued in one way."""
+
+
 def _dots(one: Items, other: Items, tolerance: Tolerance) -> bool:
     if len(one.items) == len(other.items):
         return _in_order(one.items, other.items, tolerance)
     summaries = [_progression(each) for each in (one, other)]
     if summaries[0] is None or summaries[1] is None:
+        begins = [each.items[: each.items.index((DOTS,))] for each in (one, other)]
+        shown = min(map(len, begins))
+        if shown < _FEWEST_ITEMS or not _in_order(begins[0][:shown], begins[1][:shown], tolerance):
+            return False
         raise UndecidedError("two sequences with dots show different numbers of items")
     return _in_order(summaries[0], summaries[1], tolerance)
 
@@ -406,14 +436,25 @@ def _progression(sequence: Items) -> list[Readings] | None:
 
 
 def _ratio(one: Items, other: Items, tolerance: Tolerance) -> bool:
-    mine, others = ([(each[0] / ratio.items[0][0],) for each in ratio.items] for ratio in (one, other))
+    terms = [[each[0] for each in ratio.items] for ratio in (one, other)]
+    mine, others = ([(each / next(filter(None, some), 1),) for each in some] for some in terms)
     return _in_order(mine, others, tolerance)
 
 
 def _builder(one: Items, other: Items, tolerance: Tolerance) -> bool:
     if len(one.items) == len(other.items) and _matched(one.items, other.items, tolerance):
         return True
+    if not equal(one.items[0], other.items[0], tolerance) or _symbols(one.items[1:]) != _symbols(other.items[1:]):
+        return False
     raise UndecidedError("two sets have different conditions")
+
+
+def _symbols(value: Any) -> set[Basic]:
+    """Symbols of a value of any kind, or of several."""
+    if isinstance(value, Basic | MatrixBase):
+        return set(value.free_symbols)
+    parts = value if isinstance(value, tuple) else vars(value).values() if is_dataclass(value) else ()
+    return set().union(*map(_symbols, parts))
 
 
 _SPECIAL = {"...": _dots, ":": _ratio, "|": _builder}
@@ -424,15 +465,15 @@ def _quantity(one: Quantity, other: Any, tolerance: Tolerance) -> bool:
         return same(one.number, other, tolerance)
     if not isinstance(other, Quantity):
         return False
-    kinds = [(each.unit.dimensionality, each.label) for each in (one, other)]
-    if kinds[0] == kinds[1]:
-        return same(one.number * factor(one.unit), other.number * factor(other.unit), tolerance)
-    plain = any(not dimension and not label for dimension, label in kinds)
-    if (plain or one.label or other.label) and same(one.number, other.number, tolerance):
-        if plain:
-            return True
+    if one.unit.dimensionality != other.unit.dimensionality:
+        return False
+    if not (one.label and other.label) and one.label != other.label and one.unit.dimensionless:  # apples and bits
+        return False
+    if not same(one.number * factor(one.unit), other.number * factor(other.unit), tolerance):
+        return False
+    if one.label and other.label and one.label != other.label:
         raise UndecidedError("the same number of differently named things")
-    return False
+    return True
 
 
 def _congruence(one: Congruence, other: Any, tolerance: Tolerance) -> bool:

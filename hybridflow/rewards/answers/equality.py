@@ -6,7 +6,7 @@ import random
 from itertools import product
 
 import sympy
-from sympy import Expr, MatrixBase, Rational, Symbol
+from sympy import Add, Expr, MatrixBase, Rational, Symbol
 
 from hybridflow.rewards.answers.formula import DEGREE, LOG_BASE, PERCENT
 from hybridflow.rewards.answers.text import UnreadableError
@@ -88,6 +88,12 @@ def _equal_numbers(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
     if tolerance is None:
         if one.is_Rational and other.is_Rational:
             return bool(one == other)
+        if 0 in (one, other):
+            terms = Add.make_args(sympy.expand(one + other))
+            return len(terms) > 1 and all(
+                abs(_value(one + other, n)) <= Rational(1, 10 ** (n - 15)) * max(abs(_value(each, n)) for each in terms)
+                for n in _DIGITS
+            )
         return all(_close(_value(one, n), _value(other, n), Rational(1, 10 ** (n - 15))) for n in _DIGITS)
     a, b = _value(one, _DIGITS[0]), _value(other, _DIGITS[0])
     return bool(abs(a - b) <= tolerance * min(1, max(abs(a), abs(b))) * (1 + Rational(1, 10**9)))

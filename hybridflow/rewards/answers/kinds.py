@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import sympy
@@ -30,10 +30,11 @@ from hybridflow.rewards.answers.compare import (
     Relation,
     as_set,
     equal,
+    exactly,
     solutions,
 )
 from hybridflow.rewards.answers.equality import UndecidedError
-from hybridflow.rewards.answers.formula import formula, formulas
+from hybridflow.rewards.answers.formula import DEGREE, PERCENT, formula, formulas
 from hybridflow.rewards.answers.text import UnreadableError, enclosed, normalise, split
 from hybridflow.rewards.answers.units import quantity
 
@@ -42,12 +43,15 @@ _OTHER = Rational(271828, 99991)
 _MOST_CHARACTERS = 3_000
 _GAP = re.compile(r"(?<![A-Za-z\d]) | (?![A-Za-z\d])")
 """White space that separates nothing."""
+_UNSPACED = re.compile(r"(?<=[\d)}])(?=[A-Za-z]$)")
+"""End of a number directly before a unit of one letter."""
 _SIGN = r"\\(?:le|ge|ne|in|notin|approx)(?![A-Za-z])|[=<>]"
 _JOIN = r"[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 _AND = r",|(?<![A-Za-z\\])and(?![A-Za-z])"
 _DOTS = r"\ldots"
 _INTEGERS = (r"\mathbb{Z}", r"\mathbb Z")
 _RELATIONS = {"<": "<", ">": "<", r"\le": "<=", r"\ge": "<=", r"\ne": "!=", "=": "="}
+_FACTORS = {DEGREE: sympy.pi / 180, PERCENT: Rational(1, 100)}
 _CLOSE = Rational(1, 20)
 """Share in which an approximation may differ from what it approximates."""
 
@@ -72,7 +76,9 @@ def is_right(right: str, given: str, digits: int) -> bool:
     expected = read(reference)
     tolerance = Rational(1, 10**digits) if re.search(r"\.\d", reference + answer) else None
     try:
-        found = read(answer)
+        found = exactly(read(answer))
+        if any(isinstance(each, Quantity) for each in expected):  # 10m, which is a product elsewhere
+            found = (*found, *(quantity(_UNSPACED.sub(" ", answer)) or ()))
     except Exception:  # UnreadableError, or one of SymPy: the given answer's fault
         return False
     try:
@@ -278,14 +284,19 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
         return _equation(sides[::-1], signs)
     if name is None:
         values.insert(0, read(sides[0]))
-    exactly = values[: (len(signs) - signs[::-1].index("=") if "=" in signs else 0) + (name is None)]
-    approximate = values[len(exactly) :]
-    _check_chain([each[0] for each in exactly], Rational(1, 10**6))
-    _check_chain([each[0] for each in (exactly[-1:] + approximate)], _CLOSE)
-    value = exactly[-1] if exactly else approximate[0]
-    if approximate and exactly:
-        value = (Either((*exactly[-1], *approximate[-1])),)
+    count = (len(signs) - signs[::-1].index("=") if "=" in signs else 0) + (name is None)
+    exact, approximate = values[:count], values[count:]
+    _check_chain([each[0] for each in exact], Rational(1, 10**6))
+    for each in approximate:
+        _check_chain([(exact or approximate)[-1 if exact else 0][0], each[0]], _CLOSE)
+    value = exact[-1] if exact and ("=" in signs or _is_number(exact[-1][0]) or not approximate) else approximate[0]
     last = value[0]
+    if not exact and isinstance(name, str) and not _is_number(last):
+        raise UnreadableError("words that are nearly others")
+    if exact and approximate and _is_number(last):
+        rounded = approximate[0] if _is_rounded(last, approximate[0][0], sides[len(sides) - len(approximate)]) else ()
+        numbers = [each for each in approximate if _is_number(each[0])]
+        value = (Either((*value, *chain.from_iterable(numbers)), (*value, *rounded)),)
     if name is not None:
         relation = None
         if isinstance(last, Expr) and not isinstance(last, MatrixBase) and isinstance(name, Symbol):
@@ -300,9 +311,26 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
         several = len(first.free_symbols) > 1 and first == sympy.Add(*first.free_symbols)
         total = last if last.is_number and several else None
         return Relation("=", first - last, total)
-    if not all(isinstance(each, Expr | Quantity | Either) for each in (first, last)):
+    if not all(isinstance(each, Expr | Quantity) for each in (first, last)):
         raise UnreadableError("an equation of other than numbers")
-    return last
+    return value[0]
+
+
+def _is_number(value: Any) -> bool:
+    """True if a value is a number, perhaps with its unit."""
+    number = value.number if isinstance(value, Quantity) else value
+    return isinstance(number, Expr) and not isinstance(number, MatrixBase) and number.free_symbols <= {DEGREE, PERCENT}
+
+
+def _is_rounded(value: Any, other: Any, text: str) -> bool:
+    """True if another number, which is written with decimals, is a number rounded to these."""
+    decimals = re.fullmatch(r"-?(\d*\.(\d+))(?!.*\\times).*", text)
+    numbers = [each.number if isinstance(each, Quantity) else each for each in (value, other)]
+    if not decimals or not all(map(_is_number, (value, other))) or not Rational(decimals[1]):
+        return False
+    exact, rounded = (sympy.N(each.subs(_FACTORS), 30) for each in numbers)
+    step = abs(rounded) / Rational(decimals[1]) / 10 ** len(decimals[2])
+    return bool(abs(exact - rounded) <= step * Rational(500_001, 10**6))
 
 
 def _name(text: str) -> Any:

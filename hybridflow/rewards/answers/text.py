@@ -25,7 +25,7 @@ _SPELLING = re.compile(
     + r"|[^\x00-\x7f]"
 )
 _DRESS = re.compile(
-    r"\\(?:left|right)\s*\.|\\!|\\(?:text)?color\s*\{[^{}]*\}|\\therefore(?![A-Za-z])|∴"
+    r"\\(?:left|right)\s*\.|\\!|\\(?:text)?color\s*\{[^{}]*\}|\\(?:therefore|blacksquare|qed)(?![A-Za-z])|[∴∎■]"
     r"|\\(?:displaystyle|textstyle|left|right|[bB]igg?[lrm]?|limits|nolimits|mathstrut|hfill|nonumber|bf|rm|it)"
     r"(?![A-Za-z])|m(?=\\angle)"
 )
@@ -49,7 +49,10 @@ FUNCTIONS = (
 """Names that are written with or without a backslash."""
 
 _BEFORE = r"[,;]? ?(?:\\text ?\{)? ?,? ?\b"
-_LED_IN = re.compile(r"^(?:\\text\{ ?)?the (?:final |correct )?answer is:?(?: ?\}| (?!\})) ?", re.IGNORECASE)
+_LED_IN = re.compile(
+    r"^(?:\\text\{ ?)?(?:the (?:final |correct )?answer is:?|(?-i:Answer|Final [Aa]nswer) ?:)(?: ?\}| (?!\})) ?",
+    re.IGNORECASE,
+)
 _FOR_ALL = re.compile(
     rf"{_BEFORE}for (?:all|any|every|each)(?: real(?: numbers?)?)? ?\}}? ?[A-Za-z](?: ?\\in ?\\mathbb ?\{{?R\}}?)?$"
 )

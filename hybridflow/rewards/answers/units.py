@@ -8,15 +8,25 @@ from functools import cache
 from pathlib import Path
 
 import pint
+from pint.util import to_units_container
 from sympy import Expr, Integer, MatrixBase, Rational
 
 from hybridflow.rewards.answers.compare import Quantity, Readings, factor
 from hybridflow.rewards.answers.formula import DEGREE, PERCENT, formula
 from hybridflow.rewards.answers.text import TEXT, UnreadableError
+from hybridflow.rewards.answers.words import NUMBERS
 
 _REGISTRY: pint.UnitRegistry[Fraction] = pint.UnitRegistry(non_int_type=Fraction)
 _REGISTRY.load_definitions(Path(__file__).with_name("units.txt"))
 _NUMBERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_FRACTIONS = "half third quarter fifth sixth seventh eighth ninth tenth"
+_SHARES = {name: Rational(1, share) for share, name in enumerate(_FRACTIONS.split(), 2)} | {
+    "halve": Rational(1, 2),
+    "fourth": Rational(1, 4),
+    "hundredth": Rational(1, 100),
+    "thousandth": Rational(1, 1000),
+}
+"""Fractions as words, without the s of several."""
 _SYMBOLS = re.compile(
     r"[cdkmn]?m|[km]?g|[mn]?s|[km]?[NJWV]|m?[lL]|[kMG]B|[MG]W|[AKCFTHhΩ元个]|Hz|Pa|eV|in|ft|yd|mi|lb|oz|hr|yr|ha|cc|Rs"
 )
@@ -26,6 +36,7 @@ _ALIASES = {"sq": "square", "cu": "cubic"}
 _NO_LABEL = re.compile(
     "and|or|not|if|when|then|than|to|from|except|where|for|at|least|most|less|more|is|are|was|with|without|no|none|all|any"
     "|but|the|an?|between|about|approximately|roughly|over|under|mod|plus|minus|either|neither|only"
+    "|negative|choose|root|by|divided|multiplied|factorial|power|point|doubled?|tripled?|halved|squared|cubed"
 )
 """Words that say more than what is counted: an answer with one of them is no number with a label."""
 _NAME = re.compile(r"[^\W\d_]+")
@@ -55,14 +66,17 @@ def unit(text: str, *, labels: bool) -> tuple[Expr, pint.Unit, str]:
     def known(match: re.Match[str]) -> str:
         nonlocal number
         name = _ALIASES.get(match[0], match[0])
-        if (count := _NUMBERS.get(name.removesuffix("s"))) is not None:
+        singular = name.lower().removesuffix("s")
+        if (count := _NUMBERS.get(name.removesuffix("s")) or _SHARES.get(singular)) is not None:
             number *= count
             return ""
+        if name in ("squared", "cubed") and not match.start():
+            raise UnreadableError(f"{text!r} is a power")
         if (found := _known(name)) is not None:
             return found
-        if not labels or len(name) < 2 or _NO_LABEL.fullmatch(name.lower()):
+        if not labels or len(name) < 2 or _NO_LABEL.fullmatch(name.lower()) or name.lower() in NUMBERS:
             raise UnreadableError(f"{text!r} is no unit")
-        label.append(name.lower().removesuffix("s"))
+        label.append(singular)
         return ""
 
     written = re.sub(r"(?<=[A-Za-z])\^?(?=-?\d)", "^", re.sub(r"[{}.]", "", text).replace(r"\cdot", "*")).strip(" *")
@@ -81,7 +95,10 @@ _REWRITTEN = (
         rf"(-?){_NUMBER}{_DEGREE} ?{_NUMBER} ?(?:'|\^\{{?\\prime\}}?)(?: ?{_NUMBER} ?(?:''|\"))?",
         r"\1(\2+\3/60+0\4/3600) «degrees»",
     ),
-    (rf"(.*\S){_DEGREE} ?«? ?([CFK])»?", r"\1 «temperature\2»"),
+    (
+        rf"(.*?\S)(?:{_DEGREE} ?«?| ?«? ?degrees?) ?([CFK])(?:elsius|ahrenheit|elvin)? ?»?",
+        r"\1 «temperature\2»",
+    ),
     (r"«? ?(Rs|USD|EUR)\.? ?»? ?\.? ?(\d.*)", r"\2 «\1»"),
     *(
         (rf"(-?) ?\\?{sign} ?(.+)", rf"\1\2 «{name}»")
@@ -97,12 +114,14 @@ _UNIT = re.compile(r"[«»A-Za-zμΩ个元 /^{}\d*.\-]+|[^\\]*\\cdot[^\\]*")
 _LONGEST_UNIT = 80
 _LABEL = re.compile(r"[A-Za-z]{3,}(?: [A-Za-z]{2,}){0,3}")
 _SIGNS = {"degrees": DEGREE, "degree": DEGREE, "percent": PERCENT, "percentage": PERCENT}
+_BRACKETED = re.compile(r"^\(([A-Za-z ]+)\)$")
+"""Text in brackets, such as (units)."""
 _TERM = re.compile(rf"{_NUMBER} ?«? ?([^\W\d_]++)\.?»?,? ?(?:«? ?and ?»?)? ?")
 
 
 def quantity(text: str) -> Readings | None:
     """Recognise a number with a unit, a currency or a label, or several numbers with units that add up."""
-    text = re.sub(r"\s+", " ", TEXT.sub(lambda found: f" «{found[1].strip()}» ", text)).strip()
+    text = re.sub(r"\s+", " ", TEXT.sub(lambda found: f" «{_BRACKETED.sub(r'\1', found[1].strip())}» ", text)).strip()
     for pattern, notation in _REWRITTEN:
         if match := re.fullmatch(pattern, text):
             text = match.expand(notation)
@@ -143,7 +162,8 @@ def _with_unit(number: str, name: str, gap: str) -> Readings | None:
     unclear = label and not marked and not _LABEL.fullmatch(bare)
     if isinstance(value, MatrixBase) or unclear or (value.free_symbols - {DEGREE, PERCENT} and (label or not marked)):
         return None
-    found = Quantity(value * multiplier, one, label) if label or not one.dimensionless else value * multiplier
+    plain = not label and to_units_container(one).keys() <= {"times"}
+    found = value * multiplier if plain else Quantity(value * multiplier, one, label)
     if marked or len(bare) > 1 or not bare.isascii():
         return (found,)
     return (found, formula(f"{number} {bare}")) if gap else None  # 5 m, which may be a product

@@ -35,7 +35,7 @@ def _ended() -> Iterator[None]:
 
 
 def test_there_are_as_many_pairs_as_the_page_says() -> None:
-    assert len(PAIRS) == len(set(PAIRS)) == 1350
+    assert len(PAIRS) == len(set(PAIRS)) == 1432
     assert {verdict for *_, verdict in PAIRS} == {"=", "!", "?"}
 
 
@@ -99,6 +99,12 @@ def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
         ("anywhere", "The answer is $9$. I hope it is right.", "9"),
         ("anywhere", "The answer is 8. No, the answer is 9.", "9"),
         ("anywhere", r"We get $\frac{18}{2}$ in the end, as was asked for.", "9"),
+        (
+            "anywhere",
+            r"From \(4\) we get \[\begin{pmatrix} 9 \\ 8 \end{pmatrix}\] as was asked for.",
+            r"\begin{pmatrix}9\\8\end{pmatrix}",
+        ),
+        ("anywhere", r"So \( 4 and then \( 9 \), as was asked for.", "9"),
         ("anywhere", "and so on " * 1_050 + r"\boxed{9}", "9"),  # however long the text before it
     ],
 )
@@ -128,6 +134,13 @@ def test_a_text_without_an_answer_is_wrong(extract: Any, text: str) -> None:
 def test_boxes_that_never_end_are_soon_given_up() -> None:
     assert mathematics._boxed("\\boxed{" * 20_000) is None
     assert growth(mathematics._boxed, "\\boxed{" * 2_000, "\\boxed{" * 4_000) < 2.2
+
+
+@pytest.mark.parametrize("text", ["\\(", "\\[", "\\( x ", "$ x ", "\\boxed{", "answer "])
+def test_a_text_is_searched_for_formulas_in_one_pass(text: str) -> None:
+    began = time.monotonic()
+    mathematics._anywhere(text * 40_000)
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(
