@@ -71,7 +71,7 @@ CHECKPOINTS = [
     Case(
         "driver-null",
         lambda at: resume_with(at, buffer=["a\0\x1bb"]),
-        r"driver: buffer: \['a\\x00\\x1bb'\], expected names such as",
+        r"driver: buffer: \['a\\x00\\x1bb'\], expected one name such as",
     ),
     Case(
         "saved-config-nested",

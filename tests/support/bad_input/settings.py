@@ -78,7 +78,7 @@ NUMBERS = [
         r"network.environment.*'PATH' is no variable of the network",
     ),
     Case("network-preset", lambda at: at.check("", "network.preset=efa"), r"network.preset=efa is set with one host"),
-    Case("reward-pipe", lambda at: at.check("", piped_reward(at)), r"reward 'mine'.*file .*mine.py does not exist"),
+    Case("reward-pipe", lambda at: at.check("", piped_reward(at)), r"reward 'mine'.*file .*mine.py is no file"),
     Case("steps-true", lambda at: at.check("", "trainer.steps=true"), r"trainer.steps = True: expected a whole number"),
     Case("lr-true", lambda at: at.check("", "train.optimizer.lr=true"), r"lr = True: expected a number"),
     Case(
