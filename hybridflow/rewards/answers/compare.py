@@ -14,6 +14,7 @@ import sympy
 from sympy import Basic, Expr, MatrixBase, Rational, Symbol
 
 from hybridflow.rewards.answers.equality import Tolerance, UndecidedError, same
+from hybridflow.rewards.answers.formula import DEGREE, PERCENT
 
 Readings = tuple[Any, ...]
 """Meanings of an answer whose notation leaves its meaning open: values of the kinds below, and SymPy's formulas."""
@@ -462,6 +463,11 @@ _SPECIAL = {"...": _dots, ":": _ratio, "|": _builder}
 
 def _quantity(one: Quantity, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Expr):
+        signs = other.atoms(Symbol) & {DEGREE, PERCENT} - one.number.atoms(Symbol)
+        if signs == {DEGREE} and one.unit.dimensionless and not one.label:  # an angle
+            return same(one.number * factor(one.unit), other.subs(DEGREE, sympy.pi / 180), tolerance)
+        if signs and not one.unit.is_compatible_with("kelvin") and not str(one.unit).startswith("temperature"):
+            return False
         return same(one.number, other, tolerance)
     if not isinstance(other, Quantity):
         return False

@@ -289,7 +289,8 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
     _check_chain([each[0] for each in exact], Rational(1, 10**6))
     for each in approximate:
         _check_chain([(exact or approximate)[-1 if exact else 0][0], each[0]], _CLOSE)
-    value = exact[-1] if exact and ("=" in signs or _is_number(exact[-1][0]) or not approximate) else approximate[0]
+    formula_first = "=" not in signs and exact and isinstance(exact[0][0], Expr) and not _is_number(exact[0][0])
+    value = approximate[0] if formula_first or not exact else exact[-1]  # x + y \approx 5
     last = value[0]
     if not exact and isinstance(name, str) and not _is_number(last):
         raise UnreadableError("words that are nearly others")
@@ -311,7 +312,7 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
         several = len(first.free_symbols) > 1 and first == sympy.Add(*first.free_symbols)
         total = last if last.is_number and several else None
         return Relation("=", first - last, total)
-    if not all(isinstance(each, Expr | Quantity) for each in (first, last)):
+    if "=" in signs and not all(isinstance(each, Expr | Quantity) for each in (first, last)):
         raise UnreadableError("an equation of other than numbers")
     return value[0]
 

@@ -28,7 +28,7 @@ _SHARES = {name: Rational(1, share) for share, name in enumerate(_FRACTIONS.spli
 }
 """Fractions as words, without the s of several."""
 _SYMBOLS = re.compile(
-    r"[cdkmn]?m|[km]?g|[mn]?s|[km]?[NJWV]|m?[lL]|[kMG]B|[MG]W|[AKCFTHhΩ元个]|Hz|Pa|eV|in|ft|yd|mi|lb|oz|hr|yr|ha|cc|Rs"
+    r"[cdkmn]?m|[km]?g|[mn]?s|[km]?[NJWV]|m?[lL]|[kKMGT]B|[MG]W|[AKCFTHhΩ元个]|Hz|Pa|eV|in|ft|yd|mi|lb|oz|hr|yr|ha|cc|Rs"
 )
 """Names of one or two letters: Pint knows so many that a product of variables is often one."""
 _WORDS = {"square", "cubic", "squared", "cubed", "per"}
@@ -37,6 +37,7 @@ _NO_LABEL = re.compile(
     "and|or|not|if|when|then|than|to|from|except|where|for|at|least|most|less|more|is|are|was|with|without|no|none|all|any"
     "|but|the|an?|between|about|approximately|roughly|over|under|mod|plus|minus|either|neither|only"
     "|negative|choose|root|by|divided|multiplied|factorial|power|point|doubled?|tripled?|halved|squared|cubed"
+    "|pi|tau|infinity|(?:co)?(?:sine|tangent|secant)|sin|cos|tan|logs?|logarithms?|ln|sqrt"
 )
 """Words that say more than what is counted: an answer with one of them is no number with a label."""
 _NAME = re.compile(r"[^\W\d_]+")
@@ -45,6 +46,8 @@ _NAME = re.compile(r"[^\W\d_]+")
 @cache
 def _known(name: str) -> str | None:
     """Return a name of Pint's for a unit; None if it has none."""
+    if name.lower() in ("pi", "tau"):
+        return None
     names = (name, name.lower(), name.removesuffix("s"), name.lower().removesuffix("s"))
     for each in names if len(name) > 2 else names[:1]:
         if each in _WORDS or (each in _REGISTRY and (len(each) > 2 or _SYMBOLS.fullmatch(each))):
@@ -74,7 +77,8 @@ def unit(text: str, *, labels: bool) -> tuple[Expr, pint.Unit, str]:
             raise UnreadableError(f"{text!r} is a power")
         if (found := _known(name)) is not None:
             return found
-        if not labels or len(name) < 2 or _NO_LABEL.fullmatch(name.lower()) or name.lower() in NUMBERS:
+        arithmetic = _NO_LABEL.fullmatch(name.lower()) or name.lower() in NUMBERS or singular in NUMBERS
+        if not labels or len(name) < 2 or arithmetic:
             raise UnreadableError(f"{text!r} is no unit")
         label.append(singular)
         return ""
