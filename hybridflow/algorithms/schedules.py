@@ -99,7 +99,7 @@ def in_force[C: BaseModel](config: C, schedules: Schedules, step: int) -> C:
 
 def largest(first: float, schedule: Schedule | None) -> float:
     """The largest value in any step of a setting with this value of its own."""
-    return first if schedule is None else max(first, *(schedule.value(step, first) for step in schedule.turns))
+    return first if schedule is None else max([first, *(schedule.value(step, first) for step in schedule.turns)])
 
 
 def schedulable(settings: type[BaseModel], unscheduled: Set[str]) -> list[str]:

@@ -271,10 +271,8 @@ class _Specs:
     def functions(self) -> RoleSpec:
         """Who calls the functions of rewards and costs."""
         recipe, run = self._recipe, self._run
-        samples = max(
-            recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt,
-            *(len(run.sets[name]) * each.settings.samples for name, each in recipe.sets.items()),
-        )
+        of_a_step = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+        samples = max([of_a_step, *(len(run.sets[name]) * each.settings.samples for name, each in recipe.sets.items())])
         functions = [function for config in recipe.all_functions.values() for function in config.functions]
         phases = (run.train, *run.sets.values())
         fields = tuple(dict.fromkeys(field for phase in phases for field in phase.fields()))

@@ -114,3 +114,8 @@ def test_limits_leave_an_engine_and_functions_time_to_say_themselves_that_they_a
     assert specs["actor"].start_s == recipe.train_config("actor").start_timeout_s
     functions = recipe.functions["reward"].functions
     assert specs["reward"].start_s > max(function.load_timeout_s for function in functions)
+
+
+def test_a_run_without_held_out_sets_has_the_same_roles(run: Run) -> None:
+    without = specs_of(load_recipe(DEMO, ["evaluation.eval=null"]), run)
+    assert list(without) == list(specs_of(load_recipe(DEMO), run))
