@@ -78,7 +78,7 @@ def is_right(right: str, given: str, digits: int) -> bool:
     try:
         found = exactly(read(answer))
         if any(isinstance(each, Quantity) for each in expected):  # 10m, which is a product elsewhere
-            found = (*found, *(quantity(_UNSPACED.sub(" ", answer)) or ()))
+            found = (*found, *exactly(read(_UNSPACED.sub(" ", answer))))
     except Exception:  # UnreadableError, or one of SymPy: the given answer's fault
         return False
     try:

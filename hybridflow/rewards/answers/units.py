@@ -64,13 +64,14 @@ def unit(text: str, *, labels: bool) -> tuple[Expr, pint.Unit, str]:
     Raises:
         UnreadableError: it is no unit.
     """
-    number, label = Integer(1), []
+    number, label = Integer(1), list[str]()
 
     def known(match: re.Match[str]) -> str:
         nonlocal number
         name = _ALIASES.get(match[0], match[0])
         singular = name.lower().removesuffix("s")
-        if (count := _NUMBERS.get(name.removesuffix("s")) or _SHARES.get(singular)) is not None:
+        share = _SHARES.get(singular) if name != singular or match.end() == len(written) else None  # third graders
+        if (count := _NUMBERS.get(name.removesuffix("s")) or share) is not None:
             number *= count
             return ""
         if name in ("squared", "cubed") and not match.start():
