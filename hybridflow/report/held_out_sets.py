@@ -11,7 +11,7 @@ import numpy as np
 
 from engine3d.errors import UserError
 from hybridflow.metrics import names as metrics
-from hybridflow.metrics.evaluation_statistics import HIGH, LOW, REWARD, SCORE
+from hybridflow.metrics.evaluation_statistics import HIGH, LOW, PREFERENCE, REWARD, SCORE
 from hybridflow.report.plots import Line, LinePlot, is_long
 from hybridflow.report.run_data import RunData, Series
 from hybridflow.report.tables import Cell, Table, text_cell
@@ -96,12 +96,12 @@ def responses_side_by_side(run: RunData, steps: tuple[int, int] | None = None) -
 
 
 def _sets(run: RunData) -> dict[str, list[SetMetric]]:
-    """Return the metrics of each set: `reward_mean`, `mean@k`, the `pass@j` of the largest j, and `maj@k`."""
+    """Return the metrics of each set: mean reward or preference accuracy, `mean@k`, largest `pass@j`, and `maj@k`."""
     logged = run.phases["eval"].series if "eval" in run.phases else {}
     sets: dict[str, list[SetMetric]] = {}
     for name, series in logged.items():
         of, figure = metrics.set_of(name) or ("", "")
-        if figure in _REWARDS or _SHARE.fullmatch(figure):
+        if figure in (*_REWARDS, PREFERENCE) or _SHARE.fullmatch(figure):
             metric = SetMetric(figure, series, _ends(logged, name, LOW), _ends(logged, name, HIGH))
             sets.setdefault(of, []).append(metric)
     return {name: _without_smaller_passes(of_set) for name, of_set in sets.items()}

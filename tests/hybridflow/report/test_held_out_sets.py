@@ -73,6 +73,17 @@ def test_the_table_has_the_first_the_highest_and_the_last_value(run: Path) -> No
     assert last.startswith("0.583 [") and last.endswith("(step 20)")
 
 
+def test_the_table_has_what_is_measured_of_preferences(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with Metrics(FILES, directory) as sinks:
+        for step, value in ((0, 0.5), (10, 0.75)):
+            sinks.log(step, {"preference/loss": 0.5})
+            sinks.log(step, {"eval/preference_accuracy": value, "eval/prompts": 8}, phase="eval")
+    (directory / "recipe.yaml").write_text("{}\n")
+    [head, row] = rows(page(directory), "Evaluation")
+    assert "preference_accuracy" in " ".join(row) and "0.750 (step 10)" in " ".join(row), (head, row)
+
+
 def test_a_set_has_a_curve_with_its_intervals(run: Path) -> None:
     found = {plot.name: plot for section in sections(read_run(run)) for plot in section.plots}
     plot = found["evaluation-aime"]
