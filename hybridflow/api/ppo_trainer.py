@@ -61,7 +61,7 @@ class PPOTrainer:
     def __init__(
         self,
         config: PPOConfig | None = None,
-        *,
+        *unnamed: Any,
         model: Any = None,
         tokenizer: Any = None,
         reward_fn: RewardFunction | str | None = None,
@@ -70,6 +70,11 @@ class PPOTrainer:
         checkpoint_config: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
+        if unnamed:
+            raise UserError(
+                f"PPOTrainer: {len(unnamed)} arguments without a name after the config, expected names: "
+                "PPOTrainer(config, model=..., reward_fn=..., prompts=...)"
+            )
         refuse_unknown(type(self), others)
         self.config = self._given = checked_config(config)
         if checkpoint_config is not None:
@@ -137,6 +142,9 @@ class PPOTrainer:
             UserError: samples that were not rolled out since the last update, too few of them, or without rewards.
             EngineError: a role failed.
         """
+        if not self._made:
+            found = "rollouts" if isinstance(rollouts, RolloutBatch) else f"a {type(rollouts).__name__}"
+            raise UserError(f"update: {found} before any rollout(), expected what rollout() returned")
         trainer = self._started()
         step = trainer.next_step(trainer.steps_done + 1, begun=bool(self._made))
         for made in self._made:

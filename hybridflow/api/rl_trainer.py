@@ -158,7 +158,7 @@ def refuse_unknown(trainer: type, arguments: Mapping[str, Any]) -> None:
         UserError: there is one.
     """
     for name in arguments:
-        taken = [each for each in inspect.signature(trainer).parameters if each != "others"]
+        taken = [each for each in inspect.signature(trainer).parameters if each not in ("others", "unnamed")]
         text = API_NAMES.get(name, f"{trainer.__name__} takes {', '.join(taken)}")
         if name in PPOConfig.model_fields:
             text = f"a setting, as config=PPOConfig({name}=...)"

@@ -41,7 +41,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Never
+from typing import Any, Never
 
 from engine3d.errors import UserError
 from hybridflow.cli.command_words import as_settings, told_of_arguments
@@ -78,6 +78,9 @@ class Command:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"allow_abbrev": False})  # `--role` is no `--roles`
+
     def error(self, message: str) -> Never:
         options = [option for action in self._actions for option in action.option_strings]
         takes_settings = any(action.metavar == "key=value" for action in self._actions)

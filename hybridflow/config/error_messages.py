@@ -93,7 +93,9 @@ def _line(
     if isinstance(first["input"], Mapping) and (told := others.get(name)):
         leaves = itertools.islice(_told_of_leaves(others, key, first["input"]), _MOST_LEAVES)
         return f"{place}: {name} is no group of settings: {'; '.join((told, *leaves))}"
-    if first["type"] in _GROUP and isinstance(first["input"], str) and (told := others.get(first["input"])):
+    is_text = first["type"] in _GROUP and isinstance(first["input"], str)
+    # Where a group has a name, a text is that name.
+    if is_text and "name" not in _keys_at(settings, key) and (told := others.get(first["input"])):
         return f"{place}: {name} = {found}: {told}"
     return f"{place}: {name} = {found}: expected {expected}"
 

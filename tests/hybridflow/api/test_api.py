@@ -547,6 +547,18 @@ def test_advantages_are_estimated_anew_only_where_rewards_alone_were_changed() -
     assert to_learn(rewarded_narrow, batches, least=1).advantages is None
 
 
+def test_a_ppo_trainer_says_what_it_takes_before_anything_starts() -> None:
+    line = refusal(lambda: PPOTrainer(PPOConfig(), "model", "reference", "tokenizer"))
+    assert line.startswith(
+        "PPOTrainer: 3 arguments without a name after the config, expected names: PPOTrainer(config, "
+    )
+    trainer = PPOTrainer(PPOConfig(), prompts=["1+1="], reward_fn=len)
+    nothing: Any = [1]
+    assert refusal(lambda: trainer.update(nothing)) == (
+        "update: a list before any rollout(), expected what rollout() returned"
+    )
+
+
 def test_rollouts_that_make_no_sense_give_one_line() -> None:
     batches = [rolled_out(0, [2, 3])]
     [batch] = batches

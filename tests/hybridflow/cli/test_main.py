@@ -456,6 +456,13 @@ def test_an_option_of_check_is_none_of_train(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == f"hybridflow: {line} (see hybridflow train --help)\n"
 
 
+def test_an_option_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", DEMO, "--role", "actor"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("hybridflow: --role: no such option; did you mean --roles?")
+
+
 DRIVER = """
 import os, sys, time
 from pathlib import Path

@@ -150,6 +150,11 @@ def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
+        ("algorithm=grpo", "algorithm = 'grpo': expected a group of settings, such as algorithm.name=grpo"),
+        (
+            "rollout.name=vllm",
+            "unknown key rollout.name: absent, because SGLang generates; its settings are rollout.engine",
+        ),
         ("algorithm=ppo", "algorithm = 'ppo': expected a group of settings, such as algorithm.name=ppo"),
         ("rollout.adaptive_sampling=true", "expected a list, each item with keys of prompt_tokens, max_new_tokens"),
         ("actor={strategy: fsdp}", "actor is no group of settings: here it is train; its model is model, its devices"),
