@@ -9,6 +9,7 @@ from typing import Any
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import json_text
 from hybridflow.data.answers import is_missing
+from hybridflow.data.files.messages import read_messages
 from hybridflow.data.files.rows import Row
 
 PROMPTS = (
@@ -84,10 +85,7 @@ def _check_prompt(value: Any, place: str) -> None:
         return
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
         raise UserError(f"{place} is {json_text(value)}, expected a text, or messages with role and content")
-    keys = sorted({key for message in value for key in message})
-    if not all("role" in message and "content" in message for message in value):
-        raise UserError(f"{place} has messages with {_listed(keys)}, expected role and content")
-    if value[-1]["role"] == "assistant":
+    if read_messages(value, place)[-1]["role"] == "assistant":
         raise UserError(
             f"{place} ends with a message of the assistant, expected a prompt, which ends with the user's: the answer "
             "belongs into a column of its own"

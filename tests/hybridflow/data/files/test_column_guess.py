@@ -53,12 +53,17 @@ def test_what_the_user_names_comes_first() -> None:
         ({"headline": "a", "body": "b"}, r"none of its columns \(headline, body\) is known to hold prompts; name it"),
         ({"messages": ANSWERED}, "row 0: messages ends with a message of the assistant"),
         (
-            {"conversations": [{"from": "human", "value": "a"}]},
-            "has messages with from, value, expected role and conten",
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            "row 0: conversations ends with a message of the assistant",
         ),
+        ({"conversations": [{"text": "a"}]}, "expected an object with role and content"),
         ({"prompt": ["a"]}, "expected a text, or messages with role and content"),
     ],
 )
 def test_what_is_no_prompt_is_refused(row: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         guess_columns([row], "file")
+
+
+def test_messages_of_from_and_value_are_prompts() -> None:
+    assert guess_columns([{"conversations": [{"from": "human", "value": "a"}]}], "file").has_messages
