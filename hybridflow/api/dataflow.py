@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
@@ -26,6 +26,7 @@ from hybridflow.api.stage_worker import StageWorker
 from hybridflow.cluster.devices.device_map import DeviceMap, highest_cpu_slot, pool_devices
 from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import ResourcePool
+from hybridflow.config.known_names import no_attribute
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import registrations
 from hybridflow.workers.worker_group import WorkerGroup
@@ -100,6 +101,11 @@ class DataFlow:
 
     def __init__(self) -> None:
         self._inputs: dict[Stage, list[Stage]] = {}
+
+    if not TYPE_CHECKING:  # a type checker is to find a method that is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute(DataFlow, name)
 
     def add(self, stage: Stage) -> None:
         """Add a stage, connected or not; nothing if it is there.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,6 +22,7 @@ from hybridflow.api.recipe_builder import run_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
 from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.config.known_names import no_attribute
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.trainer.run_setup import open_run
@@ -84,6 +85,11 @@ class PPOTrainer:
         self._trainer: Trainer | None = None
         self._closed = False
         self._made: list[_Made] = []
+
+    if not TYPE_CHECKING:  # a type checker is to find a method that is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute(PPOTrainer, name)
 
     def init_distributed(self, config: PPOConfig | None = None) -> None:
         """Start the roles, if they are not there: what the first `rollout` does otherwise.

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine3d.errors import UserError
 from engine3d.platform import platform
@@ -14,7 +14,7 @@ from hybridflow.api.config import PPOConfig
 from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
 from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
 from hybridflow.checkpoint.set_results import MeasuredSet, summary_of_sets
-from hybridflow.config.known_names import API_NAMES
+from hybridflow.config.known_names import API_NAMES, no_attribute
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.metrics.names import EVAL
@@ -95,6 +95,11 @@ class RLTrainer:
         if checkpoint_config is not None:
             self.config = changed(self.config, checkpoint_config=checkpoint_config)
         self._sources = Sources(model, tokenizer, reward_fn, reward_model)
+
+    if not TYPE_CHECKING:  # a type checker is to find a method that is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute(RLTrainer, name)
 
     def init_distributed(self, config: PPOConfig | None = None) -> None:
         """Compare the config with the trainer's own: `train` starts all roles itself, and ends them.

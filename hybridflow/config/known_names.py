@@ -56,6 +56,7 @@ COMMANDS = _table("commands")
 OPTIONS = _table("options")
 MODULES = _table("modules")
 ATTRIBUTES = _table("attributes")
+METHODS = _table("methods")
 
 RECIPE_NAMES = Names(lambda: {**VERL, **NEMO_RL, **PRIME_RL, **ANYWHERE, **EARLIER})
 """Settings of a recipe."""
@@ -70,6 +71,13 @@ def _api_names() -> dict[str, str]:
 
 API_NAMES = Names(_api_names)
 """Settings and arguments of the Python API."""
+
+
+def no_attribute(kind: type, name: str) -> AttributeError:
+    """The error of a class of the Python API that has no attribute of this name."""
+    public = ", ".join(each for each in vars(kind) if not each.startswith("_"))
+    text = METHODS.get(f"{kind.__name__}.{name}", f"it has {public}")
+    return AttributeError(f"{kind.__name__} has no attribute {name!r}: {text}", name=name)
 
 
 def import_text(name: str) -> str | None:

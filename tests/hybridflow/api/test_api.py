@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 
 import hybridflow
 from engine3d.errors import DamagedCheckpointError, UserError
-from hybridflow import PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_config
+from hybridflow import DataFlow, PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_config
 from hybridflow.algorithms.dpo import DPOSettings
 from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.api import ppo_trainer
@@ -557,6 +558,23 @@ def test_a_ppo_trainer_says_what_it_takes_before_anything_starts() -> None:
     assert refusal(lambda: trainer.update(nothing)) == (
         "update: a list before any rollout(), expected what rollout() returned"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        (PPOTrainer, "step", "here a step is update(rollout())"),
+        (PPOTrainer, "fit", "here a whole run is RLTrainer(...).train(prompts)"),
+        (RLTrainer, "fit", "here it is train(prompts)"),
+        (DataFlow, "add_stage", "here it is add(stage)"),
+        (DataFlow, "stages", "it has add, connect, run"),
+    ],
+)
+def test_methods_of_other_trainers_lead_to_those_here(kind: type, name: str, text: str) -> None:
+    made = kind.__new__(kind)
+    assert not hasattr(made, name)
+    with pytest.raises(AttributeError, match=re.escape(f"{kind.__name__} has no attribute {name!r}: {text}")):
+        getattr(made, name)
 
 
 def test_rollouts_that_make_no_sense_give_one_line() -> None:
