@@ -37,7 +37,7 @@ class LastWords:
     def __init__(self) -> None:
         self._cause: tuple[str, Failure | None] | None = None
         self.directory: Path | None = None
-        """Of the run, once it has begun."""
+        """Directory of the run, once it has begun."""
 
     def note(self, text: str, failure: Failure | None = None) -> None:
         """Keep what the command failed of, if nothing was kept before.

@@ -24,7 +24,7 @@ from hybridflow.rundir.watching import checked_run
 _LIMIT = 10
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 _MOST_WORDS = 4000
-"""Of either text: comparing takes the square of it."""
+"""Most words of either text: comparing takes the square of it."""
 
 Part = tuple[str, str]
 """Some text and the style that `rich` is to show it in."""
@@ -222,7 +222,7 @@ def _cell(sample: StoredSample, parts: Sequence[Part]) -> Text:
 
 
 def marked(expected: str, found: str) -> tuple[list[Part], list[Part]]:
-    """What only the first has in `[-...-]`, and what only the second has in `{+...+}`, word by word.
+    """Two texts word by word: words of the first alone in `[-...-]`, those of the second alone in `{+...+}`.
 
     Texts of very many words are compared line by line.
     """

@@ -144,7 +144,7 @@ def device_memory(
     }
 
     def left_by(roles: Iterable[str]) -> dict[str, int]:
-        """What is on its way to host memory in the turns of others than these."""
+        """Bytes on their way to host memory in the turns of others than these."""
         return {f"{role} optimizer on its way": staying[role] for role in roles if role in staying}
 
     def leave_earlier(roles: Iterable[str]) -> list[str]:
@@ -247,7 +247,7 @@ def _advice(
     stay: Sequence[str],
     on_gpu: bool,
 ) -> str:
-    """What would make a phase of training need less, the cheapest first."""
+    """Settings with which a phase of training would need less, the cheapest first."""
     config, train = ranks.config, ranks.setting
     advice = []
     if cache and on_gpu:
@@ -279,7 +279,7 @@ def _cache_tokens(
     size: int | None,
     most: int | None,
 ) -> int:
-    """How many tokens the KV cache has room for, as SGLang works it out beside models that have made no update yet.
+    """Capacity of the KV cache in tokens, as SGLang works it out next to models that have made no update yet.
 
     Args:
         size: bytes of the GPU, or of the node whose memory the engine may take, if that is known.

@@ -76,7 +76,7 @@ def _prompt_limit(recipe: Recipe, planned: PlannedSet) -> int:
 
 
 def _files(files: FilesConfig | None, source: FileSource) -> FilesConfig:
-    """How the files of a set are read: by the chat template of the training files where there are some.
+    """Settings by which the files of a set are read: by the chat template of the training files where there are some.
 
     Limits of training prompts are not those of a set: what is measured does not depend on what is learned from.
     """

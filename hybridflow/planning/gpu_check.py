@@ -163,7 +163,7 @@ def _on_gpus(devices: Sequence[Device]) -> bool:
 
 
 def _has_flash_attention_3() -> bool:
-    """Whether sgl_kernel has the extension that its `flash_attn` module imports."""
+    """True if sgl_kernel has the extension that its `flash_attn` module imports."""
     spec = importlib.util.find_spec("sgl_kernel")
     places = spec.submodule_search_locations if spec is not None else None
     return any(list(Path(place).glob("flash_ops*.so")) for place in places or ())

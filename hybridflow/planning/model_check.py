@@ -1,4 +1,4 @@
-"""Whether the models of a recipe can be trained and served: their files, their settings and the devices of engines."""
+"""Checks that the models of a recipe can be trained and served: files, settings and devices of engines."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def check_teacher_engine(recipe: Recipe, actor: ModelSpec, devices: Mapping[str,
 
 
 def check_judge(judge: JudgeModel, devices: Mapping[str, Sequence[Device]] | None) -> None:
-    """What can be known before a server starts.
+    """Check a judge before its server starts.
 
     Args:
         devices: of each role; None where they are not known.
@@ -233,7 +233,7 @@ def check_judge_devices(judge: JudgeModel, devices: Mapping[str, Sequence[Device
 def check_served_devices(
     role: str, tp: int, devices: Mapping[str, Sequence[Device]], beside: Collection[str] = ()
 ) -> int:
-    """Whether a role has devices of its own, a whole number of engines, and each engine's on one node.
+    """Check that a role has devices of its own, a whole number of engines, and each engine's on one node.
 
     Args:
         role: of the engines.

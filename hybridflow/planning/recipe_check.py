@@ -251,7 +251,7 @@ def _shared_directories(recipes: Mapping[str, Recipe]) -> list[str]:
 
 
 def _too_large(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None, host_bytes: int | None) -> list[str]:
-    """Where each has room for itself, and all together have not."""
+    """Lines on runs that have room each, and not all together."""
     host_bytes = machine_bytes() if host_bytes is None and cluster is None else host_bytes
     if host_bytes is None:
         return []

@@ -22,7 +22,7 @@ from hybridflow.data.prompts import Prompts
 
 @dataclass(frozen=True, slots=True)
 class SetLengths:
-    """What a set of `evaluation` asks of the engines.
+    """Prompts and samples of a set of `evaluation`.
 
     Args:
         prompts: how many.
@@ -37,7 +37,7 @@ class SetLengths:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What a recipe's prompts ask of its engines, in tokens.
+    """Tokens that a recipe's prompts ask of its engines.
 
     Args:
         prompt: of the longest prompt to learn from.
@@ -86,12 +86,12 @@ class Lengths:
 
     @property
     def sequence(self) -> int:
-        """Of the longest prompt to learn from, with the longest response to it."""
+        """Tokens of the longest training prompt, with the longest response to it."""
         return self.prompt + self.response if self.together is None else self.together
 
     @property
     def longest_sequence(self) -> int:
-        """Of all that the engines generate."""
+        """Tokens of all that the engines generate."""
         return max((self.sequence, *(each.sequence for each in self.sets)))
 
 
@@ -125,7 +125,7 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
 
 
 def teacher_cache_tokens(config: RolloutConfig, samples: int, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
-    """As `cache_tokens`, of each engine of the teacher, which reads a step's samples and generates nothing."""
+    """KV cache tokens of each engine of the teacher, which reads a step's samples and generates nothing."""
     if config.max_total_tokens is not None:
         return config.max_total_tokens
     return config.attention_dp * tokens_needed(

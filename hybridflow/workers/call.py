@@ -122,7 +122,7 @@ class Call:
         raise error
 
     def _outcome(self, limit: float, wait: Wait) -> tuple[list[Failure], list[int]]:
-        """As `_wait_for_statuses`. Raises if an earlier call fails meanwhile, by which ranks only get their turn."""
+        """Wait for the statuses. Raises if an earlier call fails meanwhile, by which ranks only get their turn."""
         deadline = time.monotonic() + limit
         while earlier := [each for each in self.earlier if not each.ended()]:
             look = min(deadline - time.monotonic(), _LOOK_EVERY_S)

@@ -44,7 +44,7 @@ _STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class ProgressLimits:
-    """How long a call may come no further, in seconds.
+    """Limits of the time in which a call comes no further, in seconds.
 
     Args:
         progress_s: ordinarily.
@@ -221,7 +221,7 @@ def _limit_s(look: RankLook, limits: ProgressLimits) -> float:
 
 
 def _stands_still(look: RankLook, limits: ProgressLimits) -> bool:
-    """Whether it says nothing, or has parts to do and does none."""
+    """True if it reports nothing, or has parts to do and does none."""
     if look.beat is None:
         return False
     idle_s = max(look.beat_age_s, look.pause_s if look.beat.counts else 0.0)

@@ -108,7 +108,7 @@ class Either:
 
     values: Readings
     exact: Readings
-    """Those that a given answer is judged by: the number, and the first approximation if it is rounded correctly."""
+    """Values that a given answer is judged by: the number, and the first approximation if it is rounded correctly."""
 
 
 def exactly(readings: Readings) -> Readings:
