@@ -75,7 +75,7 @@ class LastWords:
 
 
 last_words = LastWords()
-"""Those of this process."""
+"""The last words of this process."""
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -162,7 +162,7 @@ class PatientFile(io.RawIOBase):
 
 
 def be_patient(on_failure: Callable[[OSError], None] | None = None) -> PatientFile | None:
-    """Let this process write its standard output and error through `PatientFile`, and have all three descriptors.
+    """Replace standard output and error of this process by `PatientFile`, and open closed standard descriptors.
 
     Where one is closed, the next file that is opened would get its number, and the output of whoever has that.
 

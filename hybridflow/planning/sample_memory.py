@@ -147,7 +147,7 @@ def running_requests(config: RolloutConfig, *, prompts: int, samples: int, engin
 
 
 _COPIES = 3
-"""What is kept; what was kept when a checkpoint began that is still being written; and a copy that either needs."""
+"""Kept samples; those of a checkpoint that is still being written; and a copy that either needs."""
 
 
 def replay_bytes(kept_samples: int, sequence_tokens: int) -> int:

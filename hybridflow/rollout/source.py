@@ -52,6 +52,7 @@ def drawn_event(draw: Draw) -> dict[str, Any]:
 class Samples(Protocol):
     """Responses to any prompts: evaluations, greedy baselines."""
 
+    @abstractmethod
     def sample(
         self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
     ) -> Future[SampleBatch]:
@@ -64,6 +65,7 @@ class Samples(Protocol):
             first_sample: id of the first response, if `reserve_samples` gave it out before.
         """
 
+    @abstractmethod
     def reserve_samples(self, count: int) -> int:
         """Give out `count` sample ids. Returns the first of them."""
 
@@ -82,14 +84,6 @@ class RolloutSource(ABC, Samples):
     @abstractmethod
     def open(self, version: int, *, steps_left: int) -> None:
         """Begin, once: engines serve the weights of `version`, and `steps_left` steps follow."""
-
-    @abstractmethod
-    def sample(
-        self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
-    ) -> Future[SampleBatch]: ...
-
-    @abstractmethod
-    def reserve_samples(self, count: int) -> int: ...
 
     @abstractmethod
     def close(self) -> None:
