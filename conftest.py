@@ -11,9 +11,27 @@ from collections.abc import Iterator
 import pytest
 
 from engine3d.startup.imports import quick_imports
+from tests.support.warm import refused_starts, share_servers
 
 # For what is started too, and alike for all of it: see tests/support/warm.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # of workers have none
+        share_servers()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if refused_starts() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if refused := refused_starts():
+        terminalreporter.section("processes that servers of tests/support/warm did not fork", red=True)
+        for line in refused:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20)
     try:
         options = parser.parse_args(arguments)
-        responses = [int(each) for each in options.responses.split(",") if each.isdecimal()]
+        responses = [int(tokens) for tokens in options.responses.split(",") if tokens.isdecimal()]
         if len(responses) != options.responses.count(",") + 1:
             raise UserError(f"--responses {options.responses}: expected whole numbers, such as 0,512")
         for name in ("requests", "samples", "prompt", "heads", "kv_heads", "head_dim", "rounds"):
@@ -54,20 +55,20 @@ def main(arguments: list[str] | None = None) -> int:
                 raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 1")
         for name, unit in (("heads", "kv_heads"), ("requests", "samples")):
             if getattr(options, name) % getattr(options, unit):
-                whole = f"a multiple of --{unit.replace('_', '-')} {getattr(options, unit)}"
-                raise UserError(f"--{name} {getattr(options, name)}: expected {whole}")
+                multiple = f"a multiple of --{unit.replace('_', '-')} {getattr(options, unit)}"
+                raise UserError(f"--{name} {getattr(options, name)}: expected {multiple}")
         if not platform.gpus:
             raise UserError("this machine has no GPU, without which there is no FlashAttention-3")
     except UserError as error:
         print(f"cascade_attention.py: {error}", file=sys.stderr)
         return 2
-    figures = {each: _measured(options, each) for each in responses}
-    for tokens, found in figures.items():
-        told = ", ".join(f"{name} {each:.1f} us" for name, each in found.items())
-        print(f"{tokens} tokens: {told}; {found['sglang'] / found['cascade']:.2f} times", file=sys.stderr)
+    by_response = {response: _measured(options, response) for response in responses}
+    for tokens, times in by_response.items():
+        reported = ", ".join(f"{name} {microseconds:.1f} us" for name, microseconds in times.items())
+        print(f"{tokens} tokens: {reported}; {times['sglang'] / times['cascade']:.2f} times", file=sys.stderr)
     command = " ".join(["benchmarks/cascade_attention.py", *sys.argv[1:]])
     device = torch.cuda.get_device_name()
-    print(json.dumps({"command": command, "device": device, "us": figures, "versions": versions()}, indent=2))
+    print(json.dumps({"command": command, "device": device, "us": by_response, "versions": versions()}, indent=2))
     return 0
 
 
@@ -75,10 +76,10 @@ def _measured(options: Any, response: int) -> dict[str, float]:
     from sglang.jit_kernel.flash_attention import flash_attn_with_kvcache
 
     device, requests = platform.device(0), options.requests
-    own, prompts = response + 1, requests // options.samples
-    pages = torch.randperm(prompts * options.prompt + requests * own, device=device).int()
+    private, prompts = response + 1, requests // options.samples
+    pages = torch.randperm(prompts * options.prompt + requests * private, device=device).int()
     prompt = pages[: prompts * options.prompt].view(prompts, options.prompt).repeat_interleave(options.samples, 0)
-    table = torch.cat([prompt, pages[prompts * options.prompt :].view(requests, own)], dim=1)
+    table = torch.cat([prompt, pages[prompts * options.prompt :].view(requests, private)], dim=1)
     if options.apart:
         table = table.unflatten(0, (prompts, options.samples)).transpose(0, 1).flatten(0, 1).contiguous()
     lengths = torch.full((requests,), table.shape[1], dtype=torch.int32, device=device)
@@ -102,13 +103,17 @@ def _measured(options: Any, response: int) -> dict[str, float]:
     )
     cascade = partial(attend, flash_attn_with_kvcache, query, keys, values, shared, softmax_scale=scale)
     torch.testing.assert_close(cascade(), plain(), rtol=2e-2, atol=2e-2)
-    calls = {"sglang": plain, "cascade": cascade, "find": lambda: shared.find(table, lengths)}
+    calls: dict[str, Callable[[], Any]] = {
+        "sglang": plain,
+        "cascade": cascade,
+        "find": lambda: shared.find(table, lengths),
+    }
     graphs = {name: captured(call, _REPEATED) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(options.rounds):
         for name, graph in graphs.items():
             times[name].append(replay_us(graph) / _REPEATED)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(rounds) for name, rounds in times.items()}
 
 
 if __name__ == "__main__":

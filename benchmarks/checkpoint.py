@@ -1,4 +1,4 @@
-"""What checkpoints cost.
+"""Cost of checkpoints.
 
     python benchmarks/checkpoint.py --plan-only --model deepseek-v3 --train pp=16,ep=32,dp=32
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.plan_only:
             return _run(options, layout, spec)
         with redirect_stdout(sys.stderr):
-            figures = plan_figures(
+            stats = plan_figures(
                 spec,
                 layout,
                 gpus_per_node=options.gpus_per_node,
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         "gpus_per_node": options.gpus_per_node,
         "precision_aware": options.precision_aware,
     }
-    print(json.dumps(described | figures | {"versions": versions()}, indent=2))
+    print(json.dumps(described | stats | {"versions": versions()}, indent=2))
     return 0
 
 
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace, layout: Layout, spec: ModelSpec) -> int:
     config = dict(spec.hf_config)
     if options.layers:
         config["num_hidden_layers"] = options.layers
-    figures = measure(
+    stats = measure(
         Case(
             config=config,
             layout=layout,
@@ -96,9 +96,9 @@ def _run(options: argparse.Namespace, layout: Layout, spec: ModelSpec) -> int:
             precision_aware=options.precision_aware,
         )
     )
-    if figures is not None:
+    if stats is not None:
         command = " ".join(["benchmarks/checkpoint.py", *sys.argv[1:]])
-        print(json.dumps({"command": command} | figures | {"versions": versions()}, indent=2))
+        print(json.dumps({"command": command} | stats | {"versions": versions()}, indent=2))
     return 0
 
 

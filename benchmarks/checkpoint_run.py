@@ -30,7 +30,7 @@ _BLOCK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """Model, layout and settings of a measurement.
 
     Args:
         config: the model's config.json.
@@ -65,35 +65,35 @@ def measure(case: Case) -> dict[str, Any] | None:
     if leader:
         case.directory.mkdir(parents=True)
     try:
-        figures = _measure(case)
+        stats = _measure(case)
     finally:
         if dist.is_initialized():
             dist.barrier()
         if leader:
             shutil.rmtree(case.directory, ignore_errors=True)
-    return figures if leader else None
+    return stats if leader else None
 
 
 def _measure(case: Case) -> dict[str, Any]:
     engine = _engine(case)
     checkpoint = EngineCheckpoint(engine, threads=case.threads)
     device = torch.cuda.get_device_name() if platform.gpus else "CPU"
-    figures: dict[str, Any] = {"device": device, "parameters": checkpoint.facts.parameters}
+    stats: dict[str, Any] = {"device": device, "parameters": checkpoint.summary.parameters}
     # Compiles, and gives the optimizer its moments.
     _step(engine, replace(case, tokens=case.micro_batch_tokens * case.layout.dp))
     resident = _resident()
     if case.saves:
         checkpoint.prepare()
-        figures["step_while_memory_is_taken_s"] = timed(lambda: _step(engine, case))
-    figures["step_s"] = statistics.median(timed(lambda: _step(engine, case)) for _ in range(2))
-    say(f"step {figures['step_s']:.1f} s")
+        stats["step_while_memory_is_taken_s"] = timed(lambda: _step(engine, case))
+    stats["step_s"] = statistics.median(timed(lambda: _step(engine, case)) for _ in range(2))
+    say(f"step {stats['step_s']:.1f} s")
 
-    figures["ranks"] = dist.get_world_size()
+    stats["ranks"] = dist.get_world_size()
     if case.rounds:
-        figures |= _blocking(case, engine, checkpoint)
+        stats |= _blocking(case, engine, checkpoint)
     if case.saves:
-        figures["asynchronous"] = _asynchronous(case, engine, checkpoint, figures["step_s"], resident)
-    return figures
+        stats["asynchronous"] = _asynchronous(case, engine, checkpoint, stats["step_s"], resident)
+    return stats
 
 
 def _blocking(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint) -> dict[str, Any]:
@@ -102,15 +102,15 @@ def _blocking(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint) -> 
     for number in range(case.rounds):
         rounds.append(_round(case, engine, checkpoint, number))
         say(f"round {number}: {rounds[-1]}")
-    median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-    figures: dict[str, Any] = {name: median[name] for name in ("state_bytes", "largest_rank_bytes")}
-    figures["rounds"] = rounds
+    median = {name: statistics.median(measured[name] for measured in rounds) for name in rounds[0]}
+    stats: dict[str, Any] = {name: median[name] for name in ("state_bytes", "largest_rank_bytes")}
+    stats["rounds"] = rounds
     for name in ("save", "load"):
-        figures[f"{name}_over_plain_write"] = median[f"{name}_gb_s"] / median["plain_write_gb_s"]
-    figures["load_over_plain_read"] = median["load_gb_s"] / median["plain_read_gb_s"]
+        stats[f"{name}_over_plain_write"] = median[f"{name}_gb_s"] / median["plain_write_gb_s"]
+    stats["load_over_plain_read"] = median["load_gb_s"] / median["plain_read_gb_s"]
     for name in ("save", "load"):
-        figures[f"{name}_host_growth_over_shard"] = median[f"{name}_host_growth_bytes"] / median["largest_rank_bytes"]
-    return figures
+        stats[f"{name}_host_growth_over_shard"] = median[f"{name}_host_growth_bytes"] / median["largest_rank_bytes"]
+    return stats
 
 
 def _round(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, number: int) -> dict[str, float]:
@@ -227,7 +227,7 @@ def _plain(case: Case, state: int) -> tuple[float, float]:
 
 
 def _forget(directory: Path) -> None:
-    """Let the machine's memory forget a directory's files, so that they are read from the disk."""
+    """Drop a directory's files from the page cache, so that they are read from the disk."""
     for path in directory.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -236,7 +236,9 @@ def _forget(directory: Path) -> None:
 
 @contextmanager
 def _host_memory(before: int | None = None) -> Iterator[list[int]]:
-    """By how much this process's resident memory grew at most since `before`, in bytes, once the block has ended."""
+    """Measure the peak growth of this process's resident memory since `before`, in bytes. It is set once the block has
+    ended.
+    """
     before = _resident() if before is None else before
     growth, ended = [0], threading.Event()
 

@@ -1,4 +1,4 @@
-"""What the controller's own work costs: the real one over stand-in engines, in real time."""
+"""CPU time of the controller itself: the real one over stand-in engines, in real time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MeteredEngine(StandInEngine):
     """A stand-in that knows for how long it has had the process's only thread."""
 
     spent_s = 0.0
-    """By all of them."""
+    """CPU seconds of all engines."""
     ends = 0
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
@@ -38,14 +38,14 @@ class MeteredEngine(StandInEngine):
 
 @dataclass(frozen=True)
 class ControllerLoad:
-    """What a second took.
+    """Load of the controller over the measured time.
 
     Args:
         seconds: that were measured.
         requests_before, requests: in flight at the beginning and at the end.
-        groups: under way, whole or being learned from, at the end.
+        groups: in flight, complete or being trained on, at the end.
         ends_per_s: responses that ended in a second.
-        steps: that were learned from.
+        steps: that were trained on.
         controller: CPU seconds a second, without those of the engines.
         engines: those of the engines.
         memory_bytes: most that the process had, the engines' books included.
@@ -63,7 +63,7 @@ class ControllerLoad:
 
 
 def measure_controller(workload: Workload, max_staleness: int, seconds: float, settle_s: float) -> ControllerLoad:
-    """Let the controller run in real time.
+    """Run the controller in real time and measure its load.
 
     Args:
         workload: whose groups fill all slots; its numbers of steps do not matter.
@@ -88,7 +88,7 @@ def measure_controller(workload: Workload, max_staleness: int, seconds: float, s
                 await stream.take(setup.version)
                 await setup.new_weights()
                 steps += 1
-                stream.learned(setup.version)
+                stream.trained(setup.version)
 
         trainer = asyncio.create_task(train())
         await asyncio.sleep(settle_s)
@@ -100,11 +100,11 @@ def measure_controller(workload: Workload, max_staleness: int, seconds: float, s
             trainer.result()
         trainer.cancel()
         passed = ended - began
-        found = ControllerLoad(
+        load = ControllerLoad(
             seconds=passed,
             requests_before=in_flight,
             requests=_in_flight(stream, workload.engines),
-            groups=stream.ledger.under_way + stream.ledger.ready + len(stream.ledger.learning),
+            groups=stream.ledger.in_flight + stream.ledger.ready + len(stream.ledger.training),
             ends_per_s=(ends_ - ends) / passed,
             steps=after - before,
             controller=(cpu_ - cpu - (spent_ - spent)) / passed,
@@ -112,7 +112,7 @@ def measure_controller(workload: Workload, max_staleness: int, seconds: float, s
             memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
         stream.close()
-        return found
+        return load
 
     gc.collect()
     return asyncio.run(learn())

@@ -4,7 +4,7 @@
 
 One process drives all GPUs that it sees. For one GPU, a pair (one way and both ways) and all GPUs at once it measures
 one large copy a pair by the copy engines, the kernel on the sources (push) and on the targets (pull), and a graph of
-copies, for several sizes of pieces. The last run of each way is checked bit for bit. Rates are of the slowest GPU, in
+copies, for several sizes of segments. The last run of each way is checked bit for bit. Rates are of the slowest GPU, in
 GB/s sent by each; a copy inside one GPU reads and writes that much.
 """
 
@@ -33,16 +33,16 @@ MOST_NODES = 20_000
 
 ROW_BYTES, ROWS = 4 * KIB, 512
 STRIDED_SHARE = 0.2
-"""Of the bytes of the mix: blocks of rows, cut out of rows of twice the width."""
+"""Share of the bytes of the mix that are blocks of rows, cut out of rows of twice the width."""
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`pieces` pieces of a pair, which lie in order in the source and in a random order in the target. In bytes."""
+    """`segments` segments of a pair, which lie in order in the source and in a random order in the target. In bytes."""
 
-    pieces: int
+    segments: int
     rows: int
     row_bytes: int
     source_stride: int
@@ -51,18 +51,18 @@ class Part:
 
     @property
     def source_bytes(self) -> int:
-        return self.pieces * self.rows * self.source_stride
+        return self.segments * self.rows * self.source_stride
 
     @property
     def target_bytes(self) -> int:
-        return self.pieces * self.rows * self.row_bytes
+        return self.segments * self.rows * self.row_bytes
 
     def order(self) -> np.ndarray:
-        return np.random.default_rng(0).permutation(self.pieces)
+        return np.random.default_rng(0).permutation(self.segments)
 
 
-def parts(kind: str, nbytes: int) -> list[Part]:
-    """The pieces of one pair, of about `nbytes` bytes."""
+def blocks(kind: str, nbytes: int) -> list[Part]:
+    """The segments of one pair, of about `nbytes` bytes."""
     if kind != "mix":
         size = {"16KB": 16 * KIB, "256KB": 256 * KIB, "3MB": 3 * MIB}[kind]
         return [Part(max(1, nbytes // size), 1, size, size, 0, 0)]
@@ -77,9 +77,9 @@ class Memory:
     def __init__(self, pairs: list[Pair], kind: str, nbytes: int, devices: list[torch.device]) -> None:
         self.pairs = pairs
         self.devices = devices
-        self.parts = parts(kind, nbytes)
-        self.bytes_a_pair = sum(part.target_bytes for part in self.parts)
-        source_bytes = sum(part.source_bytes for part in self.parts)
+        self.blocks = blocks(kind, nbytes)
+        self.bytes_a_pair = sum(block.target_bytes for block in self.blocks)
+        source_bytes = sum(block.source_bytes for block in self.blocks)
         self.sources, self.targets = {}, {}
         for source, target in pairs:
             generator = torch.Generator(devices[source]).manual_seed(source * 8 + target)
@@ -92,23 +92,23 @@ class Memory:
     def copies(self, runner: int, pairs: list[Pair]) -> Copies:
         """The copies of some pairs as device `runner` sees their memory."""
         columns: list[list[np.ndarray]] = [[] for _ in range(9)]
-        for number, part in ((number, part) for number in range(len(pairs)) for part in self.parts):
-            pieces = np.arange(part.pieces, dtype=np.int64)
-            same = np.ones_like(pieces)
+        for number, block in ((number, block) for number in range(len(pairs)) for block in self.blocks):
+            numbers = np.arange(block.segments, dtype=np.int64)
+            same = np.ones_like(numbers)
             values = (
                 same * number,
                 same * number,
-                part.source_start + pieces * part.rows * part.source_stride,
-                same * part.source_stride,
+                block.source_start + numbers * block.rows * block.source_stride,
+                same * block.source_stride,
                 same * number,
-                part.target_start + part.order() * part.rows * part.row_bytes,
-                same * part.row_bytes,
-                same * part.rows * 2,
-                same * part.row_bytes,
+                block.target_start + block.order() * block.rows * block.row_bytes,
+                same * block.row_bytes,
+                same * block.rows * 2,
+                same * block.row_bytes,
             )
-            for place, (column, value) in enumerate(zip(columns, values, strict=True)):
+            for index, (column, value) in enumerate(zip(columns, values, strict=True)):
                 # All but the three numbers are bytes of elements of two bytes.
-                column.append(value if place in (0, 1, 4) else value // 2)
+                column.append(value if index in (0, 1, 4) else value // 2)
         return Copies(
             [alias(self.sources[pair], self.devices[runner]) for pair in pairs],
             [alias(self.targets[pair], self.devices[runner]) for pair in pairs],
@@ -123,15 +123,15 @@ class Memory:
         """Compare every target with its source, without the code that is measured."""
         for pair in self.pairs:
             source, target = (memory[pair].view(torch.int64) for memory in (self.sources, self.targets))
-            for part in self.parts:
-                words = part.row_bytes // 8
-                strides = (part.rows * part.source_stride // 8, part.source_stride // 8, 1)
-                shape = (part.pieces, part.rows, words)
-                sent = source.as_strided(shape, strides, part.source_start // 8)
-                received = target[part.target_start // 8 :][: part.pieces * part.rows * words].view(shape)
-                order = torch.from_numpy(part.order()).to(target.device)
-                step = max(1, 512 * MIB // (part.rows * part.row_bytes))
-                for first in range(0, part.pieces, step):
+            for block in self.blocks:
+                words = block.row_bytes // 8
+                strides = (block.rows * block.source_stride // 8, block.source_stride // 8, 1)
+                shape = (block.segments, block.rows, words)
+                sent = source.as_strided(shape, strides, block.source_start // 8)
+                received = target[block.target_start // 8 :][: block.segments * block.rows * words].view(shape)
+                order = torch.from_numpy(block.order()).to(target.device)
+                step = max(1, 512 * MIB // (block.rows * block.row_bytes))
+                for first in range(0, block.segments, step):
                     expected = sent[first : first + step].to(target.device)
                     if not torch.equal(received[order[first : first + step]], expected):
                         raise AssertionError(f"GPU {pair[0]} to {pair[1]}: the bits differ")
@@ -189,7 +189,7 @@ def seconds(runs: dict[int, RunCopies], devices: list[torch.device]) -> tuple[fl
 def built(
     memory: Memory, on_target: bool, build: Callable[[Copies], RunCopies]
 ) -> tuple[dict[int, RunCopies], float, int]:
-    """For each GPU that copies what runs its copies; the seconds to build them; the most pieces of one GPU."""
+    """Return the copy functions by the GPU that copies, the seconds to build them, and the most segments of one GPU."""
     runs, most = {}, 0
     started = time.perf_counter()
     for number in sorted({pair[on_target] for pair in memory.pairs}):
@@ -230,18 +230,18 @@ def measure(pairs: list[Pair], kind: str, nbytes: int, devices: list[torch.devic
     sent = memory.bytes_a_pair * max(sum(pair[0] == number for pair in pairs) for number in range(len(devices)))
     results: dict[str, Any] = {"GB_a_pair": memory.bytes_a_pair / 1e9}
 
-    def record(name: str, runs: dict[int, RunCopies], **facts: Any) -> None:
+    def record(name: str, runs: dict[int, RunCopies], **conditions: Any) -> None:
         by_events, by_clock = seconds(runs, devices)
         results[name] = {"GB/s": round(sent / by_events / 1e9, 1), "ms": round(by_events * 1e3, 3)}
-        results[name] |= {"wall_ms": round(by_clock * 1e3, 3)} | facts
+        results[name] |= {"wall_ms": round(by_clock * 1e3, 3)} | conditions
 
     runs, _, _ = built(memory, False, by_engines)
     record("one copy_ a pair", runs)
-    pieces = sum(part.pieces for part in memory.parts)
+    copies = sum(block.segments for block in memory.blocks)
     for name, on_target, build in ways(sweep):
         if name == "pull" and all(source == target for source, target in pairs):
             continue
-        if name == "graph" and pieces * max(1, len(devices) - 1) > MOST_NODES:
+        if name == "graph" and copies * max(1, len(devices) - 1) > MOST_NODES:
             continue
         memory.clear()
         runs, building, most = built(memory, on_target, build)

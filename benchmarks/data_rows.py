@@ -1,4 +1,4 @@
-"""What millions of rows cost as training prompts: time to encode and to open them, memory, shuffles, random access.
+"""Cost of millions of rows as training prompts: time to encode and to open them, memory, shuffles, random access.
 
     python benchmarks/data_rows.py --directory SCRATCH --rows 10000000
 
@@ -108,7 +108,7 @@ def make_tokenizer(directory: Path, texts: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How some rows are read.
+    """Reader of some rows.
 
     Args:
         name: "jsonl", "parquet", "datasets" or "list".
@@ -126,7 +126,7 @@ class Way:
 
     @property
     def cache(self) -> Path:
-        """Of this way alone."""
+        """Cache of this reader alone."""
         return self.directory / "cache" / f"{self.name}-{self.rows}"
 
     def prompt(self, text: str) -> str:
@@ -146,7 +146,7 @@ class Opened:
 
 
 def open_files(way: Way, tokenizer: PreTrainedTokenizerBase) -> Opened:
-    """As `data.source=files` does."""
+    """Open the rows as `data.source=files` does."""
     config = FilesConfig(
         train=(FileSource(path=(str(way.directory / f"rows.{way.name}"),), rows=way.rows),),
         chat=ChatConfig(texts=way.texts),  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def open_datasets(way: Way, tokenizer: PreTrainedTokenizerBase) -> Opened:
 
 
 def open_list(way: Way, tokenizer: PreTrainedTokenizerBase) -> Opened:
-    """As `data.source=jsonl` does."""
+    """Open the rows as `data.source=jsonl` does."""
     examples = read_jsonl(_head(way.directory / "rows.jsonl", way))
     kept, tokens, _ = fit_prompts(tokenizer, examples, max_tokens=_MOST_TOKENS, policy="refuse")
 
@@ -207,8 +207,8 @@ def _head(path: Path, way: Way) -> Path:
     """A file of the first lines alone, for a way that has no other means to read no more."""
     head = way.directory / f"head-{way.rows}.jsonl"
     if not head.exists():
-        with path.open("rb") as whole, head.open("wb") as part:
-            part.writelines(line for line, _ in zip(whole, range(way.rows), strict=False))
+        with path.open("rb") as source, head.open("wb") as target:
+            target.writelines(line for line, _ in zip(source, range(way.rows), strict=False))
     return head
 
 
@@ -258,7 +258,7 @@ def read_once(way: Way) -> dict[str, Any]:
     began = time.perf_counter()
     opened = _OPEN[way.name](way, tokenizer)
     seconds = time.perf_counter() - began
-    held = anonymous_bytes()
+    resident = anonymous_bytes()
     began = time.perf_counter()
     shuffled = opened.shuffled()
     shuffle_seconds = time.perf_counter() - began
@@ -270,13 +270,13 @@ def read_once(way: Way) -> dict[str, Any]:
     for index in indices:
         opened.example(index)
     example_seconds = time.perf_counter() - began
-    peak = max(memory.stop(), held)
+    peak = max(memory.stop(), resident)
     del shuffled
     return {
         "seconds": seconds,
         "rows_per_second": way.rows / seconds,
         "anonymous_before_bytes": before,
-        "anonymous_held_bytes": held,
+        "anonymous_held_bytes": resident,
         "anonymous_peak_bytes": peak,
         "vm_hwm_bytes": _status_bytes("VmHWM"),
         "shuffle_seconds": shuffle_seconds,
@@ -287,7 +287,7 @@ def read_once(way: Way) -> dict[str, Any]:
 
 
 def in_own_process(way: Way) -> dict[str, Any]:
-    """What `read_once` returns in a process that has done nothing else."""
+    """Call `read_once` in a process that has done nothing else."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(read_once, way).result()
 
@@ -298,23 +298,23 @@ def measure(way: Way) -> dict[str, Any]:
     What is kept in memory alone is read once.
     """
     shutil.rmtree(way.cache, ignore_errors=True)
-    found = {}
+    by_phase: dict[str, Any] = {}
     for name in ("encode",) if way.name == "list" else ("encode", "open"):
-        found[name] = in_own_process(way)
-        print(f"{way.name}, {way.rows:,} rows, {name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+        by_phase[name] = in_own_process(way)
+        print(f"{way.name}, {way.rows:,} rows, {name}: {json.dumps(by_phase[name])}", file=sys.stderr, flush=True)
     if way.cache.exists():
-        found["cache_bytes"] = sum(each.stat().st_size for each in way.cache.rglob("*") if each.is_file())
+        by_phase["cache_bytes"] = sum(path.stat().st_size for path in way.cache.rglob("*") if path.is_file())
         shutil.rmtree(way.cache)
-    return found
+    return by_phase
 
 
-def check_same(found: dict[str, dict[str, Any]]) -> None:
-    """That all ways have the same token ids."""
+def check_same(by_reader: dict[str, dict[str, Any]]) -> None:
+    """Check that all readers have the same token ids."""
     checksums = {
-        f"{name}, {phase}": each[phase].pop("checksums")
-        for name, each in found.items()
+        f"{name}, {phase}": by_phase[phase].pop("checksums")
+        for name, by_phase in by_reader.items()
         for phase in ("encode", "open")
-        if phase in each
+        if phase in by_phase
     }
     if len(set(map(tuple, checksums.values()))) > 1:
         raise UserError(f"the ways have different token ids: {checksums}")
@@ -354,9 +354,9 @@ def _run(options: argparse.Namespace, formats: Sequence[str], scratch: Path) -> 
     print(f"{options.rows:,} rows are made in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
     def ways(names: Sequence[str], rows: int) -> dict[str, dict[str, Any]]:
-        found = {name: measure(Way(name, scratch, rows, options.texts, options.accesses)) for name in names}
-        check_same(found)
-        return found
+        by_reader = {name: measure(Way(name, scratch, rows, options.texts, options.accesses)) for name in names}
+        check_same(by_reader)
+        return by_reader
 
     everything = ways(formats, options.rows)
     others = [*formats, "datasets", *(["list"] if options.texts == "raw" else [])]

@@ -7,5 +7,5 @@ from zlib import crc32
 
 
 def score(generated_texts: Sequence[str]) -> list[float]:
-    """For each response a number in [0, 1) that its text decides."""
+    """Return a number in [0, 1) for each response, decided by its text."""
     return [crc32(text.encode(errors="replace")) / 2**32 for text in generated_texts]

@@ -1,4 +1,4 @@
-"""What other systems do with weights between Megatron-Core and SGLang: what reshard.py measures against.
+"""Gathering baseline of reshard.py: the path of other systems from Megatron-Core to SGLang.
 
 Every full tensor is gathered on every trainer's rank over its model-parallel groups, converted to HuggingFace tensors,
 and handed over in buckets through SGLang's `update_weights_from_tensor`, whose loader cuts each rank's part out.
@@ -23,7 +23,7 @@ class GatherBaseline:
     """One trainer's rank of the strategy.
 
     Args:
-        held: the rank's parameters, each with what its rule says of it.
+        parameters: of the rank, each with what its rule says of it.
         spec: the model.
         layout: how it is cut.
         coordinates: of this rank.
@@ -31,14 +31,14 @@ class GatherBaseline:
 
     def __init__(
         self,
-        held: list[tuple[LocalParameter, torch.Tensor]],
+        parameters: list[tuple[LocalParameter, torch.Tensor]],
         spec: ModelSpec,
         layout: Layout,
         coordinates: Coordinates,
     ) -> None:
         self._spec, self._layout, self._here = spec, layout, coordinates
-        self._tensors = {local.name: tensor for local, tensor in held}
-        self._device, self._dtype = held[0][1].device, held[0][1].dtype
+        self._tensors = {local.name: tensor for local, tensor in parameters}
+        self._device, self._dtype = parameters[0][1].device, parameters[0][1].dtype
         self._of_rank: dict[Coordinates, list[LocalParameter]] = {}
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -71,13 +71,13 @@ class GatherBaseline:
         dtype = torch.float32 if local.buffer else self._dtype
         return torch.empty(local.shape, dtype=dtype, device=self._device)
 
-    def _parameters(self, stage: int, place: Coordinates) -> list[LocalParameter]:
-        place = replace(place, pp=stage)
-        if place not in self._of_rank:
-            self._of_rank[place] = self._spec.local_parameters(
-                self._layout, place, transformer_engine=platform.has_transformer_engine
+    def _parameters(self, stage: int, coordinates: Coordinates) -> list[LocalParameter]:
+        coordinates = replace(coordinates, pp=stage)
+        if coordinates not in self._of_rank:
+            self._of_rank[coordinates] = self._spec.local_parameters(
+                self._layout, coordinates, transformer_engine=platform.has_transformer_engine
             )
-        return self._of_rank[place]
+        return self._of_rank[coordinates]
 
     def _full(
         self, stage: int, index: int, local: LocalParameter, mine: torch.Tensor
@@ -85,7 +85,7 @@ class GatherBaseline:
         """Gather one parameter over the groups that cut it, and put its HuggingFace tensors together."""
         from megatron.core import parallel_state
 
-        parts = [(self._here, mine)]
+        shards = [(self._here, mine)]
         if ".experts." in local.name:
             cuts = [
                 ("etp", self._layout.etp, parallel_state.get_expert_tensor_parallel_group),
@@ -93,26 +93,28 @@ class GatherBaseline:
             ]
         else:
             cuts = [("tp", self._layout.tp, parallel_state.get_tensor_model_parallel_group)]
-        whole = sum(prod(self._spec.hf_shape(name)) for name in {piece.hf_name for piece in local.pieces})
-        if ".experts." not in local.name and whole <= prod(local.shape):
+        elements = sum(
+            prod(self._spec.hf_shape(name)) for name in {tensor_slice.hf_name for tensor_slice in local.slices}
+        )
+        if ".experts." not in local.name and elements <= prod(local.shape):
             cuts = []  # every rank has all of it
         for field, size, group in cuts:
             if size == 1:
                 continue
             gathered: list[tuple[Coordinates, torch.Tensor]] = []
-            for place, tensor in parts:
+            for coordinates, tensor in shards:
                 outputs = [torch.empty_like(tensor) for _ in range(size)]
                 dist.all_gather(outputs, tensor.contiguous(), group=group())
-                gathered += [(replace(place, **{field: number}), output) for number, output in enumerate(outputs)]
-            parts = gathered
+                gathered += [(replace(coordinates, **{field: number}), output) for number, output in enumerate(outputs)]
+            shards = gathered
         full: dict[str, torch.Tensor] = {}
-        for place, tensor in parts:
-            for piece in self._parameters(stage, place)[index].pieces:
-                if piece.hf_name not in full:
-                    shape = self._spec.hf_shape(piece.hf_name)
-                    full[piece.hf_name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-                target = full[piece.hf_name][tuple(slice(*edges) for edges in piece.hf_box)]
-                target.copy_(tensor[tuple(slice(*edges) for edges in piece.local_box)])
+        for coordinates, tensor in shards:
+            for tensor_slice in self._parameters(stage, coordinates)[index].slices:
+                if tensor_slice.hf_name not in full:
+                    shape = self._spec.hf_shape(tensor_slice.hf_name)
+                    full[tensor_slice.hf_name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                target = full[tensor_slice.hf_name][tuple(slice(*edges) for edges in tensor_slice.hf_box)]
+                target.copy_(tensor[tuple(slice(*edges) for edges in tensor_slice.local_box)])
         yield from full.items()
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/host_copies.py [--gb 8] > rates.json
 
-An optimizer's state in host memory comes and goes so (`train.optimizer.offload`), in parts of 512 MiB: into the GPU,
+An optimizer's state in host memory comes and goes so (`train.optimizer.offload`), in chunks of 512 MiB: into the GPU,
 out of it, and both at once. Each GPU has a process of its own, as trainer's ranks are, which all start a copy together.
 The memory is what ranks take (`page_locked`: CUDA takes it of the system), and memory in huge pages that CUDA locks
 afterwards (`huge_pages`). Rates are of the slowest GPU, in GB/s each way; taking the memory is in seconds.
@@ -26,7 +26,7 @@ import torch
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
 from engine3d.platform import platform
-from engine3d.training.host_state import PART_BYTES
+from engine3d.training.host_state import CHUNK_BYTES
 
 _ROUNDS = 3
 _LIMIT_S = 120.0
@@ -37,29 +37,29 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print; the exit code is 2 for arguments that cannot be right, or where it takes too long."""
     parser = Parser(prog="host_copies.py", description="Copies between page-locked host memory and GPUs.")
     parser.add_argument("--gb", type=float, default=8.0, help="of host memory for each GPU")
-    figures: dict[str, Any] = {}
+    by_kind: dict[str, Any] = {}
     try:
         options = parser.parse_args(arguments)
-        parts = int(options.gb * 1e9) // PART_BYTES
-        if parts < 2:
-            raise UserError(f"--gb {options.gb}: expected at least {2 * PART_BYTES / 1e9:.2f}, two parts")
+        chunks = int(options.gb * 1e9) // CHUNK_BYTES
+        if chunks < 2:
+            raise UserError(f"--gb {options.gb}: expected at least {2 * CHUNK_BYTES / 1e9:.2f}, two chunks")
         if not platform.gpus:
             raise UserError("this machine has no GPU, whose copies are measured")
         for kind in _MEMORY:
             for gpus in sorted({1, platform.gpus}):
-                found = figures.setdefault(kind, {})[f"{gpus} at once"] = measured(kind, gpus, parts)
-                told = ", ".join(f"{way} {found[way]:.1f} GB/s" for way in _WAYS)
-                print(f"{kind}, {gpus} at once: {told}; taken in {found['taken_s']:.1f} s", file=sys.stderr)
+                rates = by_kind.setdefault(kind, {})[f"{gpus} at once"] = measured(kind, gpus, chunks)
+                reported = ", ".join(f"{way} {rates[way]:.1f} GB/s" for way in _WAYS)
+                print(f"{kind}, {gpus} at once: {reported}; taken in {rates['taken_s']:.1f} s", file=sys.stderr)
     except UserError as error:
         print(f"host_copies.py: {error}", file=sys.stderr)
         return 2
     command = " ".join(["benchmarks/host_copies.py", *sys.argv[1:]])
-    facts = {"command": command, "device": torch.cuda.get_device_name(), "gb": parts * PART_BYTES / 1e9}
-    print(json.dumps(facts | {"rates": figures, "versions": versions()}, indent=2))
+    conditions = {"command": command, "device": torch.cuda.get_device_name(), "gb": chunks * CHUNK_BYTES / 1e9}
+    print(json.dumps(conditions | {"rates": by_kind, "versions": versions()}, indent=2))
     return 0
 
 
-def measured(kind: str, devices: int, parts: int, part_bytes: int = PART_BYTES) -> dict[str, float]:
+def measured(kind: str, devices: int, chunks: int, part_bytes: int = CHUNK_BYTES) -> dict[str, float]:
     """GB/s of the slowest device, each way, and seconds until the slowest had its memory.
 
     Raises:
@@ -67,7 +67,7 @@ def measured(kind: str, devices: int, parts: int, part_bytes: int = PART_BYTES) 
     """
     context = torch.multiprocessing.get_context("spawn")
     answers, barrier = context.SimpleQueue(), context.Barrier(devices)
-    arguments = (kind, parts, part_bytes, barrier, answers)
+    arguments = (kind, chunks, part_bytes, barrier, answers)
     ranks = torch.multiprocessing.spawn(_rank, arguments, nprocs=devices, join=False)
     deadline = time.monotonic() + _LIMIT_S
     try:
@@ -77,20 +77,20 @@ def measured(kind: str, devices: int, parts: int, part_bytes: int = PART_BYTES) 
     finally:
         for process in ranks.processes:
             process.kill()
-    found = [answers.get() for _ in range(devices)]
-    taken_s = max(each["taken_s"] for each in found)
-    return {way: min(each[way] for each in found) for way in _WAYS} | {"taken_s": taken_s}
+    rates = [answers.get() for _ in range(devices)]
+    taken_s = max(rank_rates["taken_s"] for rank_rates in rates)
+    return {way: min(rank_rates[way] for rank_rates in rates) for way in _WAYS} | {"taken_s": taken_s}
 
 
-def _rank(rank: int, kind: str, parts: int, part_bytes: int, barrier: Any, answers: Any) -> None:
+def _rank(rank: int, kind: str, chunks: int, part_bytes: int, barrier: Any, answers: Any) -> None:
     """One device's part."""
     device = platform.device(rank)
     platform.synchronize()
     barrier.wait(_LIMIT_S)
     began = time.perf_counter()
-    host = [_MEMORY[kind](part_bytes) for _ in range(parts)]
+    host = [_MEMORY[kind](part_bytes) for _ in range(chunks)]
     rates = {"taken_s": time.perf_counter() - began}
-    coming, going = host[: parts // 2], host[parts // 2 :][: parts // 2]
+    coming, going = host[: chunks // 2], host[chunks // 2 :][: chunks // 2]
     here = [torch.empty(part_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = torch.get_device_module(device)
     ways = [streams.Stream(), streams.Stream()]

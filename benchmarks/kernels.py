@@ -1,4 +1,4 @@
-"""What a GPU did in a trace: the time of its kernels by kind, and the time in which it had none.
+"""GPU time in a trace: kernels by kind, and idle time.
 
     python benchmarks/kernels.py runs/RUN/profile/step-2-actor.json.gz
     python benchmarks/kernels.py traces/*.trace.json.gz --steps 8
@@ -27,7 +27,7 @@ from engine3d.errors import UserError
 # Of what a device does, the kinds by the names of kernels; the first that fits. What fits none is element-wise, mostly.
 _KINDS = {
     "communication": r"nccl|cross_device_reduce|all_?reduce|all_?gather|reduce_?scatter|multimem|_shot_|barrier_kernel"
-    r"|^_collect|^_gather$|^_add_up$|^_add$|^memcpy ptop",
+    r"|^_collect|^_gather$|^_add_up$|^_add$|^_sum_partials$|^memcpy ptop",
     "products of experts": r"fused_moe_kernel|sum_local_experts|GroupProblemShape|grouped",
     "norms and positions": r"norm|rope|rotary",
     "attention": r"flash|fmha|sdpa|attn|attention|compute_dot_do_o|convert_dq|prepare_varlen",
@@ -54,7 +54,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a trace, in milliseconds.
+    """GPU time of a trace, in milliseconds.
 
     Args:
         span: from the first kernel's begin to the last one's end.
@@ -72,7 +72,7 @@ class Summary:
 
     @property
     def idle(self) -> float:
-        """In which the device had nothing to do."""
+        """Time in which the device had nothing to do, in milliseconds."""
         return self.span - self.busy
 
 
@@ -85,19 +85,21 @@ def main(arguments: list[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         if options.steps < 1:
             raise UserError(f"--steps {options.steps}: expected at least 1")
-        found = {path: summarise(device_kernels(path)) for path in options.traces}
+        summaries = {path: summarise(device_kernels(path)) for path in options.traces}
     except UserError as error:
         print(f"kernels.py: {error}", file=sys.stderr)
         return 2
-    for path, summary in found.items():
+    for path, summary in summaries.items():
         print(f"{path.name}")
         print("\n".join(lines(summary, options.steps)))
-    print(json.dumps({path.name: _figures(each, options.steps) for path, each in found.items()}, indent=2))
+    print(
+        json.dumps({path.name: _measurements(summary, options.steps) for path, summary in summaries.items()}, indent=2)
+    )
     return 0
 
 
 def device_kernels(path: Path) -> list[Kernel]:
-    """What the device did in a trace.
+    """Return the device's kernels of a trace.
 
     Raises:
         UserError: it cannot be read, or nothing in it is of a GPU.
@@ -105,16 +107,16 @@ def device_kernels(path: Path) -> list[Kernel]:
     try:
         raw = path.read_bytes()
         events = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["traceEvents"]
-        found = [
+        kernels = [
             Kernel(event["name"], event["ts"], event["ts"] + event["dur"])
             for event in events
             if event.get("cat") in _ON_A_DEVICE
         ]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a trace of torch.profiler: {type(error).__name__} {error}") from error
-    if not found:
+    if not kernels:
         raise UserError(f"{path}: no kernels of a GPU; expected a trace of a run on GPUs")
-    return found
+    return kernels
 
 
 def kind_of(name: str) -> str:
@@ -139,7 +141,7 @@ def summarise(kernels: Sequence[Kernel]) -> Summary:
 def _covered(kernels: Iterable[Kernel]) -> float:
     """Time in which at least one of them runs."""
     covered, until = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda each: each.begin):
+    for kernel in sorted(kernels, key=lambda kernel: kernel.begin):
         covered += max(0.0, kernel.end - max(kernel.begin, until))
         until = max(until, kernel.end)
     return covered
@@ -152,7 +154,7 @@ def _sums(named: Iterable[tuple[str, Kernel]]) -> dict[str, tuple[float, int]]:
     for name, kernel in named:
         times[name] += (kernel.end - kernel.begin) / 1000
         counts[name] += 1
-    return {name: (times[name], counts[name]) for name in sorted(times, key=lambda each: -times[each])}
+    return {name: (times[name], counts[name]) for name in sorted(times, key=lambda name: -times[name])}
 
 
 def lines(summary: Summary, steps: int) -> list[str]:
@@ -169,9 +171,9 @@ def lines(summary: Summary, steps: int) -> list[str]:
     ]
 
 
-def _figures(summary: Summary, steps: int) -> dict[str, Any]:
+def _measurements(summary: Summary, steps: int) -> dict[str, Any]:
     def table(sums: dict[str, tuple[float, int]]) -> dict[str, Any]:
-        return {name[:200]: {"ms": each / steps, "kernels": count / steps} for name, (each, count) in sums.items()}
+        return {name[:200]: {"ms": total / steps, "kernels": count / steps} for name, (total, count) in sums.items()}
 
     return {
         "steps": steps,

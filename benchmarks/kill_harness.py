@@ -50,8 +50,8 @@ STREAM = (
     "rollout.engine.max_running_requests=3",
 )
 """The same as a stream of two engines: of responses of 24 tokens some are under way whenever weights change."""
-LEND = ("placement.actor=cpu:0-1", "placement.rollout=cpu:1-2", "rollout.lend=true", "rollout.lend_after_s=0")
-"""Of the two engines one is on a slot of the actor, which lends it while it waits."""
+LEASE = ("placement.actor=cpu:0-1", "placement.rollout=cpu:1-2", "rollout.lease=true", "rollout.lease_after_s=0")
+"""Placement of two engines, one of them on a slot of the actor, which leases it while it waits."""
 _MARK = "HYBRIDFLOW_KILL_HARNESS"
 _EXIT_LIMIT_S = 180.0
 _GONE_LIMIT_S = 60.0
@@ -62,7 +62,7 @@ _MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Kill:
-    """What is killed when.
+    """Target and moment of a kill.
 
     Args:
         target: the driver, one of the actor's ranks, one of the rollout engine's processes with its rank or without, or
@@ -82,7 +82,7 @@ class Kill:
 
 @dataclass
 class Outcome:
-    """What came of a kill.
+    """Outcome of a kill.
 
     Args:
         killed: whether the run came to the moment.
@@ -170,7 +170,7 @@ class KilledRun:
 
     @contextlib.contextmanager
     def watching_others(self) -> Iterator[None]:
-        """In the block, note which shared memory is that of other processes."""
+        """Note which shared memory is that of other processes, in the block."""
         ended = threading.Event()
         watch = threading.Thread(target=self._watch_others, args=(ended,))
         watch.start()
@@ -212,36 +212,40 @@ class KilledRun:
         if target == "everything":
             return everything
         logs = {"trainer": ("actor-",), "rollout": ("rollout-", "sglang-"), "engine": ("sglang-",)}[target]
-        found = [process for process in everything if _log_of(process).startswith(logs)]
-        return [random.choice(found)] if found else []
+        processes = [process for process in everything if _log_of(process).startswith(logs)]
+        return [random.choice(processes)] if processes else []
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the run: what carries its mark, or has its files open, since some hide their environment."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 if self._is_own(process):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def _is_own(self, process: psutil.Process) -> bool:
-        places = (str(self.directory), str(self.temporary))
+        directories = (str(self.directory), str(self.temporary))
         files = (file.path for file in process.open_files())
         marked = process.environ().get(_MARK) == str(self.directory)
-        return marked or any(path.startswith(places) for path in files)
+        return marked or any(path.startswith(directories) for path in files)
 
     def left_over(self, limit_s: float, *, files: bool = True) -> list[str]:
-        """What the run has left behind: processes, shared memory, temporary files and sockets; waits for their end."""
+        """Return what the run has left behind: processes, shared memory, temporary files and sockets. Waits for their
+        end.
+        """
         deadline = time.monotonic() + limit_s
         while True:
-            found = [f"process {process.pid}: {_name(process)}" for process in self.processes()]
+            leftovers = [f"process {process.pid}: {_name(process)}" for process in self.processes()]
             if files:
-                found += [f"shared memory {name}" for name in _unused(_shared_memory() - self._shared, self._of_others)]
-                found += [f"file {path}" for path in self.temporary.rglob("*") if not path.is_dir()]
-            if not found or time.monotonic() > deadline:
-                return found
+                leftovers += [
+                    f"shared memory {name}" for name in _unused(_shared_memory() - self._shared, self._of_others)
+                ]
+                leftovers += [f"file {path}" for path in self.temporary.rglob("*") if not path.is_dir()]
+            if not leftovers or time.monotonic() > deadline:
+                return leftovers
             time.sleep(0.25)
 
     def end(self) -> None:
@@ -252,10 +256,10 @@ class KilledRun:
     def records(self) -> list[dict[str, Any]]:
         """All records of training, evaluation and warm-up without times, rates and memory."""
         lines = (self.run_directory / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines]
         return [
             {name: value for name, value in record.items() if not _varies(name)}
-            for record in found
+            for record in records
             if record["phase"] != "checkpoint"
         ]
 
@@ -280,7 +284,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Account:
-    """Which draws of a stream were learned from.
+    """Draws of a stream by what became of them.
 
     Args:
         learned: draws of prompts that were, once or more.
@@ -304,35 +308,35 @@ def account(run: KilledRun, *, steps: int, groups: int, samples: int, prompts: i
         steps, groups, samples: of the run, of a step, of a group.
         prompts: of an epoch.
     """
-    found: dict[int, list[tuple[int, int]]] = {}
+    by_draw: dict[int, list[tuple[int, int]]] = {}
     several = 0
     for path in sorted((run.run_directory / "samples").glob("step-*.parquet")):
         table = pq.read_table(path, columns=["step", "group_id", "prompt_index", "policy_version", "newest_version"])
         for row in table.to_pylist():
-            found.setdefault(row["group_id"], []).append((row["step"], row["prompt_index"]))
+            by_draw.setdefault(row["group_id"], []).append((row["step"], row["prompt_index"]))
             several += row["newest_version"] > row["policy_version"]
     draws = range(steps * groups)
-    lost = len(set(draws) - found.keys())
-    duplicated = len(found.keys() - set(draws)) + sum(max(0, len(rows) - samples) for rows in found.values())
-    lost += sum(max(0, samples - len(rows)) for rows in found.values())
-    duplicated += sum(len({step for step, _ in rows}) > 1 for rows in found.values())
+    lost = len(set(draws) - by_draw.keys())
+    duplicated = len(by_draw.keys() - set(draws)) + sum(max(0, len(rows) - samples) for rows in by_draw.values())
+    lost += sum(max(0, samples - len(rows)) for rows in by_draw.values())
+    duplicated += sum(len({step for step, _ in rows}) > 1 for rows in by_draw.values())
     for first in range(0, len(draws), prompts):
-        epoch = [found[draw][0][1] for draw in draws[first : first + prompts] if draw in found]
+        epoch = [by_draw[draw][0][1] for draw in draws[first : first + prompts] if draw in by_draw]
         duplicated += len(epoch) - len(set(epoch))
         if len(draws) >= first + prompts:
             lost += prompts - len(set(epoch))
-    told = [record["step"] for record in run.records() if record["phase"] == "train"]
-    lost += len(set(range(1, steps + 1)) - set(told))
-    duplicated += len(told) - len(set(told))
-    return Account(len(found), lost, duplicated, several)
+    logged = [record["step"] for record in run.records() if record["phase"] == "train"]
+    lost += len(set(range(1, steps + 1)) - set(logged))
+    duplicated += len(logged) - len(set(logged))
+    return Account(len(by_draw), lost, duplicated, several)
 
 
 def compare(run: KilledRun, reference: KilledRun) -> Comparison:
     """Compare two runs that have ended well."""
-    found, expected = run.records(), reference.records()
-    names = [(record["phase"], record["step"]) for record in found]
+    actual, expected = run.records(), reference.records()
+    names = [(record["phase"], record["step"]) for record in actual]
     return Comparison(
-        identical=found == expected and run.model() == reference.model(),
+        identical=actual == expected and run.model() == reference.model(),
         lost=sum((record["phase"], record["step"]) not in names for record in expected),
         duplicated=len(names) - len(set(names)),
     )
@@ -368,14 +372,14 @@ def _await(kill: Kill, phase_file: Path, driver: subprocess.Popen[bytes], limit_
 
 def _phase(path: Path) -> tuple[int, str]:
     try:
-        told = json.loads(path.read_text())
-        return int(told["step"]), str(told["phase"])
+        state = json.loads(path.read_text())
+        return int(state["step"]), str(state["phase"])
     except (OSError, ValueError, KeyError):
         return -1, ""
 
 
 def _varies(name: str) -> bool:
-    """Whether a figure tells time, or what was written when: two runs of the same bits differ in it."""
+    """True if a metric depends on time, or on what was written when: two runs of the same bits differ in it."""
     return name.endswith(("_ms", "_per_sec", "mfu")) or name.startswith(("memory/", "device/", "samples/"))
 
 
@@ -384,7 +388,7 @@ def _shared_memory() -> set[str]:
 
 
 def _unused(segments: set[str], of_others: set[int]) -> list[str]:
-    """Those that no process has mapped; the others are not this run's, or are found with the process."""
+    """Return the segments that no process has mapped. Others are not this run's, or are reported with the process."""
     numbers = {}
     for name in segments:
         with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
 """Kills runs at random moments and compares what they become with a run that was left alone.
 
     python benchmarks/kill_resume.py --kills 50 --directory runs/kills
-    python benchmarks/kill_resume.py --kills 30 --directory runs/kills --stream [--lend]
+    python benchmarks/kill_resume.py --kills 30 --directory runs/kills --stream [--lease]
 
 A run is killed again and again, each time resumed with resume=auto, until it has come to its end; then the next one
 begins, until there were as many kills as wanted. Prints a table, and last one JSON object. With `--stream` rollouts
 come beside training, so what a step learns from depends on the moment and no two runs are the same: then every draw of
-a prompt is accounted for, and every prompt of an epoch. With `--lend` one of the engines is on a slot of the actor.
+a prompt is accounted for, and every prompt of an epoch. With `--lease` one of the engines is on a slot of the actor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kill_harness import LEND, RECIPE, STREAM, KilledRun, account, compare, draw
+from benchmarks.kill_harness import LEASE, RECIPE, STREAM, KilledRun, account, compare, draw
 from benchmarks.reshard_plan import versions
 
 _STEPS, _STREAM_STEPS = 8, 10
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     parser.add_argument("--stream", action="store_true", help="rollouts as a stream")
-    parser.add_argument("--lend", action="store_true", help="with --stream: the trainer lends an engine its slot")
+    parser.add_argument("--lease", action="store_true", help="with --stream: the trainer leases an engine its slot")
     parser.add_argument("--directory", type=Path, default=Path("runs/kills"), help="to be made")
     options = parser.parse_args()
     directory = options.directory.absolute()
@@ -43,10 +43,10 @@ def main() -> int:
         parser.error(f"--directory: {directory} exists already, expected a new directory")
     generator = random.Random(options.seed)
     random.seed(options.seed)
-    if options.lend and not options.stream:
-        parser.error("--lend without --stream, expected both")
+    if options.lease and not options.stream:
+        parser.error("--lease without --stream, expected both")
     recipe, steps = (STREAM, _STREAM_STEPS) if options.stream else (RECIPE, _STEPS)
-    recipe = (*recipe, *LEND) if options.lend else recipe
+    recipe = (*recipe, *LEASE) if options.lease else recipe
     started = time.monotonic()
     reference, left_over = None if options.stream else KilledRun(directory / "reference", recipe), 0
     if reference is not None:
@@ -64,8 +64,8 @@ def main() -> int:
         run = KilledRun(directory / f"run-{totals['runs']}", recipe)
         kills = 0
         while True:
-            wanted = kills < _MOST_KILLS_OF_A_RUN and totals["kills"] < options.kills
-            outcome = run.run(draw(generator, totals["kills"], steps) if wanted else None)
+            continues = kills < _MOST_KILLS_OF_A_RUN and totals["kills"] < options.kills
+            outcome = run.run(draw(generator, totals["kills"], steps) if continues else None)
             totals["left_over"] += len(outcome.left_over)
             if not outcome.killed:
                 break
@@ -99,9 +99,9 @@ def main() -> int:
     if reference is not None:
         shutil.rmtree(reference.directory)
     print(json.dumps(totals | {"seconds": round(time.monotonic() - started), "versions": versions()}))
-    whole = totals.get("identical", totals["kills"]) == totals["kills"]
-    whole = whole and not (totals["lost"] or totals["duplicated"])
-    return 0 if whole and not totals["left_over"] else 1
+    identical = totals.get("identical", totals["kills"]) == totals["kills"]
+    identical = identical and not (totals["lost"] or totals["duplicated"])
+    return 0 if identical and not totals["left_over"] else 1
 
 
 if __name__ == "__main__":

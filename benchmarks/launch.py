@@ -1,4 +1,4 @@
-"""How long a launch takes to begin, and to end of a failure.
+"""Duration of a launch's beginning, and of its end after a failure.
 
     python benchmarks/launch.py --agents 64 512 --directory runs/launch            agents that only report
     python benchmarks/launch.py --hosts --directory runs/launch                    the small run of the tests on 3 hosts
@@ -54,7 +54,7 @@ def main() -> int:
     if directory.exists():
         parser.error(f"--directory: {directory} exists already, expected a new directory")
     directory.mkdir(parents=True)
-    found: dict[str, Any] = {"machine": _machine(), "versions": _versions(), "launches": [], "hosts": []}
+    results: dict[str, Any] = {"machine": _machine(), "versions": _versions(), "launches": [], "hosts": []}
     for agents in options.agents:
         for failure in ("fail", "lost"):
             measured = measure_agents(
@@ -65,14 +65,14 @@ def main() -> int:
                 pairs=agents <= options.pairs_up_to,
                 own_facts=agents <= options.own_facts_up_to,
             )
-            found["launches"].append(measured)
+            results["launches"].append(measured)
             print(_line(measured), flush=True)
     if options.hosts:
         for failure in ("rank killed", "agent killed", "link down"):
             measured = measure_hosts(directory / failure.replace(" ", "-"), failure)
-            found["hosts"].append(measured)
+            results["hosts"].append(measured)
             print(_line(measured), flush=True)
-    print(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
     return 0
 
 
@@ -112,7 +112,7 @@ def measure_agents(
         port = free.getsockname()[1]
     token = secrets.token_hex(32)
     started = []
-    for first, count in _parts(agents, processes):
+    for first, count in _shares(agents, processes):
         given = Specification(first, count, agents, port, token, str(directory), pairs, own_facts, ["train", *command])
         started.append(_start(given, directory / f"agents-{first}.log"))
     for process in started:
@@ -147,8 +147,8 @@ def measure_agents(
         "pairs_tried": agents * (agents - 1) if pairs else 0,
         "probes_at_once": PROBES_AT_ONCE if pairs else 0,
         "own_facts": own_facts,
-        "seconds_until_all_are_there": float(_found(rf"{agents} hosts after ([\d.]+) s", said)),
-        "seconds_of_doctor": float(_found(r"hosts: checked in ([\d.]+) s", said)),
+        "seconds_until_all_are_there": float(_matched(rf"{agents} hosts after ([\d.]+) s", said)),
+        "seconds_of_doctor": float(_matched(r"hosts: checked in ([\d.]+) s", said)),
         "seconds_until_command": round(begun - go, 2),
         "seconds_from_failure_to_exit_of_all": round(ended - (lost if failure == "lost" else failed), 2),
         "supervisor_cpu_s_until_command": round(cpu, 2),
@@ -192,7 +192,7 @@ def measure_hosts(directory: Path, failure: str) -> dict[str, Any]:
         "hosts": 3,
         "failure": failure,
         "load_before": load,
-        "seconds_of_doctor": float(_found(r"hosts: checked in ([\d.]+) s", said)),
+        "seconds_of_doctor": float(_matched(r"hosts: checked in ([\d.]+) s", said)),
         "seconds_until_checked": round(checked, 1),
         "seconds_until_first_step": round(first, 1),
         "seconds_from_failure_to_exit_of_all": round(ended, 1),
@@ -200,11 +200,11 @@ def measure_hosts(directory: Path, failure: str) -> dict[str, Any]:
     }
 
 
-def _parts(agents: int, processes: int) -> list[tuple[int, int]]:
+def _shares(agents: int, processes: int) -> list[tuple[int, int]]:
     """First agent and number of agents of each process."""
     others = agents - 1
     count = min(processes, others)
-    ends = [1 + others * part // count for part in range(count + 1)]
+    ends = [1 + others * process // count for process in range(count + 1)]
     return [(0, 1), *((first, end - first) for first, end in itertools.pairwise(ends))]
 
 
@@ -234,7 +234,7 @@ def _read(process: subprocess.Popen[str]) -> str:
 
 
 def _event(events: Path, name: str, supervisor: psutil.Process) -> float:
-    """When something of the command's happened, once it has; RuntimeError where the launch is over before."""
+    """Return the time of an event of the command, once it has happened; RuntimeError if the launch is over before."""
     while supervisor.is_running() and supervisor.status() != psutil.STATUS_ZOMBIE:
         if events.exists() and (there := re.search(rf"^{name} ([\d.]+)$", events.read_text(), re.MULTILINE)):
             return float(there[1])
@@ -247,7 +247,7 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(used.user + used.system)
 
 
-def _found(pattern: str, text: str) -> str:
+def _matched(pattern: str, text: str) -> str:
     there = re.search(pattern, text)
     if there is None:
         raise RuntimeError(f"no {pattern!r} in what was said: {text[-2000:]}")
@@ -256,8 +256,8 @@ def _found(pattern: str, text: str) -> str:
 
 def _line(measured: dict[str, Any]) -> str:
     what = f"{measured['agents']} agents" if "agents" in measured else f"{measured['hosts']} hosts"
-    figures = {name: value for name, value in measured.items() if name.startswith(("seconds", "supervisor", "load"))}
-    shown = "  ".join(f"{name} {value:,}" for name, value in figures.items())
+    stats = {name: value for name, value in measured.items() if name.startswith(("seconds", "supervisor", "load"))}
+    shown = "  ".join(f"{name} {value:,}" for name, value in stats.items())
     return f"{what}, {measured['failure']}:  {shown}"
 
 

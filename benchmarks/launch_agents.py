@@ -29,14 +29,16 @@ from hybridflow.cluster.hosts.launch.launch_plan import LaunchPlan
 from hybridflow.cluster.hosts.network import probe
 
 ADDRESSES = 250
-"""Of the last byte of an address."""
+"""Values of the last byte of an address."""
 PROBES_AT_ONCE = 2
-"""Of each host, in place of the 32 of a host that has its cores for itself: an answer is waited for 3 seconds."""
+"""Probes of each host in flight, instead of the 32 of a host that has its cores for itself: probes time out after 3
+seconds.
+"""
 
 
 @dataclass(frozen=True)
 class Specification:
-    """Of one process.
+    """Agents of one process.
 
     Args:
         first, count: the agents that it has.
@@ -62,7 +64,7 @@ class Specification:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one process.
+    """Report of one process.
 
     Args:
         ended: when the last of its agents had, in seconds since the epoch.
@@ -78,7 +80,7 @@ class Report:
 
 
 def address(index: int) -> str:
-    """Of a host."""
+    """Address of a host."""
     return f"127.1.{index // ADDRESSES}.{index % ADDRESSES + 1}"
 
 
@@ -89,7 +91,7 @@ def main() -> None:
     given = Specification(**json.loads(sys.stdin.readline()))
     probe.AT_ONCE = PROBES_AT_ONCE
     if not given.own_facts:
-        preflight.collect = _SharedFacts()
+        preflight.collect = _SharedFacts()  # type: ignore[assignment]  # one answer for all
     print("ready", file=answers, flush=True)
     if sys.stdin.readline() != "go\n":
         return
@@ -134,15 +136,17 @@ class _SharedFacts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: HostFacts | None = None
+        self._collected: HostFacts | None = None
 
     def __call__(self, run_dir: Path, recipe: str | None = None, **where: object) -> HostFacts:
         with self._lock:
-            if self._found is None:
-                self._found = collect(run_dir, recipe, **where)  # type: ignore[arg-type]
+            if self._collected is None:
+                self._collected = collect(run_dir, recipe, **where)  # type: ignore[arg-type]
         mark = where.get("mark")
         assert mark is None or isinstance(mark, Path)
-        return dataclasses.replace(self._found, sees_mark=None if mark is None else sees_mark(mark), time_s=time.time())
+        return dataclasses.replace(
+            self._collected, sees_mark=None if mark is None else sees_mark(mark), time_s=time.time()
+        )
 
 
 if __name__ == "__main__":

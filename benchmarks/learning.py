@@ -1,4 +1,4 @@
-"""What each algorithm's recipe learns, over several seeds, and its learning curve.
+"""Learning curves of the algorithms' recipes, over several seeds.
 
     python benchmarks/learning.py launch/recipes/demo.yaml launch/recipes/remax.yaml --seeds 1 2 3 --jobs 2
     python benchmarks/learning.py launch/recipes/stream.yaml --name stale-4 --set trainer.max_staleness=4 --results DIR
@@ -50,7 +50,7 @@ _FIGURES = {
     "eval/score_mean": "mean score of held-out prompts",
     "eval/preference_accuracy": "share of held-out preferences that became likelier",
 }
-"""What a curve shows, by its metric: the first of these that a run has."""
+"""Label of a curve by its metric. A curve shows the first of these that a run has."""
 _OF_A_SET = re.compile(r"eval/([^/]+)/mean@\d+")
 _LIMIT_S = 3600.0
 _COLOURS = {"--ink": "#444444", "--rule": "#cccccc", "--series-0": "#1f77b4", "--series-1": "#999999"}
@@ -59,7 +59,7 @@ _PACKAGES = ("torch", "megatron-core", "sglang", "ray")
 
 @dataclass(frozen=True)
 class Learned:
-    """What a run learned.
+    """Learning curve of a run.
 
     Args:
         recipe: the name of its file, and that of the actor behind a dot if it has several, or that of the held-out set.
@@ -104,14 +104,14 @@ def main() -> int:
         parser.error(f"--name with {len(options.recipes)} recipes, expected one")
     failed = 0
     if options.recipes:
-        wanted = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
+        jobs = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
 
-        def one(each: tuple[Path, int]) -> bool:
-            kept_by = options.name or each[0].stem
-            return _run(*each, kept_by, options.directory, options.results, options.eval_interval, options.set)
+        def one(job: tuple[Path, int]) -> bool:
+            kept_by = options.name or job[0].stem
+            return _run(*job, kept_by, options.directory, options.results, options.eval_interval, options.set)
 
         with ThreadPoolExecutor(options.jobs) as pool:
-            failed = sum(not succeeded for succeeded in pool.map(one, wanted))
+            failed = sum(not succeeded for succeeded in pool.map(one, jobs))
     if options.draw:
         for path in draw_curves(options.results, CURVES):
             print(path)
@@ -125,8 +125,8 @@ def _run(
 ) -> bool:
     """Train, and keep what was learned; whether that succeeded."""
     name = f"{kept_by}-{seed}"
-    sets = dict.fromkeys(name for each in load_recipes(recipe).values() for name in each.sets)
-    intervals = (f"evaluation.{each}.interval={interval}" for each in sets)
+    sets = dict.fromkeys(name for settings in load_recipes(recipe).values() for name in settings.sets)
+    intervals = (f"evaluation.{held_out}.interval={interval}" for held_out in sets)
     arguments = [str(recipe), f"seed={seed}", *intervals, "trainer.export=false", *settings]
     log = directory / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -156,29 +156,29 @@ def _run(
         print(f"{name}: exit code {done.returncode} after {seconds:.0f} s; {log}", flush=True)
         return False
     command = " ".join(["hybridflow train", *arguments])
-    for found in (
+    for result in (
         learned(metrics, learner, seed, seconds, command, figure)
         for run, metrics in learners(directory / name, kept_by).items()
-        for learner, figure in figures(metrics, run).items()
+        for learner, figure in evaluation_values(metrics, run).items()
     ):
-        learner = found.recipe
+        learner = result.recipe
         path = results / learner / f"seed-{seed}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(found)) + "\n")
-        ends = [figure for _, figure in (found.evaluations[0], found.evaluations[-1])]
-        print(f"{learner}-{seed}: {found.figure} {ends[0]:.3f} -> {ends[1]:.3f} in {seconds:.0f} s", flush=True)
+        path.write_text(json.dumps(asdict(result)) + "\n")
+        ends = [figure for _, figure in (result.evaluations[0], result.evaluations[-1])]
+        print(f"{learner}-{seed}: {result.figure} {ends[0]:.3f} -> {ends[1]:.3f} in {seconds:.0f} s", flush=True)
     return True
 
 
 def learners(run: Path, recipe: str) -> dict[str, Path]:
     """The metrics of a run by what learned: the recipe, or each of its actors as `<recipe>.<actor>`."""
-    if (whole := run / "metrics.jsonl").exists():
-        return {recipe: whole}
+    if (single := run / "metrics.jsonl").exists():
+        return {recipe: single}
     return {f"{recipe}.{path.parent.name}": path for path in sorted(run.glob("*/metrics.jsonl"))}
 
 
-def figures(path: Path, learner: str) -> dict[str, str]:
-    """What is kept of the evaluations of a run's metrics: figures, each by the name that it is kept by.
+def evaluation_values(path: Path, learner: str) -> dict[str, str]:
+    """Return the metrics of a run's evaluations that are kept, each by the name that it is kept by.
 
     Raises:
         ValueError: there is no evaluation, or one of nothing that is drawn.
@@ -187,16 +187,16 @@ def figures(path: Path, learner: str) -> dict[str, str]:
     first = next((record for record in records if record["phase"] == "eval"), None)
     if first is None:
         raise ValueError(f"{path}: no evaluation, expected at least one")
-    if own := next((name for name in _FIGURES if name in first), None):
-        return {learner: own}
-    if of_sets := {f"{learner}.{found[1]}": found[0] for name in first if (found := _OF_A_SET.fullmatch(name))}:
+    if metric := next((name for name in _FIGURES if name in first), None):
+        return {learner: metric}
+    if of_sets := {f"{learner}.{match[1]}": match[0] for name in first if (match := _OF_A_SET.fullmatch(name))}:
         return of_sets
     expected = ", ".join([*_FIGURES, "eval/SET/mean@K"])
     raise ValueError(f"{path}: evaluations of {', '.join(first)}, expected one of {expected}")
 
 
 def learned(path: Path, recipe: str, seed: int, seconds: float, command: str, figure: str) -> Learned:
-    """What a run's metrics tell of a figure; the other arguments are those of what is returned."""
+    """Read one metric's curve from a run's metrics. The other arguments are those of what is returned."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     evaluations = [record for record in records if record["phase"] == "eval" and figure in record]
     return Learned(
@@ -213,32 +213,36 @@ def learned(path: Path, recipe: str, seed: int, seconds: float, command: str, fi
 
 
 def read(results: Path, recipe: str) -> list[Learned]:
-    """What is kept of a recipe, by seed."""
+    """Read the curves that are kept of a recipe, by seed."""
     return [Learned(**json.loads(path.read_text())) for path in sorted((results / recipe).glob("seed-*.json"))]
 
 
 def curve(runs: Sequence[Learned]) -> Band:
     """Mean, lowest and highest figure over the seeds at each evaluation that all have; `label` says how many."""
     steps = sorted(set.intersection(*(({step for step, _ in run.evaluations}) for run in runs)))
-    figures = np.array([[dict(map(tuple, run.evaluations))[step] for step in steps] for run in runs])
+    values = np.array([[_by_step(run)[step] for step in steps] for run in runs])
     seeds = f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
-    return Band(seeds, np.array(steps, dtype=float), figures.min(axis=0), figures.max(axis=0))
+    return Band(seeds, np.array(steps, dtype=float), values.min(axis=0), values.max(axis=0))
+
+
+def _by_step(run: Learned) -> dict[float, float]:
+    return dict(run.evaluations)
 
 
 def _mean(label: str, runs: Sequence[Learned]) -> Line:
     band = curve(runs)
-    figures = np.array([[dict(map(tuple, run.evaluations))[int(step)] for step in band.x] for run in runs])
-    return Line(label, band.x, figures.mean(axis=0))
+    values = np.array([[_by_step(run)[int(step)] for step in band.x] for run in runs])
+    return Line(label, band.x, values.mean(axis=0))
 
 
 def table(results: Path) -> Iterator[str]:
-    """What every recipe that is kept has learned, as lines of a table: means over seeds, with lowest and highest."""
+    """Yield the results of every recipe that is kept, as table rows: means over seeds, with lowest and highest."""
     yield "| | seeds | first evaluation | last evaluation | seconds of a run |"
     yield "|---|---|---|---|---|"
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         runs = read(results, folder.name)
-        ends = [[run.evaluations[place][1] for run in runs] for place in (0, -1)]
-        first, last = (f"{np.mean(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in ends)
+        ends = [[run.evaluations[end][1] for run in runs] for end in (0, -1)]
+        first, last = (f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})" for values in ends)
         seconds = np.mean([run.seconds for run in runs])
         yield f"| {folder.name} | {len(runs)} | {first} | {last} | {seconds:.0f} |"
 

@@ -31,6 +31,7 @@ from benchmarks.reshard_plan import Parser, versions
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.errors import UserError
+from engine3d.rollout.requests import GIVEN
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.config.recipe import load_recipe
 from hybridflow.rundir.file_names import RECIPE, SAMPLE_STORE
@@ -40,7 +41,7 @@ from hybridflow.rundir.sample_files import stored_steps
 FIRST, LATER, BEFORE = "the response's first version", "a later version", "one version older"
 _COLUMNS = ["sample_id", "prompt_tokens", "response_tokens", "logprobs", "policy_version", "token_versions"]
 _FAR = 5
-"""Of the tokens that are furthest off, so many are told of each kind."""
+"""Tokens of each kind that are reported: those that are furthest off."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How engines have drawn tokens.
+    """Engines' settings when they drew tokens.
 
     Args:
         dtype: of their weights.
@@ -80,14 +81,14 @@ class Distance:
     """A token of a response, and how far its log-prob is off.
 
     Args:
-        sample, place: the sample's id, and the token's place in the response.
+        sample, position: the sample's id, and the token's position in the response.
         version: of the weights that drew the token.
         kind: with which weights it was computed: `FIRST` and `LATER` are of the token's version, `BEFORE` is not.
         distance: absolute difference of the log-probs.
     """
 
     sample: int
-    place: int
+    position: int
     version: int
     kind: str
     distance: float
@@ -108,21 +109,23 @@ def main(arguments: list[str] | None = None) -> int:
         checkpoints = checkpoints_by_version(options.run)
         rollout = load_recipe(options.run / RECIPE).rollout
         engines = Drawing(rollout.engine.dtype, rollout.sampling.temperature or 1.0)
-        found = list(distances(chosen, checkpoints, engines, options.device))
+        measured = list(distances(chosen, checkpoints, engines, options.device))
     except UserError as error:
         print(f"logprobs.py: {error}", file=sys.stderr)
         return 2
-    versions_seen = {version for response in chosen for version in response.versions}
-    left_out = sum(version not in checkpoints for response in chosen for version in response.versions)
-    told = {kind: summary([each for each in found if each.kind == kind]) for kind in (FIRST, LATER, BEFORE)}
+    versions_seen = {version for response in chosen for version in response.versions} - {GIVEN}
+    left_out = sum(version not in {*checkpoints, GIVEN} for response in chosen for version in response.versions)
+    summaries = {
+        kind: summary([distance for distance in measured if distance.kind == kind]) for kind in (FIRST, LATER, BEFORE)
+    }
     print("| weights | tokens | mean | 99 % | most |\n|---|---|---|---|---|")
-    for kind, values in told.items():
+    for kind, values in summaries.items():
         if values:
             print(
                 f"| {kind} | {values['tokens']:,} | {values['mean']:.2g} | {values['p99']:.2g} | {values['most']:.2g} |"
             )
     print(f"{len(chosen)} of {len(responses)} samples, {len(versions_seen)} versions, {left_out} tokens left out")
-    result = {"versions_of_weights": sorted(versions_seen), "left_out": left_out, "distances": told}
+    result = {"versions_of_weights": sorted(versions_seen), "left_out": left_out, "distances": summaries}
     print(json.dumps(result | {"device": options.device, "versions": versions()}))
     return 0
 
@@ -134,12 +137,12 @@ def stored_responses(run: Path) -> list[StoredResponse]:
         UserError: there are none, or a sample is there twice.
     """
     files = stored_steps(run / SAMPLE_STORE)
-    found = [_response(row) for path in files.values() for row in pq.read_table(path, columns=_COLUMNS).to_pylist()]
-    if not found:
+    responses = [_response(row) for path in files.values() for row in pq.read_table(path, columns=_COLUMNS).to_pylist()]
+    if not responses:
         raise UserError(f"{run}: no stored samples, expected those of a run with samples.store=true")
-    if len({each.sample for each in found}) < len(found):
+    if len({response.sample for response in responses}) < len(responses):
         raise UserError(f"{run}: samples are stored twice, expected each once")
-    return found
+    return responses
 
 
 def _response(row: Mapping[str, Any]) -> StoredResponse:
@@ -157,16 +160,16 @@ def checkpoints_by_version(run: Path) -> dict[int, Path]:
         UserError: there is none.
     """
     root = saved_to(run)
-    whole = find_checkpoints(root)[0] if root is not None else []
-    if not whole:
+    complete = find_checkpoints(root)[0] if root is not None else []
+    if not complete:
         raise UserError(f"{run}: no whole checkpoint, expected those of a run with checkpoint.save_interval=1")
-    return {RunState.read(directory).policy_version: directory for directory in whole}
+    return {RunState.read(directory).policy_version: directory for directory in complete}
 
 
 def distances(
     responses: Sequence[StoredResponse], checkpoints: Mapping[int, Path], engines: Drawing, device: str
 ) -> Iterator[Distance]:
-    """How far the log-prob of each token is off, for one version of the weights after the other.
+    """Yield the distance of each token's log-prob, for one version of the weights after the other.
 
     Args:
         responses: to look at.
@@ -175,17 +178,17 @@ def distances(
         device: that computes.
     """
     for version in sorted(checkpoints):
-        concerned = [each for each in responses if not {version, version + 1}.isdisjoint(each.versions)]
+        concerned = [response for response in responses if not {version, version + 1}.isdisjoint(response.versions)]
         if not concerned:
             continue
         model = _loaded(checkpoints[version], engines.dtype, device)
         for response in concerned:
             computed = _logprobs(model, response, engines.temperature, device)
-            for place, (drawn_by, given) in enumerate(zip(response.versions, response.logprobs, strict=True)):
+            for position, (drawn_by, given) in enumerate(zip(response.versions, response.logprobs, strict=True)):
                 if drawn_by in (version, version + 1):
-                    own = FIRST if drawn_by == response.versions[0] else LATER
-                    kind = own if drawn_by == version else BEFORE
-                    yield Distance(response.sample, place, drawn_by, kind, abs(given - computed[place]))
+                    drawn_kind = FIRST if drawn_by == response.versions[0] else LATER
+                    kind = drawn_kind if drawn_by == version else BEFORE
+                    yield Distance(response.sample, position, drawn_by, kind, abs(given - computed[position]))
         del model
 
 
@@ -195,7 +198,8 @@ def _loaded(checkpoint: Path, dtype: str, device: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="logprobs-") as directory:
         exported = Path(directory, "model")
         export_checkpoint(checkpoint, exported, dtype=dtype, verify=False)
-        return AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+        return model.to(device).eval()
 
 
 @torch.no_grad()
@@ -204,23 +208,28 @@ def _logprobs(model: Any, response: StoredResponse, temperature: float, device: 
     tokens = torch.tensor([response.tokens], device=device)
     logits = model(tokens, use_cache=False).logits[0, response.prompt - 1 : -1].float() / temperature
     chosen = tokens[0, response.prompt :, None]
-    found: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
-    return found
+    drawn: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    return drawn
 
 
-def summary(found: Sequence[Distance]) -> dict[str, Any]:
+def summary(measured: Sequence[Distance]) -> dict[str, Any]:
     """Tokens, mean, 99th percentile and most of the distances, and the tokens furthest off; empty of none."""
-    if not found:
+    if not measured:
         return {}
-    furthest = sorted(found, key=lambda each: each.distance, reverse=True)
+    furthest = sorted(measured, key=lambda distance: distance.distance, reverse=True)
     return {
-        "tokens": len(found),
-        "mean": sum(each.distance for each in found) / len(found),
-        "p99": furthest[len(found) // 100].distance,
+        "tokens": len(measured),
+        "mean": sum(distance.distance for distance in measured) / len(measured),
+        "p99": furthest[len(measured) // 100].distance,
         "most": furthest[0].distance,
         "furthest": [
-            {"sample": each.sample, "place": each.place, "version": each.version, "distance": each.distance}
-            for each in furthest[:_FAR]
+            {
+                "sample": distance.sample,
+                "position": distance.position,
+                "version": distance.version,
+                "distance": distance.distance,
+            }
+            for distance in furthest[:_FAR]
         ],
     }
 

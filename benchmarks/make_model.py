@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--directory: {options.directory} is there already")
         options.directory.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        create_model(recipe, options.directory, seed=recipe.seed)
+        create_model(recipe.model, options.directory, seed=recipe.seed)
     except UserError as error:
         print(f"make_model.py: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""How well the memory ledger foresees what GPUs hold.
+"""Accuracy of the memory ledger: predicted against measured memory of GPUs.
 
     python benchmarks/memory.py RUN_DIRECTORY... --sequence-tokens 2048 [--cache-tokens 345480]
 
@@ -23,10 +23,10 @@ from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics import names as metrics
-from hybridflow.metrics.timeline import Span, step_ends
+from hybridflow.metrics.timeline import TimelineSpan, step_ends
 from hybridflow.planning.device_memory import GENERATE
 from hybridflow.planning.memory_estimate import foresee, recipe_specs
-from hybridflow.planning.memory_ledger import Ledger
+from hybridflow.planning.memory_ledger import MemoryLedger
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.rundir.file_names import RECIPE
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """How much more was foreseen than was there, as a share of that."""
+        """Predicted minus measured memory, as a share of the measured."""
         return self.foreseen / self.measured - 1
 
 
@@ -64,50 +64,53 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu-gb", type=float, default=150.75, help="memory of each GPU, in 1e9 bytes")
     try:
         options = parser.parse_args(arguments)
-        found = {}
+        by_run = {}
         for directory in options.runs:
             run = read_run(directory)
             ledger = _ledger(directory, run, options.sequence_tokens, options.gpu_gb, options.cache_tokens)
-            found[str(directory)] = (run, compare(run, ledger))
+            by_run[str(directory)] = (run, compare(run, ledger))
     except UserError as error:
         print(f"memory.py: {error}", file=sys.stderr)
         return 2
-    for name, (_, comparisons) in found.items():
+    for name, (_, comparisons) in by_run.items():
         print(name)
-        for each in comparisons:
-            figures = (
-                f"{each.foreseen / 1e9:>8.1f} GB foreseen {each.measured / 1e9:>8.1f} GB measured {each.error:>+7.1%}"
+        for comparison in comparisons:
+            numbers = (
+                f"{comparison.foreseen / 1e9:>8.1f} GB foreseen {comparison.measured / 1e9:>8.1f} GB measured "
+                f"{comparison.error:>+7.1%}"
             )
-            print(f"  {each.phase:<22}{figures}")
+            print(f"  {comparison.phase:<22}{numbers}")
     print(
-        json.dumps({"runs": [_figures(name, *each) for name, each in found.items()], "versions": versions()}, indent=2)
+        json.dumps(
+            {"runs": [_measurements(name, *run) for name, run in by_run.items()], "versions": versions()}, indent=2
+        )
     )
     return 0
 
 
 def _ledger(
     directory: Path, run: RunData, sequence_tokens: int, gpu_gb: float, cache_tokens: int | None = None
-) -> Ledger:
-    """Of the run's recipe, on as many nodes and GPUs as were sampled."""
+) -> MemoryLedger:
+    """Compute the ledger of the run's recipe, on as many nodes and GPUs as were sampled."""
     recipe = load_recipe(directory / RECIPE)
     gpus = {(sample.node, sample.gpu) for sample in run.samples}
     nodes = sorted({node for node, _ in gpus})
     if not nodes:
         raise UserError(f"{directory}: no samples of GPUs; expected a run on GPUs")
     cluster = [Node(node, gpus=1 + max(gpu for name, gpu in gpus if name == node), cpu_slots=0) for node in nodes]
-    devices = planned_devices(recipe, cluster)
+    devices = planned_devices(recipe.device_maps, recipe.placement, cluster)
     assert devices is not None
     return foresee(
         recipe,
         devices,
-        recipe_specs(recipe),
+        recipe_specs(recipe.model, recipe.models),
         gpu_bytes=round(gpu_gb * 1e9),
         sequence_tokens=sequence_tokens,
         cache_tokens=cache_tokens,
     )
 
 
-def compare(run: RunData, ledger: Ledger) -> list[Comparison]:
+def compare(run: RunData, ledger: MemoryLedger) -> list[Comparison]:
     """Each phase of the ledger that was seen, and the worst moment of all."""
     foreseen: dict[str, int] = defaultdict(int)
     where: dict[str, set[int]] = defaultdict(set)
@@ -116,8 +119,11 @@ def compare(run: RunData, ledger: Ledger) -> list[Comparison]:
             foreseen[phase.name] = max(foreseen[phase.name], gpu.total(phase))
             where[phase.name] |= {device.index for device in gpu.devices}
     measured = peaks(run, where)
-    found = [Comparison(name, size, measured[name]) for name, size in foreseen.items() if name in measured]
-    return [*found, Comparison("most", max(foreseen.values()), max(sample.memory_bytes for sample in run.samples))]
+    comparisons = [Comparison(name, size, measured[name]) for name, size in foreseen.items() if name in measured]
+    return [
+        *comparisons,
+        Comparison("most", max(foreseen.values()), max(sample.memory_bytes for sample in run.samples)),
+    ]
 
 
 def peaks(run: RunData, where: Mapping[str, set[int]] | None = None) -> dict[str, int]:
@@ -132,29 +138,33 @@ def peaks(run: RunData, where: Mapping[str, set[int]] | None = None) -> dict[str
     on = {name: gpus & sampled or sampled for name, gpus in (where or {}).items()}
     begin = min(step_ends(run.spans)[1:2], default=0.0)
     working = [(span, name) for span in run.spans if span.begin >= begin and (name := _phase(span)) is not None]
-    found: dict[str, int] = defaultdict(int)
+    largest: dict[str, int] = defaultdict(int)
     for sample in run.samples:
         for span, name in working:
             if span.begin <= sample.time <= span.end and sample.gpu in on.get(name, sampled):
-                found[name] = max(found[name], sample.memory_bytes)
-    return dict(found)
+                largest[name] = max(largest[name], sample.memory_bytes)
+    return dict(largest)
 
 
-def _phase(span: Span) -> str | None:
+def _phase(span: TimelineSpan) -> str | None:
     if span.method == "generate":
         return GENERATE
     return f"{_CALLS[span.method]} of {span.role}" if span.method in _CALLS else None
 
 
-def _figures(name: str, run: RunData, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    own = (metrics.ACTOR_GPU_MEMORY, metrics.ACTOR_GPU_RESERVED)
+def _measurements(name: str, run: RunData, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    counters = (metrics.ACTOR_GPU_MEMORY, metrics.ACTOR_GPU_RESERVED)
     return {
         "run": name,
         "phases": {
-            each.phase: {"foreseen_bytes": each.foreseen, "measured_bytes": each.measured, "error": each.error}
-            for each in comparisons
+            comparison.phase: {
+                "foreseen_bytes": comparison.foreseen,
+                "measured_bytes": comparison.measured,
+                "error": comparison.error,
+            }
+            for comparison in comparisons
         },
-        "of_the_actor_mb": {key: max(series.values) for key in own if (series := run.series(key)) is not None},
+        "of_the_actor_mb": {key: max(series.values) for key in counters if (series := run.series(key)) is not None},
     }
 
 

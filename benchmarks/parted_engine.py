@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine3d import stores
-from engine3d.rollout import EngineMember, EnginePart, RolloutConfig, RolloutEngine
+from engine3d.rollout import EngineMember, EngineShard, RolloutConfig, RolloutEngine
 
 _LOOPBACK = "127.0.0.1"
 
@@ -37,24 +37,24 @@ class PartedEngine:
         self._store = stores.serve(stores.listen(_LOOPBACK)) if hosts > 1 else None
         address = stores.tcp_address(self._store.host, self._store.port) if self._store is not None else ""
         share = config.tp // hosts
-        parts = [EnginePart(index, hosts, address) for index in range(hosts)]
-        own = [tuple(devices[index * share : (index + 1) * share]) for index in range(hosts)]
+        shards = [EngineShard(index, hosts, address) for index in range(hosts)]
+        devices_by_host = [tuple(devices[index * share : (index + 1) * share]) for index in range(hosts)]
         logs = [log_path and log_path.with_stem(f"{log_path.stem}-{index}") for index in range(hosts)]
-        self.first = RolloutEngine(model, config, own[0], log_path, weight_sources, part=parts[0])
+        self.first = RolloutEngine(model, config, devices_by_host[0], log_path, weight_sources, shard=shards[0])
         self._others = [
-            EngineMember(model, config, own[part.index], logs[part.index], weight_sources, part=part)
-            for part in parts[1:]
+            EngineMember(model, config, devices_by_host[other.index], logs[other.index], weight_sources, shard=other)
+            for other in shards[1:]
         ]
 
     def start(self) -> RolloutEngine:
         """Start all parts; the one that takes calls."""
         with ThreadPoolExecutor() as pool:
-            starts = [pool.submit(part.start) for part in (self.first, *self._others)]
-            for each in starts:
-                each.result()
+            starts = [pool.submit(member.start) for member in (self.first, *self._others)]
+            for start in starts:
+                start.result()
         return self.first
 
     def shutdown(self) -> None:
         """End all parts."""
-        for part in (self.first, *self._others):
-            part.shutdown()
+        for member in (self.first, *self._others):
+            member.shutdown()

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         options = parser.parse_args(arguments)
-        sizes = [int(each) for each in options.tokens.split(",") if each.isdecimal() and int(each)]
+        sizes = [int(size) for size in options.tokens.split(",") if size.isdecimal() and int(size)]
         if len(sizes) != options.tokens.count(",") + 1:
             raise UserError(f"--tokens {options.tokens}: expected whole numbers, such as 64,256")
         for name in ("hidden", "layers", "rounds"):
@@ -62,16 +62,16 @@ def main(arguments: list[str] | None = None) -> int:
     dist.init_process_group(platform.collective_backend)
     assert dist.group.WORLD is not None
     exchange = platform.peer_exchange(dist.group.WORLD, PEER_BYTES, _TIMEOUT_S)
-    figures = {}
+    by_tokens = {}
     for tokens in sizes:
-        figures[tokens] = found = _measured(exchange, tokens, options, device)
+        by_tokens[tokens] = times = _measured(exchange, tokens, options, device)
         if not dist.get_rank():
-            told = ", ".join(f"{name} {each:.1f} us" for name, each in found.items())
-            print(f"{tokens} tokens: {told}; {found['nccl'] / found['kernels']:.2f} times", file=sys.stderr)
+            reported = ", ".join(f"{name} {microseconds:.1f} us" for name, microseconds in times.items())
+            print(f"{tokens} tokens: {reported}; {times['nccl'] / times['kernels']:.2f} times", file=sys.stderr)
     if not dist.get_rank():
         command = " ".join(["benchmarks/peer_exchange.py", *sys.argv[1:]])
-        facts = {"command": command, "device": torch.cuda.get_device_name(), "ranks": ranks, "us": figures}
-        print(json.dumps(facts | {"versions": versions()}, indent=2))
+        conditions = {"command": command, "device": torch.cuda.get_device_name(), "ranks": ranks, "us": by_tokens}
+        print(json.dumps(conditions | {"versions": versions()}, indent=2))
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -81,29 +81,29 @@ def _measured(exchange: PeerExchange, tokens: int, options: Any, device: torch.d
     ranks, mine = exchange.ranks, exchange.rank
     generator = torch.Generator().manual_seed(tokens)
     drawn = torch.randn(ranks, 1 + ranks, tokens, options.hidden, generator=generator).to(device, torch.bfloat16)
-    own, parts = drawn[mine, 0], drawn[mine, 1:]
-    gathered, total = torch.empty_like(parts), torch.empty_like(own)
+    local, shards = drawn[mine, 0], drawn[mine, 1:]
+    gathered, total = torch.empty_like(shards), torch.empty_like(local)
 
     def nccl() -> None:
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), own)
-        dist.reduce_scatter_tensor(total, parts.flatten(0, 1))
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), local)
+        dist.reduce_scatter_tensor(total, shards.flatten(0, 1))
 
     def kernels() -> None:
-        exchange.gather(own, gathered)
-        exchange.add_up(parts, total)
+        exchange.all_gather(local, gathered)
+        exchange.reduce_scatter(shards, total)
 
-    found = {}
+    medians = {}
     for layer in (nccl, kernels):
         gathered.zero_()
         total.zero_()
-        found[layer.__name__] = _layer_us(layer, options.layers, options.rounds)
+        medians[layer.__name__] = _layer_us(layer, options.layers, options.rounds)
         assert torch.equal(gathered, drawn[:, 0])
         torch.testing.assert_close(total.float(), drawn[:, 1 + mine].float().sum(0), rtol=2e-2, atol=5e-2)
-    return found
+    return medians
 
 
 def _layer_us(layer: Callable[[], None], layers: int, rounds: int) -> float:
-    """Of the slowest rank."""
+    """Measure the microseconds of a layer on the slowest rank."""
     graph, times = captured(layer, layers), []
     for _ in range(rounds):
         dist.barrier()

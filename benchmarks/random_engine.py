@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.training.config import LayoutConfig, TrainConfig
 from engine3d.training.engine import TrainEngine
+from engine3d.training.forward import TokenOutputs
 from engine3d.training.sequences import Sequences
 
 
@@ -58,7 +59,12 @@ def random_sequences(engine: TrainEngine, tokens: int, length: int) -> Sequences
 
 def train_on(engine: TrainEngine, sequences: Sequences) -> None:
     """One update towards likelier tokens."""
-    engine.update(sequences, lambda outputs, columns: (-(outputs.logprobs * columns["weights"]).sum(), None))
+
+    def loss(outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+        assert outputs.logprobs is not None
+        return -(outputs.logprobs * columns["weights"]).sum(), None
+
+    engine.update(sequences, loss)
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -74,7 +80,7 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def leads() -> bool:
-    """Whether this is the rank that prints."""
+    """True if this is the rank that prints."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -84,10 +90,10 @@ def most[T: (int, float)](value: T) -> T:
 
 
 def of_all[T: (int, float)](value: T) -> list[T]:
-    """That of every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    """Gather the values of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def say(text: str) -> None:

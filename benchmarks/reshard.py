@@ -1,9 +1,9 @@
-"""How fast weights go from Megatron-Core to SGLang, and how many bytes that takes.
+"""Speed of weight transfers from Megatron-Core to SGLang, and their bytes.
 
     python benchmarks/reshard.py --plan-only --model deepseek-v3 --train pp=16,ep=32,dp=32 \\
         --rollout tp=32,ep=32,engines=8
 
-prints one JSON object on stdout: the figures of the plan (engine3d/reshard/plan/figures.py says what each is), made
+prints one JSON object on stdout: the figures of the plan (engine3d/reshard/plan/stats.py says what each is), made
 from shapes alone. Without --plan-only the transfers are made, on the GPUs of this machine or on CPU slots:
 
     python benchmarks/reshard.py --model qwen3-30b-a3b --train tp=2,pp=2,ep=2 --rollout tp=4,engines=1 --colocated \
@@ -61,9 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
             if options.plan_only and rollout.hosts > 1:
                 raise UserError("--rollout: hosts with --plan-only, whose engines are where --gpus-per-node says")
             if options.plan_only:
-                figures = plan_figures(spec, layout, rollout, placement)
+                stats = plan_figures(spec, layout, rollout, placement)
             else:
-                figures = _measured(options, spec, layout, rollout)
+                stats = _measured(options, spec, layout, rollout)
     except UserError as error:
         print(f"reshard.py: {error}", file=sys.stderr)
         return 2
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         "colocated": options.colocated,
         "gpus_per_node": options.gpus_per_node,
     }
-    print(json.dumps(described | figures | {"versions": versions()}, indent=2))
+    print(json.dumps(described | stats | {"versions": versions()}, indent=2))
     return 0
 
 

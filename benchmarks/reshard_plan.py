@@ -16,21 +16,21 @@ import torch
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, load_model_spec
-from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.shards import Buffer, Holding, Location, RankShards
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.reshard.plan.aliases import find_aliases
-from engine3d.reshard.plan.figures import figures_of
 from engine3d.reshard.plan.planner import make_plan
+from engine3d.reshard.plan.stats import plan_stats
 
 MODELS = Path(__file__).parent / "models"
 """Configs of published models, without weights."""
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 EngineRanks = list[tuple[tuple[Buffer, ...], tuple[Holding, ...]]]
-"""What each rank of one engine holds."""
+"""Buffers of each rank of one engine, and what they hold."""
 
 Trace = Callable[[dict[str, Any], Tensors, int, int], EngineRanks]
-"""From a model's config, its tensors, tp and ep."""
+"""Function of a model's config, its tensors, tp and ep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Rollout:
     ep: int = 1
     engines: int = 1
     hosts: int = 1
-    """Of each engine: where transfers are made, parts of it on this machine."""
+    """Hosts of each engine: where transfers are made, parts of it on this machine."""
 
     def __post_init__(self) -> None:
         if min(self.tp, self.ep, self.engines, self.hosts) < 1 or self.tp % self.ep or self.tp % self.hosts:
@@ -57,7 +57,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which GPU has which rank.
+    """Assignment of ranks to GPUs.
 
     Args:
         gpus_per_node: of every node.
@@ -71,20 +71,20 @@ class Placement:
         if self.gpus_per_node < 1:
             raise UserError(f"--gpus-per-node: expected a whole number of at least 1, found {self.gpus_per_node}")
 
-    def trainer(self, rank: int) -> Place:
-        return self._place(0, rank)
+    def trainer(self, rank: int) -> Location:
+        return self._location(0, rank)
 
-    def engine(self, rank: int, trainer_ranks: int) -> Place:
+    def engine(self, rank: int, trainer_ranks: int) -> Location:
         nodes = -(-trainer_ranks // self.gpus_per_node)
-        return self._place(0 if self.colocated else nodes, rank)
+        return self._location(0 if self.colocated else nodes, rank)
 
-    def _place(self, first_node: int, rank: int) -> Place:
+    def _location(self, first_node: int, rank: int) -> Location:
         node, gpu = divmod(rank, self.gpus_per_node)
-        return Place(f"node {first_node + node}", f"gpu {gpu}")
+        return Location(f"node {first_node + node}", f"gpu {gpu}")
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a benchmark's arguments. Errors are one line."""
+    """Parser of a benchmark's arguments. Errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -108,7 +108,8 @@ def named_model(name: str) -> ModelSpec:
 
 def parse_layout(text: str) -> Layout:
     """A trainer's layout from such as "tp=1,pp=16,ep=32,dp=32"."""
-    return Layout(**_sizes("--train", text, ("tp", "pp", "ep", "etp", "cp", "dp")))
+    sizes: dict[str, Any] = _sizes("--train", text, ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"))
+    return Layout(**sizes)
 
 
 def parse_rollout(text: str) -> Rollout:
@@ -117,19 +118,19 @@ def parse_rollout(text: str) -> Rollout:
 
 
 def _sizes(option: str, text: str, names: tuple[str, ...]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in names or name in found or not value.isdecimal():
+    sizes: dict[str, int] = {}
+    for setting in text.split(","):
+        name, _, value = setting.partition("=")
+        if name not in names or name in sizes or not value.isdecimal():
             raise UserError(
-                f"{option}: found {part!r}, expected name=number with each name once, of {', '.join(names)}"
+                f"{option}: found {setting!r}, expected name=number with each name once, of {', '.join(names)}"
             )
-        found[name] = int(value)
-    return found
+        sizes[name] = int(value)
+    return sizes
 
 
 def trace_with_sglang(hf_config: dict[str, Any], tensors: Tensors, tp: int, ep: int) -> EngineRanks:
-    """What SGLang's own loader would put where."""
+    """Trace where SGLang's own loader puts each tensor."""
     from engine3d.reshard.describe.simulate import trace_engine_layout
 
     traces = trace_engine_layout(hf_config, tensors, tp, ep, torch.bfloat16)
@@ -177,8 +178,8 @@ def plan_figures(
     targets = []
     for number in range(rollout.ranks):
         engine, rank = divmod(number, rollout.tp)
-        place = placement.engine(number, layout.world_size)
-        target = Shards(f"engine {engine} rank {rank}", number, place, *ranks[rank])
+        location = placement.engine(number, layout.world_size)
+        target = RankShards(f"engine {engine} rank {rank}", number, location, *ranks[rank])
         targets.append(replace(target, aliases=find_aliases(sources, target)))
     aliases_done = time.process_time()
     plan = make_plan(sources, targets, {name: shape for name, (shape, _) in tensors.items()})
@@ -187,7 +188,7 @@ def plan_figures(
         "parameters": spec.parameter_count(),
         "train_ranks": layout.world_size,
         "rollout_ranks": rollout.ranks,
-        **figures_of(plan, sources, targets, tensors),
+        **plan_stats(plan, sources, targets, tensors),
         "plan_seconds": round(done - started, 3),
         "plan_seconds_of_shards": round(shards_done - started, 3),
         "plan_seconds_of_trace": round(trace_done - shards_done, 3),

@@ -31,10 +31,10 @@ from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import Orders, coordinate
-from engine3d.reshard.plan.pieces import Link, Plan
 from engine3d.reshard.plan.rounds import STAGING_BYTES
+from engine3d.reshard.plan.transfers import Link, Plan
 from engine3d.rollout import Request, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.stores import KEY_VARIABLE, listen, new_key, serve, tcp_address
 
@@ -46,7 +46,7 @@ GREEDY = SamplingConfig(temperature=0, max_new_tokens=8, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """Model, layouts and settings of a measurement.
 
     Args:
         model: directory with config.json.
@@ -117,16 +117,16 @@ class _Run:
         result["ways"] = {}
         if ours := [way for way in case.ways if way != "baseline"]:
             published = [self.directory / f"shards-{rank}" for rank in range(case.train.world_size)]
-            self.trainer.call("publish", each=[(path,) for path in published])
+            self.trainer.call("publish", by_rank=[(path,) for path in published])
             with contextlib.ExitStack() as started:
                 with _timed("engines") as timer:
                     self.engines = self.start_engines(published if "share" in ours else [], started)
                 result["engines_start_s"] = timer()
                 loaded = self.trainer.call("memory")
                 result["device_bytes"] = {
-                    "trainer_parameters": [each["allocated_bytes"] for each in empty],
-                    "used_before_engines": [each["device_used_bytes"] for each in empty],
-                    "used_with_engines": [each["device_used_bytes"] for each in loaded],
+                    "trainer_parameters": [memory["allocated_bytes"] for memory in empty],
+                    "used_before_engines": [memory["device_used_bytes"] for memory in empty],
+                    "used_with_engines": [memory["device_used_bytes"] for memory in loaded],
                 }
                 result["ways"] = {way: self.measure_way(way) for way in ours}
                 self.trainer.call("close")
@@ -135,8 +135,8 @@ class _Run:
                 self.stock = self.start_stock_engines(started)
                 result["ways"]["baseline"] = baseline = self.measure_baseline()
             for way in ours:
-                figures = result["ways"][way]
-                figures["times_faster_than_baseline"] = baseline["transaction_ms"] / figures["transaction_ms"]
+                stats = result["ways"][way]
+                stats["times_faster_than_baseline"] = baseline["transaction_ms"] / stats["transaction_ms"]
         return result
 
     def config(self) -> RolloutConfig:
@@ -188,48 +188,48 @@ class _Run:
 
     def measure_way(self, way: str) -> dict[str, Any]:
         _say(f"{way}: connecting")
-        plan, figures = self.connect(way)
+        plan, stats = self.connect(way)
         # The engines hold other weights: random ones, or those of the last proof.
         self.trainer.call("fill", 1)
-        figures |= self.repeat(self.transfer, self.verify if self.case.verify else None)
-        figures["serves_what_was_sent"] = self.serves_what_was_sent(
+        stats |= self.repeat(self.transfer, self.verify if self.case.verify else None)
+        stats["serves_what_was_sent"] = self.serves_what_was_sent(
             self.transfer, lambda: self.on_engines(_greedy_logprobs)
         )
-        figures |= _rates(plan, figures, self.case.train.world_size)
-        _say(f"{way}: {json.dumps(figures)}")
-        return figures
+        stats |= _rates(plan, stats, self.case.train.world_size)
+        _say(f"{way}: {json.dumps(stats)}")
+        return stats
 
     def measure_baseline(self) -> dict[str, Any]:
         self.trainer.call("fill", 1)
-        figures = self.repeat(self.baseline, None)
-        figures["serves_what_was_sent"] = self.serves_what_was_sent(
+        stats = self.repeat(self.baseline, None)
+        stats["serves_what_was_sent"] = self.serves_what_was_sent(
             self.baseline, lambda: [engine.logprobs(PROMPT[0], GREEDY) for engine in self.stock]
         )
-        _say(f"baseline: {json.dumps(figures)}")
-        return figures
+        _say(f"baseline: {json.dumps(stats)}")
+        return stats
 
     def repeat(self, transfer: Callable[[], dict[str, Any]], verify: Callable[[], bool] | None) -> dict[str, Any]:
         """Transfer the trainer's weights again and again; verify the first one."""
-        figures: dict[str, Any] = {}
+        stats: dict[str, Any] = {}
         runs = []
         for number in range(self.case.warm_ups + self.case.repeats):
             self.trainer.call("peak_since")
             runs.append(transfer())
             if number in (0, 1):
-                figures["peak_extra_bytes"] = max(self.trainer.call("peak_since"))
+                stats["peak_extra_bytes"] = max(self.trainer.call("peak_since"))
             if number == 0 and verify is not None:
-                figures["verified"] = verify()
+                stats["verified"] = verify()
         runs = runs[self.case.warm_ups :]
         for name in runs[0]:
-            figures[name] = statistics.median(run[name] for run in runs)
-        figures["all_transaction_ms"] = [round(run["transaction_ms"], 3) for run in runs]
-        return figures
+            stats[name] = statistics.median(run[name] for run in runs)
+        stats["all_transaction_ms"] = [round(run["transaction_ms"], 3) for run in runs]
+        return stats
 
     def connect(self, way: str) -> tuple[Plan, dict[str, Any]]:
         sources: list[SharedShards] = self.trainer.call("share")
-        places = self.places()
+        locations = self.locations()
         shared = self.on_engines(
-            lambda engine, number: engine.share_weights(f"engine {number}", number * self.case.tp, places[number])
+            lambda engine, number: engine.share_weights(f"engine {number}", number * self.case.tp, locations[number])
         )
         tensors = {name: tensor.shape for name, tensor in load_model_spec(self.case.model).hf_tensors.items()}
         start = time.perf_counter()
@@ -245,7 +245,7 @@ class _Run:
         )
         plan_seconds = time.perf_counter() - start
         method = "engines" if way == "engines" else None
-        self.trainer.start_call("connect", each=[(order, method) for order in orders.send])
+        self.trainer.start_call("connect", by_rank=[(order, method) for order in orders.send])
         tp = self.case.tp
         self.receivers = orders.engines_receive
         if self.receivers:
@@ -256,24 +256,26 @@ class _Run:
         plan = orders.plan
         return plan, {
             "plan_s": plan_seconds,
-            "connect_s": max(each["connect_s"] for each in connected),
-            "staging_bytes": max(each["staging_bytes"] for each in connected),
+            "connect_s": max(rank["connect_s"] for rank in connected),
+            "staging_bytes": max(rank["staging_bytes"] for rank in connected),
             "bytes_needed": plan.bytes_needed,
             "bytes_moved": plan.bytes_moved,
             "bytes_aliased": plan.bytes_aliased,
             "moved_over_needed": plan.bytes_moved / plan.bytes_needed if plan.bytes_needed else 1.0,
-            "pieces": sum(len(transfer.pieces) for transfer in plan.transfers),
+            "pieces": sum(len(transfer.segments) for transfer in plan.transfers),
         }
 
-    def places(self) -> list[list[Place] | None]:
-        """Of each engine's ranks, where the platform cannot know: CPU slots, and hosts that are none."""
+    def locations(self) -> list[list[Location] | None]:
+        """Return the locations of each engine's ranks, or None if the platform knows them. Devices are CPU slots, hosts
+        are made up.
+        """
         if platform.device_type == "cuda" and self.case.hosts == 1:
             return [None] * self.case.engines
         first = 0 if self.case.colocated else self.case.train.world_size
         tp, share = self.case.tp, self.case.tp // self.case.hosts
         nodes = [platform.node, *(f"{platform.node}, host {host}" for host in range(1, self.case.hosts))]
         return [
-            [Place(nodes[rank // share], _device_name(first + number * tp + rank)) for rank in range(tp)]
+            [Location(nodes[rank // share], _device_name(first + number * tp + rank)) for rank in range(tp)]
             for number in range(self.case.engines)
         ]
 
@@ -331,19 +333,19 @@ class _Run:
 
     def serves_what_was_sent(self, transfer: Callable[[], Any], logprobs: Callable[[], list[list[float]]]) -> bool:
         """True if other weights change what every engine generates, and the same weights bring it back."""
-        found = []
+        rounds = []
         for seed in (2, 1, 2):
             self.trainer.call("fill", seed)
             transfer()
-            found.append(logprobs())
-        return all(first == third != second for first, second, third in zip(*found, strict=True))
+            rounds.append(logprobs())
+        return all(first == third != second for first, second, third in zip(*rounds, strict=True))
 
     def verify(self) -> bool:
         """Raises EngineError where an engine does not hold the export."""
         for number, ranks in enumerate(self.on_engines(lambda e: e.verify_weights(self.directory / "export"))):
-            for rank, found in enumerate(ranks):
-                if found:
-                    raise EngineError(f"engine {number} rank {rank}: {found[0]} and {len(found) - 1} more")
+            for rank, mismatches in enumerate(ranks):
+                if mismatches:
+                    raise EngineError(f"engine {number} rank {rank}: {mismatches[0]} and {len(mismatches) - 1} more")
         return True
 
     def copy_rate(self) -> float:
@@ -365,13 +367,13 @@ class _Run:
 
 
 def _device_name(index: int) -> str:
-    """Of a device of this machine, as its rank calls it."""
+    """Return the name of a device of this machine, as its rank reports it."""
     if platform.device_type == "cuda":
         return str(torch.cuda.get_device_properties(index).uuid)
     return platform.device_name(index)
 
 
-def _rates(plan: Plan, figures: dict[str, Any], ranks: int) -> dict[str, Any]:
+def _rates(plan: Plan, stats: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Bytes by link, and the rate at which the busiest rank sent to other devices."""
     by_link = {link.value: 0 for link in Link if link is not Link.MEMORY}
     crossing: dict[int, int] = {}
@@ -385,7 +387,7 @@ def _rates(plan: Plan, figures: dict[str, Any], ranks: int) -> dict[str, Any]:
     return {
         "bytes_by_link": by_link,
         "busiest_rank_crossing_bytes": busiest,
-        "crossing_gb_s": busiest / figures["transfer_ms"] / 1e6,
+        "crossing_gb_s": busiest / stats["transfer_ms"] / 1e6,
     }
 
 

@@ -20,9 +20,9 @@ from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.platform.copies import CopyMethod
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import SendOrder
-from engine3d.reshard.transport.sender import Sent
+from engine3d.reshard.transport.sender import Sent, Transport
 
 _LIMIT_S = 300.0
 
@@ -47,29 +47,34 @@ class TrainerRank:
         self._spec = spec.of_trainer(layout, transformer_engine=platform.has_transformer_engine)
         # bfloat16 gradients: nothing is trained here, and the memory is for the engines.
         config = TrainConfig(dtype=dtype, optimizer=OptimizerConfig(precision_aware=dtype == "bfloat16"))
-        self._module = wrap_for_training(build_model(self._spec, layout, self._dtype), config)
-        self._held = [
+        self._module = build_model(self._spec, layout, self._dtype)
+        self._chunks = wrap_for_training(self._module, config)
+        self._parameters = [
             (local, tensor.data)
             for local, tensor in rank_parameters(self._module, self._spec, layout, self._coordinates)
         ]
-        self._sender = WeightSender(*model_shards(self._held, f"trainer rank {self.rank}", self.rank, self.place()))
+        self._sender = WeightSender(
+            *model_shards(self._parameters, f"trainer rank {self.rank}", self.rank, self.location())
+        )
 
     def device(self) -> str:
-        """What the rank runs on."""
+        """Name of the rank's device."""
         return torch.cuda.get_device_name() if platform.device_type == "cuda" else "CPU"
 
-    def place(self) -> Place:
-        return Place(platform.node, platform.device_name(self.rank))
+    def location(self) -> Location:
+        return Location(platform.node, platform.device_name(self.rank))
 
     def fill(self, seed: int) -> None:
         """Random weights, alike on all ranks that hold the same elements."""
         with torch.no_grad():
-            for local, tensor in self._held:
-                for piece in local.pieces:
-                    digest = hashlib.blake2b(f"{seed} {piece.hf_name} {piece.hf_box}".encode(), digest_size=7).digest()
+            for local, tensor in self._parameters:
+                for tensor_slice in local.slices:
+                    digest = hashlib.blake2b(
+                        f"{seed} {tensor_slice.hf_name} {tensor_slice.hf_box}".encode(), digest_size=7
+                    ).digest()
                     generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "little"))
-                    part = tensor[tuple(slice(*edges) for edges in piece.local_box)]
-                    part.normal_(0.0, 0.02, generator=generator)
+                    view = tensor[tuple(slice(*edges) for edges in tensor_slice.local_box)]
+                    view.normal_(0.0, 0.02, generator=generator)
         platform.synchronize()
 
     def share(self) -> SharedShards:
@@ -84,7 +89,7 @@ class TrainerRank:
         self._sender.connect(order, method=method)
         return {"connect_s": time.perf_counter() - start, "staging_bytes": self._sender.staged_bytes}
 
-    def send(self, version: int) -> tuple[float, dict[str, Sent]]:
+    def send(self, version: int) -> tuple[float, dict[Transport, Sent]]:
         """One transfer, begun on all ranks together: seconds until this rank was done, and what it sent."""
         dist.barrier()
         start = time.perf_counter()
@@ -106,7 +111,7 @@ class TrainerRank:
 
     def share_scratch(self, nbytes: int) -> Any:
         """Memory for `copy_rate` of another rank."""
-        self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._held[0][1].device)
+        self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._parameters[0][1].device)
         self._scratch.random_()
         return platform.share_memory(self._scratch.untyped_storage())
 
@@ -138,7 +143,7 @@ class TrainerRank:
     def begin_baseline(self, bucket_bytes: int) -> None:
         from benchmarks.gather_baseline import GatherBaseline
 
-        baseline = GatherBaseline(self._held, self._spec, self._layout, self._coordinates)
+        baseline = GatherBaseline(self._parameters, self._spec, self._layout, self._coordinates)
         self._buckets = baseline.buckets(bucket_bytes)
 
     def next_bucket(self) -> str | None:
@@ -187,23 +192,23 @@ class Trainer:
     def world_size(self) -> int:
         return len(self._connections)
 
-    def start_call(self, method: str, *arguments: Any, each: Sequence[tuple[Any, ...]] | None = None) -> None:
+    def start_call(self, method: str, *arguments: Any, by_rank: Sequence[tuple[Any, ...]] | None = None) -> None:
         for rank, connection in enumerate(self._connections):
-            connection.send((method, each[rank] if each is not None else arguments))
+            connection.send((method, by_rank[rank] if by_rank is not None else arguments))
 
     def results(self) -> list[Any]:
-        found = []
+        results = []
         for rank, connection in enumerate(self._connections):
             if not connection.poll(2 * _LIMIT_S):
                 raise RuntimeError(f"trainer rank {rank} gave no answer")
             succeeded, result = connection.recv()
             if not succeeded:
                 raise RuntimeError(f"trainer rank {rank}:\n{result}")
-            found.append(result)
-        return found
+            results.append(result)
+        return results
 
-    def call(self, method: str, *arguments: Any, each: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        self.start_call(method, *arguments, each=each)
+    def call(self, method: str, *arguments: Any, by_rank: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        self.start_call(method, *arguments, by_rank=by_rank)
         return self.results()
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ import bisect
 import random
 
 LONGEST = 16384
-"""Where responses were cut off."""
+"""Tokens at which responses were cut off."""
 
 PUBLISHED: dict[str, tuple[tuple[float, int], ...]] = {
     "math": (
@@ -82,7 +82,7 @@ PUBLISHED: dict[str, tuple[tuple[float, int], ...]] = {
         (0.9982, LONGEST),
     ),
 }
-"""By task: shares of the responses, and the tokens that they have at most. Others are of `LONGEST` tokens."""
+"""Shares of the responses, and the tokens that they have at most, by task. Other responses have `LONGEST` tokens."""
 
 
 class Lengths:
@@ -99,14 +99,14 @@ class Lengths:
 
     def at(self, share: float) -> int:
         """Tokens that this share of the responses has at most."""
-        place = bisect.bisect_left(self._shares, share)
-        if place == len(self._shares):
+        index = bisect.bisect_left(self._shares, share)
+        if index == len(self._shares):
             return LONGEST
-        if place == 0:
+        if index == 0:
             return int(self._tokens[0])
-        left, right = self._shares[place - 1], self._shares[place]
-        ratio = self._tokens[place] / self._tokens[place - 1]
-        return round(self._tokens[place - 1] * ratio ** ((share - left) / (right - left)))
+        left, right = self._shares[index - 1], self._shares[index]
+        ratio = self._tokens[index] / self._tokens[index - 1]
+        return round(self._tokens[index - 1] * ratio ** ((share - left) / (right - left)))
 
     def draw(self, *name: int) -> int:
         """Tokens of the response of this name."""
@@ -115,4 +115,4 @@ class Lengths:
     @property
     def mean(self) -> float:
         """Tokens of a response in the mean."""
-        return sum(self.at((place + 0.5) / 10000) for place in range(10000)) / 10000
+        return sum(self.at((index + 0.5) / 10000) for index in range(10000)) / 10000

@@ -1,4 +1,4 @@
-"""How fast engines generate.
+"""Generation speed of engines.
 
     python benchmarks/rollout.py --model qwen3-30b-a3b --rollout tp=4,ep=4,engines=1
 
@@ -44,7 +44,7 @@ _TRACE_STEPS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """Model, engines and load of a measurement.
 
     Args:
         model: directory with a config.json.
@@ -77,7 +77,7 @@ class Case:
         return len(self.prompts[0][0])
 
     def devices(self, engine: int) -> tuple[int, ...]:
-        """Of an engine; none where there are no GPUs."""
+        """Devices of an engine; none if there are no GPUs."""
         ranks = range(engine * self.rollout.tp, (engine + 1) * self.rollout.tp)
         return tuple(ranks) if platform.gpus else ()
 
@@ -119,24 +119,24 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--trace-steps {options.trace_steps}: expected at least 1")
         if options.requests % rollout.engines:
             raise UserError(f"--requests {options.requests}: expected a multiple of the {rollout.engines} engines")
-        each = options.requests // rollout.engines
-        if options.samples < 1 or each % options.samples:
-            raise UserError(f"--samples {options.samples}: expected a divisor of the {each} requests of an engine")
+        requests = options.requests // rollout.engines
+        if options.samples < 1 or requests % options.samples:
+            raise UserError(f"--samples {options.samples}: expected a divisor of the {requests} requests of an engine")
         with tempfile.TemporaryDirectory() as scratch:
-            own = Path(options.model)
-            if _has_weights(own):
+            directory = Path(options.model)
+            if _has_weights(directory):
                 if options.layers:
-                    raise UserError(f"--layers: {own} has weights of all of its layers; expected no --layers")
+                    raise UserError(f"--layers: {directory} has weights of all of its layers; expected no --layers")
             else:
-                own = Path(scratch)
+                directory = Path(scratch)
                 layers = {"num_hidden_layers": options.layers} if options.layers else {}
-                (own / "config.json").write_text(json.dumps(dict(spec.hf_config) | layers))
-            figures = _measure(_case(options, rollout, own, spec.vocab_size), with_sglang=not options.engines_alone)
+                (directory / "config.json").write_text(json.dumps(dict(spec.hf_config) | layers))
+            stats = _measure(_case(options, rollout, directory, spec.vocab_size), with_sglang=not options.engines_alone)
     except UserError as error:
         print(f"rollout.py: {error}", file=sys.stderr)
         return 2
     command = " ".join(["benchmarks/rollout.py", *sys.argv[1:]])
-    print(json.dumps({"command": command} | figures | {"versions": versions()}, indent=2))
+    print(json.dumps({"command": command} | stats | {"versions": versions()}, indent=2))
     return 0
 
 
@@ -188,40 +188,40 @@ class Measured:
 
 
 def _measure(case: Case, *, with_sglang: bool) -> dict[str, Any]:
-    found = {"engine": _engines(case)} | ({"sglang": _sglang(case)} if with_sglang else {})
+    by_system = {"engine": _engines(case)} | ({"sglang": _sglang(case)} if with_sglang else {})
     requests = sum(map(len, case.prompts))
-    figures: dict[str, Any] = {"device": _device(), "requests": requests, "input": case.input, "output": case.output}
-    for way, measured in found.items():
+    stats: dict[str, Any] = {"device": _device(), "requests": requests, "input": case.input, "output": case.output}
+    for way, measured in by_system.items():
         median = statistics.median(measured.rounds_s)
-        figures[way] = {
+        stats[way] = {
             "start_s": measured.start_s,
             "round_s": measured.rounds_s,
             "output_tokens_per_s": requests * case.output / median,
             "output_tokens_per_s_per_device": requests * case.output / median / case.rollout.ranks,
         }
-    medians = {way: statistics.median(measured.rounds_s) for way, measured in found.items()}
+    medians = {way: statistics.median(measured.rounds_s) for way, measured in by_system.items()}
     if with_sglang:
-        figures["engine_over_sglang"] = medians["sglang"] / medians["engine"]
-    cache_tokens = found["engine"].cache_tokens
+        stats["engine_over_sglang"] = medians["sglang"] / medians["engine"]
+    cache_tokens = by_system["engine"].cache_tokens
     if decoded_at_once(case, cache_tokens or 0):
-        figures["decode"] = decode_figures(case, memory_bandwidth(), medians)
+        stats["decode"] = decode_figures(case, memory_bandwidth(), medians)
     else:
         print(
             f"decode: not all {case.of_an_engine} requests of an engine run at once, with room for "
             f"{case.config.max_running_requests} and {cache_tokens} tokens; no bound is told",
             file=sys.stderr,
         )
-    return figures
+    return stats
 
 
 def decoded_at_once(case: Case, cache_tokens: int) -> bool:
-    """Whether an engine has room for all of its requests, so that a step decodes a token of each."""
-    room = tokens_needed(
+    """True if an engine has capacity for all of its requests, so that a step decodes a token of each."""
+    needed = tokens_needed(
         requests=case.of_an_engine,
         sequence_tokens=case.input + case.output,
         page_tokens=PAGE_TOKENS[platform.device_type],
     )
-    return case.of_an_engine <= case.config.max_running_requests and room <= cache_tokens
+    return case.of_an_engine <= case.config.max_running_requests and needed <= cache_tokens
 
 
 def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> 
         response=case.output,
     )
     least = read.step / bandwidth
-    figures: dict[str, Any] = {
+    stats: dict[str, Any] = {
         "bandwidth_gb_s": bandwidth / 1e9,
         "weights_bytes": read.weights,
         "cache_bytes": read.cache,
@@ -253,8 +253,8 @@ def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> 
     }
     for way, seconds in rounds_s.items():
         step = seconds / case.output
-        figures[way] = {"step_ms": 1e3 * step, "of_roofline": least / step}
-    return figures
+        stats[way] = {"step_ms": 1e3 * step, "of_roofline": least / step}
+    return stats
 
 
 def _engines(case: Case) -> Measured:
@@ -265,8 +265,8 @@ def _engines(case: Case) -> Measured:
             PartedEngine(case.model, case.config, case.rollout.hosts, case.devices(number))
             for number in range(case.rollout.engines)
         ]
-        for each in parted:
-            stack.callback(each.shutdown)
+        for parted_engine in parted:
+            stack.callback(parted_engine.shutdown)
         started = time.perf_counter()
         engines = list(threads.map(PartedEngine.start, parted))
         start_s = time.perf_counter() - started
@@ -284,7 +284,7 @@ def _engines(case: Case) -> Measured:
             traced = threads.submit(_trace, engines[0], *case.trace, statistics.median(seconds) / 2)
             run()
             traced.result()
-        return Measured(start_s, seconds, min(engine.figures.cache_tokens for engine in engines))
+        return Measured(start_s, seconds, min(engine.stats.cache_tokens for engine in engines))
 
 
 def _respond(engine: RolloutEngine, prompts: Sequence[list[int]], sampling: SamplingConfig) -> list[int]:
@@ -329,11 +329,11 @@ def _sglang(case: Case) -> Measured:
 
 def _serve(pipe: Any, case: Case, number: int) -> None:
     """One of SGLang's engines: responds to all its prompts as often as it is told to."""
-    facts = launch.read_model(case.model, weights_needed=False)
-    os.environ.update(launch.environment(case.config, facts, case.devices(number)))
+    model = launch.read_model(case.model, weights_needed=False)
+    os.environ.update(launch.environment(case.config, model, case.devices(number)))
     import sglang
 
-    engine = sglang.Engine(**launch.server_arguments(case.config, facts))
+    engine = sglang.Engine(**launch.server_arguments(case.config, model))
     pipe.send([])
     parameters = {"max_new_tokens": case.output, "ignore_eos": True, "temperature": 1.0}
     while pipe.recv():

@@ -1,8 +1,8 @@
-"""What a stream of rollouts makes of its engines, beside today's batch call, and what its controller costs.
+"""Engine utilization of a stream of rollouts compared with the batch call, and the cost of its controller.
 
     python benchmarks/rollout_stream.py --output stream.json                   64 engines, on a virtual clock
     python benchmarks/rollout_stream.py --transfers --output transfers.json    the same, all at once and rolling
-    python benchmarks/rollout_stream.py --lend 16 --output lend.json           with engines that the trainer lends
+    python benchmarks/rollout_stream.py --lease 16 --output lease.json           with engines that the trainer leases
     python benchmarks/rollout_stream.py --controller --output controller.json  256 engines of 512 requests, in real time
 
 The controller, its scheduler and its books are the real ones; engines only count tokens (`stand_in_engine.py`).
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.controller_load import ControllerLoad, measure_controller
 from benchmarks.response_lengths import LONGEST, PUBLISHED, Lengths
-from benchmarks.stream_load import Lending, Measured, Transfer, Workload, measure_batch, measure_stream
+from benchmarks.stream_load import DeviceLease, Measured, Transfer, Workload, measure_batch, measure_stream
 from hybridflow.rollout.ledger import StreamLimits
 
 
@@ -48,7 +48,9 @@ class Case:
 
 
 def cases(groups: int, extra: int) -> list[Case]:
-    """What is compared, for steps of so many groups, with so many further ones where there is over-sampling."""
+    """Return the cases to compare, for steps of `groups` groups, with `extra` further ones where there is
+    over-sampling.
+    """
 
     def stream(name: str, staleness: int, as_long_again: bool = False, **limits: Any) -> Case:
         return Case(f"stream, {name}", StreamLimits(groups, staleness, **limits), as_long_again=as_long_again)
@@ -74,11 +76,11 @@ def cases(groups: int, extra: int) -> list[Case]:
 def transfers(engine_s: float, actor_s: float) -> dict[str, Transfer | None]:
     """Ways in which engines get new weights, by name."""
     some = max(1, round(engine_s / actor_s)) if actor_s else 1
-    found: dict[str, Transfer | None] = {"in no time": None}
+    transfers_by_name: dict[str, Transfer | None] = {"in no time": None}
     for policy, wait in (("wait", True), ("go on", False)):
         for name, at_a_time in {"all at once": None, "rolling, 1": 1, f"rolling, {some}": some}.items():
-            found[f"{policy}, {name}"] = Transfer(wait, at_a_time, engine_s, actor_s)
-    return found
+            transfers_by_name[f"{policy}, {name}"] = Transfer(wait, at_a_time, engine_s, actor_s)
+    return transfers_by_name
 
 
 def measure_transfers(workload: Workload, train_s: float, staleness: int, ways: dict[str, Transfer | None]) -> Any:
@@ -88,40 +90,40 @@ def measure_transfers(workload: Workload, train_s: float, staleness: int, ways: 
         f"{'':24}{'step s':>8}{'busy':>8}{'slots':>8}{'trainer':>9}{'waits s':>9}{'pause s':>9}{'longest':>9}"
         f"{'tokens/s':>10}{'of at once':>12}{'staleness':>11}"
     )
-    found: dict[str, dict[str, Any]] = {}
+    by_transfer: dict[str, dict[str, Any]] = {}
     for name, transfer in ways.items():
         measured = measure_stream(workload, train_s, StreamLimits(workload.groups, staleness), transfer)
-        figures = measured.figures
-        found[name] = figures | {"transfer": transfer and asdict(transfer)}
-        at_once = found.get(f"{name.split(',')[0]}, all at once", figures)
-        found[name]["of_at_once"] = measured.tokens_per_s / at_once["tokens_per_s"]
+        stats = measured.stats
+        by_transfer[name] = stats | {"transfer": transfer and asdict(transfer)}
+        at_once = by_transfer.get(f"{name.split(',')[0]}, all at once", stats)
+        by_transfer[name]["of_at_once"] = measured.tokens_per_s / at_once["tokens_per_s"]
         print(
             f"{name:24}{measured.step_s:8.1f}{measured.busy:8.1%}{measured.slots:8.1%}{measured.trainer:9.1%}"
             f"{measured.sync_s:9.1f}{measured.pause_s:9.2f}{measured.longest_pause_s:9.1f}{measured.tokens_per_s:10,.0f}"
-            f"{found[name]['of_at_once']:12.2f}{measured.mean_staleness:7.2f} ≤ {measured.most_staleness}",
+            f"{by_transfer[name]['of_at_once']:12.2f}{measured.mean_staleness:7.2f} ≤ {measured.most_staleness}",
             flush=True,
         )
-    return {"staleness": staleness, "train_s": train_s, "ways": found}
+    return {"staleness": staleness, "train_s": train_s, "ways": by_transfer}
 
 
-def measure_lending(workload: Workload, train_s: float, lending: Lending) -> Any:
-    """The figures of a stream with engines that are lent, and without them, which are printed as they come."""
-    print(f"{workload.engines} engines, and {lending.engines} that are lent; training takes {train_s:.1f} s")
-    print(f"{'':24}{'step s':>8}{'slots':>8}{'trainer':>9}{'withdrawn':>11}{'tokens/s':>10}{'of without':>12}")
-    more = replace(workload, engines=workload.engines + lending.engines)
-    found: dict[str, dict[str, Any]] = {}
+def measure_lease(workload: Workload, train_s: float, lease: DeviceLease) -> Any:
+    """The figures of a stream with engines that are leased, and without them, which are printed as they come."""
+    print(f"{workload.engines} engines, and {lease.engines} that are leased; training takes {train_s:.1f} s")
+    print(f"{'':24}{'step s':>8}{'slots':>8}{'trainer':>9}{'reclaimed':>11}{'tokens/s':>10}{'of without':>12}")
+    more = replace(workload, engines=workload.engines + lease.engines)
+    by_staleness: dict[str, dict[str, Any]] = {}
     for staleness in (0, 1, 4):
         limits, without = StreamLimits(workload.groups, staleness), 0.0
-        for name, load, lent in ((f"{staleness}", workload, None), (f"{staleness}, lent", more, lending)):
-            measured = measure_stream(load, train_s, limits, lending=lent)
+        for name, load, leased in ((f"{staleness}", workload, None), (f"{staleness}, leased", more, lease)):
+            measured = measure_stream(load, train_s, limits, lease=leased)
             without = without or measured.tokens_per_s
-            found[name] = measured.figures | {"of_without": measured.tokens_per_s / without}
+            by_staleness[name] = measured.stats | {"of_without": measured.tokens_per_s / without}
             print(
                 f"{f'staleness {name}':24}{measured.step_s:8.1f}{measured.slots:8.1%}{measured.trainer:9.1%}"
-                f"{measured.withdrawn:11.0f}{measured.tokens_per_s:10,.0f}{found[name]['of_without']:12.2f}",
+                f"{measured.reclaimed:11.0f}{measured.tokens_per_s:10,.0f}{by_staleness[name]['of_without']:12.2f}",
                 flush=True,
             )
-    return {"train_s": train_s, "engines": workload.engines, "lending": asdict(lending), "staleness": found}
+    return {"train_s": train_s, "engines": workload.engines, "lease": asdict(lease), "staleness": by_staleness}
 
 
 def measure(workload: Workload, train_share: float, extra: int) -> Iterator[tuple[Case, Measured]]:
@@ -178,14 +180,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar=("ENGINE", "ACTOR"),
         help="with --transfers: in which an engine takes the weights in, and in which the actor sends them to one",
     )
-    parser.add_argument("--lend", type=int, metavar="ENGINES", help="compare with so many engines that are lent")
+    parser.add_argument("--lease", type=int, metavar="ENGINES", help="compare with so many engines that are leased")
     parser.add_argument(
-        "--lend-s",
+        "--lease-s",
         type=float,
         nargs=2,
         default=(0.5, 1.0),
         metavar=("AFTER", "TURN"),
-        help="with --lend: that a step waits before, and in which the trainer's devices change hands",
+        help="with --lease: that a step waits before, and in which the trainer's devices change hands",
     )
     parser.add_argument("--controller", action="store_true", help="measure the controller's CPU, in real time")
     parser.add_argument("--staleness", type=int, default=16, help="with --controller")
@@ -208,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--warm-up, --steps, --samples: expected at least 1 of each")
     if workload.groups < workload.engines:
         parser.error(f"--groups {workload.groups}: expected at least one for each of {workload.engines} engines")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "command": [
             "python",
             "benchmarks/rollout_stream.py",
@@ -222,25 +224,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         load_before = os.getloadavg()[0]
         load = measure_controller(workload, options.staleness, options.seconds, options.settle)
         print(_controller_line(load))
-        found |= {"staleness": options.staleness, "load_before": load_before, "controller": asdict(load)}
-    elif options.lend:
+        results |= {"staleness": options.staleness, "load_before": load_before, "controller": asdict(load)}
+    elif options.lease:
         _, rollout_s = measure_batch(workload, 0.0, ahead=False)
-        lending = Lending(options.lend, *options.lend_s)
-        found["measured"] = [measure_lending(workload, share * rollout_s, lending) for share in options.train_share]
+        lease = DeviceLease(options.lease, *options.lease_s)
+        results["measured"] = [measure_lease(workload, share * rollout_s, lease) for share in options.train_share]
     elif options.transfers:
         _, rollout_s = measure_batch(workload, 0.0, ahead=False)
         ways = transfers(*options.transfer_s)
-        found["transfer_s"] = options.transfer_s
-        found["measured"] = [
+        results["transfer_s"] = options.transfer_s
+        results["measured"] = [
             measure_transfers(workload, share * rollout_s, staleness, ways)
             for share in options.train_share
             for staleness in (1, 4)
         ]
     else:
-        found["measured"] = [
+        results["measured"] = [
             _measured(workload, share, round(options.over_sampling * workload.groups)) for share in options.train_share
         ]
-    text = json.dumps(found, indent=1)
+    text = json.dumps(results, indent=1)
     if options.output is None:
         print(text)
     else:
@@ -250,27 +252,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measured(workload: Workload, train_share: float, extra: int) -> dict[str, Any]:
     """The figures of all cases, which are printed as they come."""
-    found: dict[str, dict[str, Any]] = {}
+    by_case: dict[str, dict[str, Any]] = {}
     print(f"training takes {train_share:.3f} of the batch call's rollout")
     print(
         f"{'':48}{'step s':>8}{'least':>8}{'busy':>8}{'slots':>8}{'trainer':>9}{'tokens/s':>10}{'of batch':>10}"
         f"{'of ahead':>10}{'given up':>10}{'length':>8}{'staleness':>11}"
     )
     for case, measured in measure(workload, train_share, extra):
-        figures = measured.figures
-        figures["least_step_s"] = _least_step_s(workload, case, measured)
-        found[case.name] = figures
-        batch, ahead = (found.get(name, figures) for name in ("batch call, step by step", "batch call, one step ahead"))
+        stats = measured.stats
+        stats["least_step_s"] = _least_step_s(workload, case, measured)
+        by_case[case.name] = stats
+        batch, ahead = (by_case.get(name, stats) for name in ("batch call, step by step", "batch call, one step ahead"))
         for name, other in (("of_batch", batch), ("of_ahead", ahead)):
-            figures[name] = measured.tokens_per_s / other["tokens_per_s"]
-        shown = "" if case.name.startswith("batch") and not case.ahead else f"{figures['of_ahead']:.2f}"
+            stats[name] = measured.tokens_per_s / other["tokens_per_s"]
+        shown = "" if case.name.startswith("batch") and not case.ahead else f"{stats['of_ahead']:.2f}"
         print(
-            f"{case.name:48}{measured.step_s:8.1f}{figures['least_step_s']:8.1f}{measured.busy:8.1%}{measured.slots:8.1%}{measured.trainer:9.1%}"
-            f"{measured.tokens_per_s:10,.0f}{figures['of_batch']:10.2f}{shown:>10}{measured.given_up:10.1%}"
+            f"{case.name:48}{measured.step_s:8.1f}{stats['least_step_s']:8.1f}{measured.busy:8.1%}{measured.slots:8.1%}{measured.trainer:9.1%}"
+            f"{measured.tokens_per_s:10,.0f}{stats['of_batch']:10.2f}{shown:>10}{measured.given_up:10.1%}"
             f"{measured.mean_tokens:8.0f}{measured.mean_staleness:7.2f} ≤ {measured.most_staleness}",
             flush=True,
         )
-    return {"train_share": train_share, "extra": extra, "cases": found}
+    return {"train_share": train_share, "extra": extra, "cases": by_case}
 
 
 def _least_step_s(workload: Workload, case: Case, measured: Measured) -> float:
@@ -296,7 +298,7 @@ def _controller_line(load: ControllerLoad) -> str:
 
 def _shown(arguments: Sequence[str]) -> list[str]:
     """The arguments with names of files in place of paths."""
-    return [Path(each).name if "/" in each else each for each in arguments]
+    return [Path(argument).name if "/" in argument else argument for argument in arguments]
 
 
 def _machine() -> dict[str, Any]:

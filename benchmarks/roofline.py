@@ -1,4 +1,4 @@
-"""What decoding would take if a GPU did nothing but read its memory: the bound of `rollout.py`.
+"""Lower bound of decoding times, the time in which a GPU reads the memory: the bound of `rollout.py`.
 
 In each step a rank reads its weights once, and keys and values of all tokens of the responses that are under way. Both
 are much more than what it computes with them, so that a step takes at least their bytes over the rate at which the GPU
@@ -17,7 +17,7 @@ from benchmarks.reshard_plan import Rollout
 from engine3d.memory import serving_by_rank
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.rollout.config import RolloutConfig
 
 _COPIED_BYTES, _COPIES = 4 << 30, 20
@@ -27,7 +27,7 @@ _LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class DecodeBytes:
-    """What a rank reads in the mean step of a round, in bytes.
+    """Bytes that a rank reads in the mean step of a round.
 
     Args:
         weights: of all layers, of as many experts as the requests' tokens are sent to, and of the output layer.
@@ -52,7 +52,7 @@ def decode_bytes(
     response: int,
     samples: int = 1,
 ) -> DecodeBytes:
-    """Of the rank that holds most, while all requests of an engine are decoded together.
+    """Count the bytes of the rank that holds most, while all requests of an engine are decoded together.
 
     Routers that send each token to any experts with the same probability, as those of trained models nearly do and
     those of random weights with `model.create.embedding_std`, leave an expert without a token with probability
@@ -66,8 +66,8 @@ def decode_bytes(
         prompt, response: tokens of each request.
         samples: requests that have a prompt in common, which is read once.
     """
-    places = [Place("0", f"cuda:{rank}") for rank in range(rollout.tp)]
-    serving = max(serving_by_rank(spec, config, places), key=lambda each: each.weights)
+    locations = [Location("0", f"cuda:{rank}") for rank in range(rollout.tp)]
+    serving = max(serving_by_rank(spec, config, locations), key=lambda rank: rank.weights)
     sizes, itemsize = spec.sizes, _itemsize(config)
     table = 0 if spec.sizes.tied else spec.vocab_size * sizes.hidden * itemsize // config.attention_tp
     experts = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts * itemsize // rollout.tp

@@ -1,4 +1,4 @@
-"""What it costs to bring samples from engines to updates: bytes and host time, end to end and as padded rows.
+"""Cost of moving samples from engines to updates: bytes and host time, end to end and as padded rows.
 
     python benchmarks/samples.py --samples 512 --mean 4096 --longest 32768 --ranks 8
 
@@ -36,7 +36,7 @@ from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
 from engine3d.training.sequences import Sequences
 from hybridflow.batch.load_balance import balanced_partition
-from hybridflow.batch.remote_batch import BatchPart, RemoteBatch
+from hybridflow.batch.remote_batch import BatchShard, RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import within
 from hybridflow.batch.worker_output import Columns, Packed, pack
@@ -52,7 +52,7 @@ _VOCABULARY = 150_000
 
 @dataclass(frozen=True)
 class Case:
-    """What engines give, and what ranks add."""
+    """Outputs of engines, and columns that ranks add."""
 
     prompts: list[list[int]]
     responses: list[list[int]]
@@ -91,14 +91,14 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def __call__[T](self, stage: str, action: Callable[[], T]) -> T:
-        """What `action` returns; its time counts for the stage."""
+        """Run `action` and return its result; its time counts for the stage."""
         began = time.perf_counter()
         made = action()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
         return made
 
 
-def _facts(samples: int) -> dict[str, Any]:
+def _properties(samples: int) -> dict[str, Any]:
     return {
         "sample_ids": range(samples),
         "group_ids": range(samples),
@@ -108,15 +108,17 @@ def _facts(samples: int) -> dict[str, Any]:
     }
 
 
-def ragged(case: Case, parts: Sequence[Sequence[int]], clock: Clock) -> tuple[list[Sequences], int]:
-    """As a run does it. The sequences of each rank, and the bytes that were put into the object store."""
+def ragged(case: Case, shards: Sequence[Sequence[int]], clock: Clock) -> tuple[list[Sequences], int]:
+    """Move the samples as a run does. Return the sequences of each rank, and the bytes that were put into the object
+    store.
+    """
     batch = clock(
         "lists to tensors",
         lambda: SampleBatch.from_generations(
             prompts=case.prompts,
             responses=case.responses,
             logprobs=case.logprobs,
-            **_facts(len(case.prompts)),
+            **_properties(len(case.prompts)),
         ),
     )
     remote = clock("put", lambda: RemoteBatch.of(batch))
@@ -124,18 +126,20 @@ def ragged(case: Case, parts: Sequence[Sequence[int]], clock: Clock) -> tuple[li
     # What ranks found: each keeps the columns of its part.
     here = frozenset({ray.get_runtime_context().get_node_id()})
     for name in _ADDED:
-        calls = _Found([], [next(iter(here))] * len(parts), [tuple(part) for part in parts], remote.facts["sample_ids"])
-        for part in parts:
-            found = Columns({name: batch.select(part).logprobs * 0.5})
-            stored += _nbytes(_packed(found).arrays)
-            calls.refs.append(clock("put", lambda found=found: ray.put(pack(found)[0])))  # type: ignore[misc]
+        calls = _ReadyColumns(
+            [], [next(iter(here))] * len(shards), [tuple(rows) for rows in shards], remote.per_sample["sample_ids"]
+        )
+        for rows in shards:
+            columns = Columns({name: batch.select(rows).logprobs * 0.5})
+            stored += _nbytes(_packed(columns).arrays)
+            calls.refs.append(clock("put", lambda columns=columns: ray.put(pack(columns)[0])))  # type: ignore[misc]
         remote = remote.with_columns(calls)
-    dealt = clock("deal", lambda: remote.deal(parts, [here] * len(parts)))
-    return [_sequences(part, clock) for part in dealt], stored
+    dealt = clock("deal", lambda: remote.shard(shards, [here] * len(shards)))
+    return [_sequences(shard, clock) for shard in dealt], stored
 
 
-def _sequences(part: BatchPart, clock: Clock) -> Sequences:
-    samples = clock("fetch", part.unpack)
+def _sequences(shard: BatchShard, clock: Clock) -> Sequences:
+    samples = clock("fetch", shard.unpack)
     assert isinstance(samples, SampleBatch) and samples.ref_logprobs is not None and samples.advantages is not None
     columns = {"logprobs": samples.logprobs, "ref_logprobs": samples.ref_logprobs, "advantages": samples.advantages}
     return clock("cut", lambda: to_sequences(samples, **columns))
@@ -148,19 +152,19 @@ def _packed(result: SampleBatch | Columns) -> Packed:
 
 
 @dataclass
-class _Found:
-    """Columns that are there: what `RemoteBatch.with_columns` asks of a call."""
+class _ReadyColumns:
+    """Columns that are ready, as `RemoteBatch.with_columns` needs of a call."""
 
     refs: list[ray.ObjectRef]
     nodes: list[str]
-    parts: list[tuple[int, ...]] | None
+    shard_indices: list[tuple[int, ...]] | None
     sample_ids: Tensor | None
 
     def wait(self) -> None:
-        """They are there."""
+        """Return at once."""
 
 
-def padded(case: Case, parts: Sequence[Sequence[int]], clock: Clock) -> tuple[list[Sequences], int]:
+def padded(case: Case, shards: Sequence[Sequence[int]], clock: Clock) -> tuple[list[Sequences], int]:
     """The same by rows that are padded on the right."""
     rows = clock(
         "lists to tensors",
@@ -174,19 +178,19 @@ def padded(case: Case, parts: Sequence[Sequence[int]], clock: Clock) -> tuple[li
     lengths = [torch.tensor([len(row) for row in lists]) for lists in (case.prompts, case.responses)]
     arrays = {name: column.numpy() for name, column in rows.items()}
     stored = _nbytes(arrays)
-    whole = clock("put", lambda: ray.put(arrays))
+    arrays_ref = clock("put", lambda: ray.put(arrays))
     added: dict[str, list[ray.ObjectRef]] = {name: [] for name in _ADDED}
     for refs in added.values():
-        for part in parts:
-            width = max(len(case.responses[index]) for index in part)
-            column = (rows["logprobs"][list(part), :width] * 0.5).numpy()
+        for shard_rows in shards:
+            width = max(len(case.responses[index]) for index in shard_rows)
+            column = (rows["logprobs"][list(shard_rows), :width] * 0.5).numpy()
             stored += column.nbytes
             refs.append(clock("put", lambda column=column: ray.put(column)))  # type: ignore[misc]
     made = []
-    for number, part in enumerate(parts):
-        taken = list(part)
-        own = {name: refs[number] for name, refs in added.items()}
-        columns = clock("fetch", lambda taken=taken, own=own: _fetched(whole, own, taken, lengths))  # type: ignore[misc]
+    for number, shard_rows in enumerate(shards):
+        taken = list(shard_rows)
+        columns_refs = {name: refs[number] for name, refs in added.items()}
+        columns = clock("fetch", lambda taken=taken, added=columns_refs: _fetched(arrays_ref, added, taken, lengths))  # type: ignore[misc]
         prompts, responses = lengths[0][taken], lengths[1][taken]
         made.append(clock("cut", lambda c=columns, p=prompts, r=responses: _cut(c, p, r)))  # type: ignore[misc]
     return made, stored
@@ -200,11 +204,11 @@ def _pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def _fetched(
-    whole: ray.ObjectRef, added: Mapping[str, ray.ObjectRef], taken: list[int], lengths: Sequence[Tensor]
+    arrays_ref: ray.ObjectRef, added: Mapping[str, ray.ObjectRef], taken: list[int], lengths: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """The rows of a rank, no wider than its longest prompt and response."""
-    arrays: dict[str, np.ndarray[Any, Any]] = ray.get(whole)
-    widths = [int(each[taken].max()) for each in lengths]
+    arrays: dict[str, np.ndarray[Any, Any]] = ray.get(arrays_ref)
+    widths = [int(column[taken].max()) for column in lengths]
     columns = {
         name: torch.from_numpy(array[taken])[:, : widths[name != "input_ids"]].contiguous()
         for name, array in arrays.items()
@@ -235,7 +239,7 @@ def _nbytes(arrays: Mapping[str, np.ndarray[Any, Any]]) -> int:
 
 def measure(case: Case, ranks: int, repeats: int) -> dict[str, Any]:
     """Both ways, one after the other, `repeats` times; the median of each stage."""
-    parts = balanced_partition([float(length) for length in case.lengths], ranks)
+    shards = balanced_partition([float(length) for length in case.lengths], ranks)
     ways: dict[str, Callable[[Case, Sequence[Sequence[int]], Clock], tuple[list[Sequences], int]]] = {
         "padded": padded,
         "ragged": ragged,
@@ -246,24 +250,24 @@ def measure(case: Case, ranks: int, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for way, run in ways.items():
             clocks[way].append(Clock())
-            made[way], stored[way] = run(case, parts, clocks[way][-1])
+            made[way], stored[way] = run(case, shards, clocks[way][-1])
     for one, other in zip(made["padded"], made["ragged"], strict=True):
         if not _same(one, other):
             raise UserError("the two ways gave different sequences")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for way in ways:
         stages = {
             stage: float(np.median([clock.seconds[stage] for clock in clocks[way]])) for stage in clocks[way][0].seconds
         }
-        found[way] = {
+        results[way] = {
             "stored_bytes": stored[way],
             "host_seconds": float(np.median([sum(clock.seconds.values()) for clock in clocks[way]])),
             "stages_seconds": stages,
         }
-    found["ragged_of_padded"] = {
-        figure: found["ragged"][figure] / found["padded"][figure] for figure in ("stored_bytes", "host_seconds")
+    results["ragged_of_padded"] = {
+        figure: results["ragged"][figure] / results["padded"][figure] for figure in ("stored_bytes", "host_seconds")
     }
-    return found
+    return results
 
 
 def _same(one: Sequences, other: Sequences) -> bool:
@@ -294,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
         case = make_case(options.samples, options.mean, options.longest, options.prompt)
         start_ray(cpu_slots=1)
         try:
-            found = measure(case, options.ranks, options.repeats)
+            results = measure(case, options.ranks, options.repeats)
         finally:
             stop_ray()
     described = {
@@ -305,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         "ranks": options.ranks,
         "repeats": options.repeats,
     }
-    print(json.dumps(described | found | {"versions": versions()}, indent=2))
+    print(json.dumps(described | results | {"versions": versions()}, indent=2))
     return 0
 
 

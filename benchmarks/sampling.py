@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20)
     try:
         options = parser.parse_args(arguments)
-        rows = [int(each) for each in options.requests.split(",") if each.isdecimal() and int(each)]
+        rows = [int(count) for count in options.requests.split(",") if count.isdecimal() and int(count)]
         if len(rows) != options.requests.count(",") + 1:
             raise UserError(f"--requests {options.requests}: expected whole numbers of at least 1, such as 32,256")
         for name in ("vocabulary", "rounds"):
@@ -50,20 +50,25 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         samplers = _samplers(Path(scratch))
         try:
-            figures = {count: _measured(samplers, count, options.vocabulary, options.rounds) for count in rows}
+            by_count = {count: _measured(samplers, count, options.vocabulary, options.rounds) for count in rows}
         finally:
             _leave()
-    for count, found in figures.items():
-        told = ", ".join(f"{name} {each['ms']:.3f} ms{_memory(each)}" for name, each in found.items())
-        print(f"{count} requests: {told}; {found['sglang']['ms'] / found['fused']['ms']:.2f} times", file=sys.stderr)
+    for count, by_sampler in by_count.items():
+        reported = ", ".join(
+            f"{name} {measurement['ms']:.3f} ms{_memory(measurement)}" for name, measurement in by_sampler.items()
+        )
+        print(
+            f"{count} requests: {reported}; {by_sampler['sglang']['ms'] / by_sampler['fused']['ms']:.2f} times",
+            file=sys.stderr,
+        )
     device = torch.cuda.get_device_name() if platform.gpus else "cpu"
     command = " ".join(["benchmarks/sampling.py", *sys.argv[1:]])
-    print(json.dumps({"command": command, "device": device, "requests": figures, "versions": versions()}, indent=2))
+    print(json.dumps({"command": command, "device": device, "requests": by_count, "versions": versions()}, indent=2))
     return 0
 
 
-def _memory(figures: dict[str, float]) -> str:
-    return f" and {figures['beside_the_logits']:.2f} of the logits" if "beside_the_logits" in figures else ""
+def _memory(measurement: dict[str, float]) -> str:
+    return f" and {measurement['beside_the_logits']:.2f} of the logits" if "beside_the_logits" in measurement else ""
 
 
 def _samplers(scratch: Path) -> dict[str, Any]:
@@ -149,7 +154,7 @@ def _measured(samplers: dict[str, Any], requests: int, vocabulary: int, rounds: 
 
 
 def _timed(draw: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float, int]:
-    """What it returns, its seconds, and bytes of device memory that it took at most; none are counted on a CPU."""
+    """Return the result of `draw`, its seconds, and its peak of device memory in bytes, 0 on a CPU."""
     if platform.gpus:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

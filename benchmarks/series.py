@@ -41,7 +41,7 @@ from engine3d.settings import Settings
 
 _GRACE_S = 15.0
 _LEAST = 0.5
-"""Of its limit: with less time a measurement is not begun."""
+"""Share of its limit: with less time left a measurement is not begun."""
 _CUT_OFF = 124
 """Exit code of one that was ended at its limit, as of timeout(1)."""
 
@@ -80,7 +80,7 @@ def read_series(path: Path) -> list[Measurement]:
         UserError: names what is wrong with it.
     """
     try:
-        found = TypeAdapter(list[Measurement]).validate_python(yaml.safe_load(path.read_text()))
+        measurements = TypeAdapter(list[Measurement]).validate_python(yaml.safe_load(path.read_text()))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -89,13 +89,13 @@ def read_series(path: Path) -> list[Measurement]:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     known: set[str] = set()
-    for each in found:
-        if each.name in known:
-            raise UserError(f"{path}: {each.name}: two measurements have this name")
-        if each.needs is not None and each.needs not in known:
-            raise UserError(f"{path}: {each.name} needs {each.needs}, which is not before it")
-        known.add(each.name)
-    return found
+    for measurement in measurements:
+        if measurement.name in known:
+            raise UserError(f"{path}: {measurement.name}: two measurements have this name")
+        if measurement.needs is not None and measurement.needs not in known:
+            raise UserError(f"{path}: {measurement.name} needs {measurement.needs}, which is not before it")
+        known.add(measurement.name)
+    return measurements
 
 
 def run(series: Sequence[Measurement], out: Path, scratch: Path, within_s: float) -> int:
@@ -112,24 +112,29 @@ def run(series: Sequence[Measurement], out: Path, scratch: Path, within_s: float
     """
     deadline = time.monotonic() + within_s
     made: dict[str, dict[str, Any]] = {}
-    for each in series:
-        needed = made.get(each.needs) if each.needs is not None else None
+    for measurement in series:
+        needed = made.get(measurement.needs) if measurement.needs is not None else None
         left_s = deadline - time.monotonic()
         if needed is not None and needed["exit_code"] != 0:
-            made[each.name] = {"exit_code": None, "why": f"{each.needs} has not ended well"}
-        elif left_s < _LEAST * each.limit_s:
-            made[each.name] = {"exit_code": None, "why": f"{max(0.0, left_s):.0f} s were left of {each.limit_s:g}"}
+            made[measurement.name] = {"exit_code": None, "why": f"{measurement.needs} has not ended well"}
+        elif left_s < _LEAST * measurement.limit_s:
+            made[measurement.name] = {
+                "exit_code": None,
+                "why": f"{max(0.0, left_s):.0f} s were left of {measurement.limit_s:g}",
+            }
         else:
-            made[each.name] = _measure(each, out / each.name, scratch, min(each.limit_s, left_s))
+            made[measurement.name] = _measure(
+                measurement, out / measurement.name, scratch, min(measurement.limit_s, left_s)
+            )
         out.mkdir(parents=True, exist_ok=True)
         (out / "series.json").write_text(json.dumps({"measurements": made, "versions": versions()}, indent=2) + "\n")
-        print(f"{each.name}: {_told(made[each.name])}", flush=True)
-    return int(any(each["exit_code"] != 0 for each in made.values()))
+        print(f"{measurement.name}: {_outcome(made[measurement.name])}", flush=True)
+    return int(any(result["exit_code"] != 0 for result in made.values()))
 
 
-def _measure(each: Measurement, here: Path, scratch: Path, limit_s: float) -> dict[str, Any]:
+def _measure(measurement: Measurement, here: Path, scratch: Path, limit_s: float) -> dict[str, Any]:
     here.mkdir(parents=True, exist_ok=True)
-    command = each.command
+    command = measurement.command
     for name, path in (("{here}", here), ("{scratch}", scratch)):
         command = command.replace(name, shlex.quote(str(path)))
     began = time.monotonic()
@@ -156,22 +161,22 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         os.killpg(process.pid, number)
 
 
-def _told(found: dict[str, Any]) -> str:
-    if found["exit_code"] is None:
-        return f"not begun: {found['why']}"
-    if found["exit_code"] == _CUT_OFF:
-        return f"cut off after {found['seconds']:.0f} s"
-    return f"exit code {found['exit_code']} after {found['seconds']:.0f} s"
+def _outcome(result: dict[str, Any]) -> str:
+    if result["exit_code"] is None:
+        return f"not begun: {result['why']}"
+    if result["exit_code"] == _CUT_OFF:
+        return f"cut off after {result['seconds']:.0f} s"
+    return f"exit code {result['exit_code']} after {result['seconds']:.0f} s"
 
 
 def _chosen(series: list[Measurement], names: str | None) -> list[Measurement]:
     if names is None:
         return series
-    wanted = names.split(",")
-    known = [each.name for each in series]
-    if unknown := [name for name in wanted if name not in known]:
+    requested = names.split(",")
+    known = [measurement.name for measurement in series]
+    if unknown := [name for name in requested if name not in known]:
         raise UserError(f"--only {unknown[0]}: expected names of {', '.join(known)}")
-    return [each for each in series if each.name in wanted]
+    return [measurement for measurement in series if measurement.name in requested]
 
 
 @contextlib.contextmanager

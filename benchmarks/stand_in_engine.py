@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine3d.engine_figures import EngineFigures
-from engine3d.rollout.requests import Response
+from engine3d.engine_stats import EngineStats
+from engine3d.rollout.requests import Request, Response
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 
-_TELLS_EVERY_S = 2.0
+_REPORTS_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class StandInEngine:
         self._waiting: deque[StreamRequest] = deque()
         self._running: dict[int, _Running] = {}
         self._ends: list[tuple[float, int]] = []
-        self._progress = self._at = self._held = self._computing_s = 0.0
+        self._progress = self._at = self._resident_tokens = self._computing_s = 0.0
         self._batch_tokens = 0.0
         self._begun: dict[int, tuple[int, int]] = {}
         """Of requests that were retracted: tokens drawn, and the oldest version."""
         self._ended: list[SampleEnd] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._told = asyncio.Event()
+        self._ended_event = asyncio.Event()
         self._drained = asyncio.Event()
         self._begins = self._runs = True
-        self._figures = EngineFigures(cache.tokens if cache is not None else 1)
+        self._stats = EngineStats(cache.tokens if cache is not None else 1)
         self._prompts: set[int] = set()
         self.busy_s = 0.0
         """For how long it had something to do."""
@@ -86,16 +86,25 @@ class StandInEngine:
         self._waiting.extend(requests)
         self._fill()
 
+    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+        pairs = zip(requests, prompts, strict=True)
+        await self.submit(
+            [
+                StreamRequest(request.sample, request.group, request.index, prompt, len(request.prompt))
+                for request, prompt in pairs
+            ]
+        )
+
     async def ended(self) -> SampleEnds:
         while not self._ended:
-            self._told.clear()
+            self._ended_event.clear()
             try:
-                await asyncio.wait_for(self._told.wait(), _TELLS_EVERY_S if self._cache is not None else None)
+                await asyncio.wait_for(self._ended_event.wait(), _REPORTS_EVERY_S if self._cache is not None else None)
             except TimeoutError:
                 self._advance()
                 break
         ended, self._ended = self._ended, []
-        return SampleEnds(ended, figures=self.figures)
+        return SampleEnds(ended, stats=self.stats)
 
     async def begin_weights(self, *, wait: bool) -> None:
         """Begin nothing until `commit_weights`. What runs ends, if `wait`, before this returns; or stands still."""
@@ -117,12 +126,12 @@ class StandInEngine:
         for sample in samples:
             if sample in self._running:
                 self._leave(sample, complete=False)
-            elif found := [request for request in self._waiting if request.sample == sample]:
-                self._waiting.remove(found[0])
-                drawn, oldest = self._had(found[0])
+            elif waiting := [request for request in self._waiting if request.sample == sample]:
+                self._waiting.remove(waiting[0])
+                drawn, oldest = self._had(waiting[0])
                 self._begun.pop(sample, None)
-                self._ended.append(SampleEnd(sample, found[0].group, found[0].index, drawn, oldest, False))
-        self._told.set()
+                self._ended.append(SampleEnd(sample, waiting[0].group, waiting[0].index, drawn, oldest, False))
+        self._ended_event.set()
         self._fill()
 
     def look(self) -> tuple[float, float, float]:
@@ -131,13 +140,13 @@ class StandInEngine:
         return self.busy_s, self.slot_s, self.tokens
 
     @property
-    def figures(self) -> EngineFigures | None:
-        """As an engine tells them; None without a cache."""
+    def stats(self) -> EngineStats | None:
+        """Statistics of the engine; None without a cache."""
         if self._cache is None:
             return None
         return replace(
-            self._figures,
-            used_tokens=round(self._held),
+            self._stats,
+            used_tokens=round(self._resident_tokens),
             queued=len(self._waiting),
             batches=round(self._progress),
             batch_tokens=round(self._batch_tokens),
@@ -146,15 +155,15 @@ class StandInEngine:
     async def in_flight(self) -> Mapping[int, Response]:
         """The responses in flight, with zeros for tokens and log-probs."""
         self._advance()
-        found = {}
-        for sample, each in self._running.items():
-            if (drawn := each.length - math.ceil(each.end - self._progress)) > 0:
-                found[sample] = _prefix(drawn, each.oldest)
+        responses = {}
+        for sample, running in self._running.items():
+            if (drawn := running.length - math.ceil(running.end - self._progress)) > 0:
+                responses[sample] = _prefix(drawn, running.oldest)
         for request in self._waiting:
             drawn, oldest = self._had(request)
             if drawn:
-                found[request.sample] = _prefix(drawn, oldest)
-        return found
+                responses[request.sample] = _prefix(drawn, oldest)
+        return responses
 
     def _had(self, request: StreamRequest) -> tuple[int, int]:
         """Tokens that a response that waits has, and the oldest version."""
@@ -173,8 +182,8 @@ class StandInEngine:
             self._computing_s -= computing
             steps = (passed - computing) / self._step_s(running)
             self._progress += steps
-            self._batch_tokens += steps * (self._held + steps * running / 2)
-            self._held += steps * running
+            self._batch_tokens += steps * (self._resident_tokens + steps * running / 2)
+            self._resident_tokens += steps * running
             self.tokens += steps * running
 
     def _fill(self) -> None:
@@ -189,16 +198,16 @@ class StandInEngine:
         if self._ends and self._runs:
             left = max(0.0, self._ends[0][0] - self._progress)
             if self._cache is not None and len(self._running) > 1:
-                left = min(left, max(0.0, self._cache.tokens - self._held) / len(self._running))
+                left = min(left, max(0.0, self._cache.tokens - self._resident_tokens) / len(self._running))
             left_s = self._computing_s + left * self._step_s(len(self._running))
             self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
 
     def _has_room(self, request: StreamRequest) -> bool:
         if self._cache is None or not self._running:
             return True
-        asked = request.tokens + self._had(request)[0]
+        needed = request.tokens + self._had(request)[0]
         reserved = self._cache.reserve * (len(self._running) + 1)
-        return self._held + asked + reserved < self._cache.tokens
+        return self._resident_tokens + needed + reserved < self._cache.tokens
 
     def _begin(self, request: StreamRequest) -> None:
         drawn, oldest = self._had(request)
@@ -206,16 +215,16 @@ class StandInEngine:
         length = self._length(request)
         end = self._progress + length - drawn
         self._running[request.sample] = _Running(request, end, oldest, length)
-        self._held += request.tokens + drawn
+        self._resident_tokens += request.tokens + drawn
         heapq.heappush(self._ends, (end, request.sample))
         if self._cache is not None:
-            found = request.tokens if request.group in self._prompts else 0
+            cached = request.tokens if request.group in self._prompts else 0
             self._prompts.add(request.group)
-            self._computing_s += self._cache.prefill_s * (request.tokens + drawn - found)
-            self._figures = replace(
-                self._figures,
-                prompt_tokens=self._figures.prompt_tokens + request.tokens + drawn,
-                cached_tokens=self._figures.cached_tokens + found,
+            self._computing_s += self._cache.prefill_s * (request.tokens + drawn - cached)
+            self._stats = replace(
+                self._stats,
+                prompt_tokens=self._stats.prompt_tokens + request.tokens + drawn,
+                cached_tokens=self._stats.cached_tokens + cached,
             )
 
     def _end(self) -> None:
@@ -225,28 +234,31 @@ class StandInEngine:
             running = self._running.get(sample)
             if running is not None and running.end <= self._progress + 1e-6:
                 self._leave(sample, complete=True)
-        while self._cache is not None and self._held >= self._cache.tokens - 1e-6 and len(self._running) > 1:
+        while self._cache is not None and self._resident_tokens >= self._cache.tokens - 1e-6 and len(self._running) > 1:
             self._retract()
         if self._ended:
-            self._told.set()
+            self._ended_event.set()
         self._fill()
 
     def _leave(self, sample: int, *, complete: bool) -> None:
         running = self._running.pop(sample)
         request, left = running.request, max(0.0, running.end - self._progress)
-        self._held -= request.tokens + running.length - left
+        self._resident_tokens -= request.tokens + running.length - left
         tokens = running.length if complete else running.length - int(left)
         self._ended.append(SampleEnd(sample, request.group, request.index, tokens, running.oldest, complete))
 
     def _retract(self) -> None:
         """Take the request back that has drawn the least."""
-        sample = max(self._running, key=lambda each: (self._running[each].end - self._running[each].length, each))
+        sample = max(
+            self._running,
+            key=lambda candidate: (self._running[candidate].end - self._running[candidate].length, candidate),
+        )
         running = self._running.pop(sample)
         drawn = running.length - (running.end - self._progress)
-        self._held -= running.request.tokens + drawn
+        self._resident_tokens -= running.request.tokens + drawn
         self._begun[sample] = int(drawn), running.oldest
         self._waiting.append(running.request)
-        self._figures = replace(self._figures, retracted=self._figures.retracted + 1)
+        self._stats = replace(self._stats, retracted=self._stats.retracted + 1)
 
 
 def _prefix(tokens: int, version: int) -> Response:

@@ -1,4 +1,4 @@
-"""Where the time of whole steps goes.
+"""Time of complete steps by phase.
 
     python benchmarks/step.py launch/recipes/qwen3-30b-a3b-4xh200.yaml --directory runs/step
 
@@ -35,13 +35,13 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.tasks import Example
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceSample
-from hybridflow.metrics.timeline import Span, step_ends
+from hybridflow.metrics.timeline import TimelineSpan, step_ends
 from hybridflow.report.run_data import RunData, read_run
 
 _RUN = "run"
 _REWARD = Path(__file__).with_name("drawn_reward.py")
-_GIVE_BACK, _TAKE_BACK = "memory give-back", "memory take-back"
-_MEMORY = {"give_back": _GIVE_BACK, "take_back": _TAKE_BACK}
+_OFFLOAD, _ONLOAD = "offload", "onload"
+_MEMORY = {"offload": _OFFLOAD, "onload": _ONLOAD}
 _PHASES = {
     "rollout": metrics.ROLLOUT_TIME,
     "rewards": metrics.REWARD_LATENCY,
@@ -85,7 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(line)
     command = " ".join(["benchmarks/step.py", *(arguments if arguments is not None else sys.argv[1:])])
     tokens = options.prompt_tokens + recipe.rollout.sampling.max_new_tokens
-    print(json.dumps({"command": command, "most_tokens": tokens} | figures(steps) | {"versions": versions()}, indent=2))
+    print(
+        json.dumps(
+            {"command": command, "most_tokens": tokens} | measurements(steps) | {"versions": versions()}, indent=2
+        )
+    )
     if run.samples:
         draw(run, options.directory)
     return 0
@@ -122,7 +126,7 @@ def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
     options.directory.mkdir(parents=True)
     for name, size in (("train", count * recipe.trainer.prompts_per_step), ("eval", 64)):
         examples = prompts(size, options.prompt_tokens, seed=name, alphabet=alphabet)
-        text = "".join(json.dumps({"prompt": each.prompt, "answer": each.answer}) + "\n" for each in examples)
+        text = "".join(json.dumps({"prompt": example.prompt, "answer": example.answer}) + "\n" for example in examples)
         (options.directory / f"{name}.jsonl").write_text(text)
     return recipe, settings
 
@@ -130,10 +134,12 @@ def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
 def _alphabet(recipe: Recipe) -> str:
     """Printable characters that are a token each; none where the tokenizer knows those of sums alone."""
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
+        tokenizer, _ = initial_tokenizer(recipe.model, Path(scratch))
     printable = [chr(code) for code in range(32, 127)]
     try:
-        return "".join(each for each in printable if len(tokenizer.encode(each, add_special_tokens=False)) == 1)
+        return "".join(
+            character for character in printable if len(tokenizer.encode(character, add_special_tokens=False)) == 1
+        )
     except Exception:  # the tokenizer's own, of a character that it has not
         return ""
 
@@ -144,7 +150,7 @@ def prompts(count: int, characters: int, *, seed: str, alphabet: str = "") -> li
     Tokens that are as different as those of texts, so that routers use experts as evenly.
     """
     generator = random.Random(seed)
-    found = []
+    examples = []
     for _ in range(count):
         left, right = generator.randrange(100), generator.randrange(100)
         text = f"{left}+{right}="
@@ -153,8 +159,8 @@ def prompts(count: int, characters: int, *, seed: str, alphabet: str = "") -> li
         while len(text) < characters:
             first, second = generator.randrange(100), generator.randrange(100)
             text = f"{first}+{second}={first + second}={text}"
-        found.append(Example(text[-characters:], str(left + right)))
-    return found
+        examples.append(Example(text[-characters:], str(left + right)))
+    return examples
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ class Steps:
 
 
 def measure(run: RunData, warm_up: int) -> Steps:
-    """What a run tells of its steps after the first `warm_up`."""
+    """Measure a run's steps after the first `warm_up`."""
     seconds = _mean(run, metrics.TRAIN_STEP_TIME, warm_up) / 1000
     phases = {phase: _mean(run, name, warm_up) / 1000 for phase, name in _PHASES.items()}
     phases["weight transfer"] -= _mean(run, metrics.SYNC_VERIFY_TIME, warm_up) / 1000  # a proof, where it is asked for
@@ -189,10 +195,10 @@ def measure(run: RunData, warm_up: int) -> Steps:
     # A turn begins with memory: the engines' within the rollout, the first of the others' within what comes after it.
     moved = _memory_seconds(run.spans, bounds)
     after = "log-probs" if phases["log-probs"] else "training"
-    for (role, kind), each in moved.items():
-        phases["rollout" if (role == "rollout") == (kind == _TAKE_BACK) else after] -= each
-    for name in (_GIVE_BACK, _TAKE_BACK):
-        phases[name] = sum(each for (_, kind), each in moved.items() if kind == name)
+    for (role, kind), duration in moved.items():
+        phases["rollout" if (role == "rollout") == (kind == _ONLOAD) else after] -= duration
+    for name in (_OFFLOAD, _ONLOAD):
+        phases[name] = sum(duration for (_, kind), duration in moved.items() if kind == name)
     overlap = _overlap(run.spans, bounds)
     phases["everything else"] = max(0.0, seconds - sum(phases.values()) + overlap)
     within = [sample for sample in run.samples if bounds and bounds[0][0] <= sample.time <= bounds[-1][1]]
@@ -213,7 +219,7 @@ def measure(run: RunData, warm_up: int) -> Steps:
 
 
 def _mean(run: RunData, name: str, warm_up: int) -> float:
-    """Of a figure over the steps after the first; 0 where it was not logged."""
+    """Return the mean of a metric over the steps after the first `warm_up`; 0 if it was not logged."""
     series = run.series(name)
     if series is None:
         return 0.0
@@ -239,11 +245,13 @@ def _over_time(run: RunData, name: str, warm_up: int, time: str = metrics.TRAIN_
         for step, value in zip(rates.steps, rates.values, strict=True)
         if step > warm_up and step in seconds
     ]
-    whole = sum(time for _, time in steps)
-    return float(sum(value * time for value, time in steps) / whole) if whole else 0.0
+    total = sum(time for _, time in steps)
+    return float(sum(value * time for value, time in steps) / total) if total else 0.0
 
 
-def _memory_seconds(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> dict[tuple[str, str], float]:
+def _memory_seconds(
+    spans: Iterable[TimelineSpan], bounds: Sequence[tuple[float, float]]
+) -> dict[tuple[str, str], float]:
     """Seconds a step, of the slowest rank, in which each role gave memory back or took it back."""
     slowest: dict[tuple[int, str, str], float] = defaultdict(float)
     for span in spans:
@@ -252,13 +260,13 @@ def _memory_seconds(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]
                 if begin <= span.begin < end:
                     key = (number, span.role, _MEMORY[span.method])
                     slowest[key] = max(slowest[key], span.end - span.begin)
-    found: dict[tuple[str, str], float] = defaultdict(float)
+    totals: dict[tuple[str, str], float] = defaultdict(float)
     for (_, role, kind), seconds in slowest.items():
-        found[role, kind] += seconds / len(bounds)
-    return found
+        totals[role, kind] += seconds / len(bounds)
+    return totals
 
 
-def _overlap(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> float:
+def _overlap(spans: Iterable[TimelineSpan], bounds: Sequence[tuple[float, float]]) -> float:
     """Seconds a step in which an engine generated while a model learned."""
     if not bounds:
         return 0.0
@@ -275,7 +283,7 @@ def _overlap(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> fl
     return both / len(bounds)
 
 
-def _peaks(samples: Sequence[DeviceSample], spans: Sequence[Span]) -> dict[str, int]:
+def _peaks(samples: Sequence[DeviceSample], spans: Sequence[TimelineSpan]) -> dict[str, int]:
     peaks: dict[str, int] = defaultdict(int)
     working = [(span.begin, span.end, _AT_WORK[span.method]) for span in spans if span.method in _AT_WORK]
     for sample in samples:
@@ -293,7 +301,7 @@ def lines(steps: Steps) -> list[str]:
     ]
 
 
-def figures(steps: Steps) -> dict[str, Any]:
+def measurements(steps: Steps) -> dict[str, Any]:
     """The same as one JSON object, and what only it has."""
     busy = steps.phases["rollout"] + steps.phases["training"] - steps.overlap
     return {
@@ -320,14 +328,20 @@ def draw(run: RunData, directory: Path) -> list[Path]:
         ("memory, GB", lambda sample: sample.memory_bytes / 1e9),
     )
     began = min(sample.time for sample in run.samples)
-    paths = []
+    paths: list[Path] = []
     for node, gpu in sorted({(sample.node, sample.gpu) for sample in run.samples}):
-        own = sorted(
-            (sample for sample in run.samples if (sample.node, sample.gpu) == (node, gpu)), key=lambda each: each.time
+        device_samples = sorted(
+            (sample for sample in run.samples if (sample.node, sample.gpu) == (node, gpu)),
+            key=lambda sample: sample.time,
         )
         figure = Figure(figsize=(14, 7), layout="constrained")
         for axes, (label, value) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
-            axes.plot([sample.time - began for sample in own], [value(sample) for sample in own], color="black", lw=1)
+            axes.plot(
+                [sample.time - began for sample in device_samples],
+                [value(sample) for sample in device_samples],
+                color="black",
+                lw=1,
+            )
             for span in run.spans:
                 if span.method in _AT_WORK and span.rank == 0:
                     colour = colours[_AT_WORK[span.method]]

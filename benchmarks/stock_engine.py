@@ -81,11 +81,11 @@ def _serve(
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    facts = launch.read_model(model, weights_needed=False)
-    os.environ.update(launch.environment(config, facts, devices))
+    model_info = launch.read_model(model, weights_needed=False)
+    os.environ.update(launch.environment(config, model_info, devices))
     import sglang
 
-    engine = sglang.Engine(**launch.server_arguments(config, facts))
+    engine = sglang.Engine(**launch.server_arguments(config, model_info))
     connection.send(None)
     while True:
         try:

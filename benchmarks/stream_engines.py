@@ -69,19 +69,19 @@ def main() -> int:
     options = parser.parse_args()
     if options.skip >= options.steps:
         parser.error(f"--skip: {options.skip} of {options.steps} steps, expected fewer")
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
+    by_mode: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
     with tempfile.TemporaryDirectory() as directory:
         for turn in range(options.repeats):
             for number, way in enumerate(options.ways):
                 records = _run(way, Path(directory), f"run-{turn}-{number}", options.steps)
-                found[way].append(measured(records[options.skip :]))
-                print(f"{turn}: {way}: {found[way][-1]}", file=sys.stderr, flush=True)
-    print("\n".join(table(found)))
+                by_mode[way].append(measured(records[options.skip :]))
+                print(f"{turn}: {way}: {by_mode[way][-1]}", file=sys.stderr, flush=True)
+    print("\n".join(table(by_mode)))
     if options.output is not None:
         machine = f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-        facts = {"machine": machine, "versions": versions()}
+        conditions = {"machine": machine, "versions": versions()}
         options.output.write_text(
-            json.dumps({"steps": options.steps, "skip": options.skip, "runs": found} | facts) + "\n"
+            json.dumps({"steps": options.steps, "skip": options.skip, "runs": by_mode} | conditions) + "\n"
         )
     return 0
 
@@ -117,24 +117,26 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Tokens in a second and seconds of a step, over these steps; the share of them that the trainer waited."""
     seconds = sum(record[metrics.TRAIN_STEP_TIME] for record in records) / 1e3
     tokens = sum(record[metrics.ROLLOUT_RESPONSE_LENGTH] for record in records) * PROMPTS * SAMPLES
-    figures = {"tokens_per_s": tokens / seconds, "step_s": seconds / len(records)}
+    stats = {"tokens_per_s": tokens / seconds, "step_s": seconds / len(records)}
     if all(metrics.STREAM_WAIT_SHARE in record for record in records):
         times = [record[metrics.TRAIN_STEP_TIME] for record in records]  # a share of a long step counts for more
         for figure, name in (
             ("trainer_wait_share", metrics.STREAM_WAIT_SHARE),
             ("engines_busy_share", metrics.STREAM_BUSY),
         ):
-            figures[figure] = statistics.fmean([record[name] for record in records], times)
-    return figures
+            stats[figure] = statistics.fmean([record[name] for record in records], times)
+    return stats
 
 
-def table(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
+def table(by_mode: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
     """A line for each way: medians, and the ratio to the batch call of the same turn with the lowest and highest."""
     yield "| | tokens/s | seconds of a step | beside the batch call |"
     yield "|---|---|---|---|"
-    for way, runs in found.items():
+    for way, runs in by_mode.items():
         tokens, step = (statistics.median(run[name] for run in runs) for name in ("tokens_per_s", "step_s"))
-        ratios = [run["tokens_per_s"] / of["tokens_per_s"] for run, of in zip(runs, found.get(BATCH, ()), strict=False)]
+        ratios = [
+            run["tokens_per_s"] / of["tokens_per_s"] for run, of in zip(runs, by_mode.get(BATCH, ()), strict=False)
+        ]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
         yield f"| {way} | {tokens:.0f} | {step:.2f} | {ratio} |"
 

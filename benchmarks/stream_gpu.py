@@ -67,7 +67,7 @@ def main() -> int:
         parser.error(f"--directory: {options.directory} is there already")
     write_prompts(options.directory / "train.jsonl", options.steps * options.prompts)
     write_prompts(options.directory / "eval.jsonl", _KINDS)
-    found: dict[str, dict[str, float]] = {}
+    by_mode: dict[str, dict[str, float]] = {}
     for way in options.ways:
         command = [sys.executable, "-m", "hybridflow", "train", str(options.recipe), *settings(way, options)]
         done = subprocess.run(command, stdout=sys.stderr, check=False)
@@ -76,10 +76,10 @@ def main() -> int:
         lines = (options.directory / way / "metrics.jsonl").read_text().splitlines()
         records = [record for line in lines if (record := json.loads(line))["phase"] == "train"]
         steps = records[options.skip : len(records) - WAYS[way][1]]
-        found[way] = measured(steps, options.prompts * options.samples)
-    print("\n".join(table(found)))
+        by_mode[way] = measured(steps, options.prompts * options.samples)
+    print("\n".join(table(by_mode)))
     command_line = " ".join(["benchmarks/stream_gpu.py", *sys.argv[1:]])
-    print(json.dumps({"command": command_line, "ways": found, "versions": versions()}))
+    print(json.dumps({"command": command_line, "ways": by_mode, "versions": versions()}))
     return 0
 
 
@@ -116,10 +116,12 @@ def settings(way: str, options: argparse.Namespace) -> list[str]:
 
 
 def kinds(task: str, longest: int) -> list[tuple[int, int]]:
-    """Of each kind of prompt its characters and the tokens of a response; as many prompts are of each."""
+    """Return each kind's characters of a prompt and tokens of a response. Every kind has as many prompts."""
     lengths = Lengths(task, seed=1)
     tokens = [max(2, round(lengths.at((kind + 0.5) / _KINDS) * longest / LONGEST)) for kind in range(_KINDS - 1)]
-    return [(_SHORTEST_PROMPT + _BETWEEN * kind, each) for kind, each in enumerate([*tokens, longest])]
+    return [
+        (_SHORTEST_PROMPT + _BETWEEN * kind, response_tokens) for kind, response_tokens in enumerate([*tokens, longest])
+    ]
 
 
 def write_prompts(path: Path, count: int) -> None:
@@ -128,38 +130,37 @@ def write_prompts(path: Path, count: int) -> None:
     with path.open("w") as file:
         for number in range(count):
             characters = _SHORTEST_PROMPT + _BETWEEN * (number % _KINDS)
-            text = "".join("+" if place % 3 == 0 else str(generator.randrange(10)) for place in range(characters))
+            text = "".join("+" if index % 3 == 0 else str(generator.randrange(10)) for index in range(characters))
             file.write(json.dumps({"prompt": text, "answer": "0"}) + "\n")
 
 
 def measured(records: Sequence[Mapping[str, Any]], responses: int) -> dict[str, float]:
-    """Of these steps, with so many responses each: tokens in a second, seconds of a step, shares of its time."""
+    """Return tokens in a second, seconds of a step and shares of its time, over steps of `responses` responses each."""
     seconds = sum(record[metrics.TRAIN_STEP_TIME] for record in records) / 1e3
     tokens = sum(record[metrics.ROLLOUT_RESPONSE_LENGTH] for record in records) * responses
-    figures = {"tokens_per_s": tokens / seconds, "step_s": seconds / len(records)}
+    stats = {"tokens_per_s": tokens / seconds, "step_s": seconds / len(records)}
     for figure, name in (
         ("engines_busy_share", metrics.STREAM_BUSY),
         ("trainer_wait_share", metrics.STREAM_WAIT_SHARE),
     ):
         if steps := [record for record in records if name in record]:
             times = [record[metrics.TRAIN_STEP_TIME] for record in steps]  # a share of a long step counts for more
-            figures[figure] = statistics.fmean([record[name] for record in steps], times)
-    return figures
+            stats[figure] = statistics.fmean([record[name] for record in steps], times)
+    return stats
 
 
-def table(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+def table(by_mode: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     """A line for each way, with the ratio to the batch call."""
     yield "| | tokens/s | beside the batch call | seconds of a step | engines busy | the trainer waits |"
     yield "|---|---|---|---|---|---|"
-    for way, figures in found.items():
-        ratio = f"{figures['tokens_per_s'] / found[BATCH]['tokens_per_s']:.2f}" if BATCH in found else ""
+    for way, stats in by_mode.items():
+        ratio = f"{stats['tokens_per_s'] / by_mode[BATCH]['tokens_per_s']:.2f}" if BATCH in by_mode else ""
         shares = [
-            f"{100 * figures[name]:.0f} %" if name in figures else ""
+            f"{100 * stats[name]:.0f} %" if name in stats else ""
             for name in ("engines_busy_share", "trainer_wait_share")
         ]
         yield (
-            " | ".join([f"| {way}", f"{figures['tokens_per_s']:.0f}", ratio, f"{figures['step_s']:.2f}", *shares])
-            + " |"
+            " | ".join([f"| {way}", f"{stats['tokens_per_s']:.0f}", ratio, f"{stats['step_s']:.2f}", *shares]) + " |"
         )
 
 

@@ -22,7 +22,7 @@ from hybridflow.rollout.stream_types import StepRows, StreamPlan
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be generated, and how fast.
+    """Requests to generate, and the speed of the engines.
 
     Args:
         engines, slots: how many there are, and requests that each runs at the same time.
@@ -68,7 +68,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps took.
+    """Measurements of steps.
 
     Args:
         step_s: seconds of a step in the mean.
@@ -82,7 +82,7 @@ class Measured:
         evicted, dropped, carried: groups a step.
         sync_s: seconds of a step in which the trainer waits for transfers.
         pause_s, longest_pause_s: seconds of a step in which an engine cannot generate, in the mean and at the most.
-        withdrawn: responses a step that were taken from engines that were lent.
+        reclaimed: responses a step that were taken from engines that were leased.
         learned: of every step, those of the warm-up too.
     """
 
@@ -102,17 +102,17 @@ class Measured:
     sync_s: float = 0.0
     pause_s: float = 0.0
     longest_pause_s: float = 0.0
-    withdrawn: float = 0.0
+    reclaimed: float = 0.0
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """All but `learned`, by name."""
         return {name: value for name, value in vars(self).items() if name != "learned"}
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How engines get new weights.
+    """Schedule of the transfers of new weights to engines.
 
     Args:
         wait: whether responses under way end first; else they stand still.
@@ -127,12 +127,12 @@ class Transfer:
     actor_s: float = 0.0
 
     def seconds(self, engines: int) -> float:
-        """Of a transfer to so many."""
+        """Return the seconds of a transfer to `engines` engines."""
         return max(self.engine_s, engines * self.actor_s)
 
 
 @dataclass(frozen=True)
-class Lending:
+class DeviceLease:
     """Engines on devices of the trainer, which generate while a step waits.
 
     Args:
@@ -181,8 +181,8 @@ class Setup:
             self.versions[:] = [self.version] * len(engines)
             return
         rolling, clock = transfer.at_a_time is not None, asyncio.get_running_loop().time
-        each = transfer.at_a_time or len(engines)
-        parts = [engines[first : first + each] for first in range(0, len(engines), each)]
+        size = transfer.at_a_time or len(engines)
+        chunks = [engines[first : first + size] for first in range(0, len(engines), size)]
         sending = asyncio.Lock()
 
         async def stand(number: int) -> float:
@@ -190,24 +190,24 @@ class Setup:
             await self.engines[number].begin_weights(wait=transfer.wait)
             return clock() if transfer.wait else began
 
-        async def renew(part: range) -> None:
+        async def renew(chunk: range) -> None:
             if rolling and stream is not None:
-                stream.change(part)
-            since = await asyncio.gather(*(stand(number) for number in part))
+                stream.change(chunk)
+            since = await asyncio.gather(*(stand(number) for number in chunk))
             async with sending:
-                await asyncio.sleep(transfer.seconds(len(part)))
-            for number in part:
+                await asyncio.sleep(transfer.seconds(len(chunk)))
+            for number in chunk:
                 self.versions[number] = self.version
                 self.engines[number].commit_weights()
             if rolling and stream is not None:
-                stream.serve(part, self.version)
-            self.pauses += [clock() - each for each in since]
+                stream.serve(chunk, self.version)
+            self.pauses += [clock() - start for start in since]
 
         if transfer.wait:
-            await asyncio.gather(*map(renew, parts))
+            await asyncio.gather(*map(renew, chunks))
         else:
-            for part in parts:
-                await renew(part)
+            for chunk in chunks:
+                await renew(chunk)
 
     def _length(self, request: StreamRequest) -> int:
         if request.sample not in self._known:
@@ -220,7 +220,7 @@ class Setup:
     def look(self) -> tuple[float, ...]:
         """The time, and sums over the engines of `StandInEngine.look`."""
         looks = zip(*(engine.look() for engine in self.engines), strict=True)
-        return asyncio.get_running_loop().time(), *(sum(each) for each in looks)
+        return asyncio.get_running_loop().time(), *(sum(values) for values in looks)
 
 
 def measure_batch(workload: Workload, train_s: float, *, ahead: bool) -> tuple[Measured, float]:
@@ -238,15 +238,15 @@ def measure_batch(workload: Workload, train_s: float, *, ahead: bool) -> tuple[M
 
     async def respond(setup: Setup, first_group: int) -> tuple[int, float]:
         began = asyncio.get_running_loop().time()
-        parts = [
+        by_engine = [
             range(
-                first_group + workload.groups * part // workload.engines,
-                first_group + workload.groups * (part + 1) // workload.engines,
+                first_group + workload.groups * engine // workload.engines,
+                first_group + workload.groups * (engine + 1) // workload.engines,
             )
-            for part in range(workload.engines)
+            for engine in range(workload.engines)
         ]
         tokens = await asyncio.gather(
-            *(_all(*each, workload.samples) for each in zip(setup.engines, parts, strict=True))
+            *(_all(*pair, workload.samples) for pair in zip(setup.engines, by_engine, strict=True))
         )
         return sum(tokens), asyncio.get_running_loop().time() - began
 
@@ -269,8 +269,8 @@ def measure_batch(workload: Workload, train_s: float, *, ahead: bool) -> tuple[M
             looks.append(setup.look())
             rollouts.append(seconds)
         following.cancel()
-        figures = _figures(workload, learned, looks, train_s, {})
-        return figures, sum(rollouts[workload.warm_up :]) / workload.steps
+        stats = _measurements(workload, learned, looks, train_s, {})
+        return stats, sum(rollouts[workload.warm_up :]) / workload.steps
 
     return run(learn())[0]
 
@@ -278,35 +278,35 @@ def measure_batch(workload: Workload, train_s: float, *, ahead: bool) -> tuple[M
 async def _all(engine: StandInEngine, groups: Sequence[int], samples: int) -> int:
     """Tokens of the responses to these groups, once all are there."""
     await engine.submit(
-        [StreamRequest(group * samples + place, group, place, group, 0) for group in groups for place in range(samples)]
+        [StreamRequest(group * samples + index, group, index, group, 0) for group in groups for index in range(samples)]
     )
     left, tokens = len(groups) * samples, 0
     while left:
         ended = await engine.ended()
         left -= len(ended.samples)
-        tokens += sum(each.tokens for each in ended.samples)
+        tokens += sum(sample.tokens for sample in ended.samples)
     return tokens
 
 
 async def take(
-    stream: RolloutStream, version: int, lent: Sequence[int], after_s: float = 0.0, turn_s: float = 0.0
+    stream: RolloutStream, version: int, leased: Sequence[int], after_s: float = 0.0, turn_s: float = 0.0
 ) -> StepRows:
-    """The groups of the step from `version`, while these engines are lent if it waits, as `StreamSource` has them.
+    """The groups of the step from `version`, while these engines are leased if it waits, as `StreamSource` has them.
 
     Args:
         stream: of the engines.
         version: of the weights.
-        lent: the engines; none if empty.
-        after_s, turn_s: as of `Lending`.
+        leased: the engines; none if empty.
+        after_s, turn_s: as of `DeviceLease`.
     """
     taking = asyncio.ensure_future(stream.take(version))
-    if lent:
+    if leased:
         await asyncio.wait([taking], timeout=after_s)
         if not taking.done():
             await asyncio.sleep(turn_s)
-            stream.lend(lent)
+            stream.lease(leased)
             await asyncio.wait([taking])
-            await stream.withdraw(lent)
+            await stream.reclaim(leased)
     return await taking
 
 
@@ -315,7 +315,7 @@ def measure_stream(
     train_s: float,
     limits: StreamLimits,
     transfer: Transfer | None = None,
-    lending: Lending | None = None,
+    lease: DeviceLease | None = None,
 ) -> Measured:
     """Steps of a stream.
 
@@ -324,31 +324,31 @@ def measure_stream(
         train_s: seconds of training.
         limits: of the stream; `groups_per_step` is that of the workload.
         transfer: how engines get new weights; in no time, and stopped by nothing, if None.
-        lending: the engines that generate only while a step waits; none if None.
+        lease: the engines that generate only while a step waits; none if None.
     """
-    lent = lending.of(workload) if lending is not None else ()
-    after_s, turn_s = (lending.after_s, lending.turn_s) if lending is not None else (0.0, 0.0)
+    leased = lease.of(workload) if lease is not None else ()
+    after_s, turn_s = (lease.after_s, lease.turn_s) if lease is not None else (0.0, 0.0)
 
     async def learn() -> Measured:
         setup, learned, looks = Setup(workload), list[Learned](), list[tuple[float, ...]]()
         counts: dict[str, int] = {"evicted": 0, "dropped": 0, "carried": 0}
-        withdrawn = 0.0
-        stream, synced = start(setup, limits, lent=lent), list[float]()
+        reclaimed = 0.0
+        stream, synced = start(setup, limits, leased=leased), list[float]()
         for step in range(workload.warm_up + workload.steps):
-            rows = await take(stream, setup.version, lent, after_s, turn_s)
+            rows = await take(stream, setup.version, leased, after_s, turn_s)
             await asyncio.sleep(train_s)
             began = asyncio.get_running_loop().time()
             await setup.new_weights(stream, transfer)
-            stream.learned(setup.version)
+            stream.trained(setup.version)
             if step == workload.warm_up - 1:
                 setup.pauses.clear()
             elif step >= workload.warm_up:
                 synced.append(asyncio.get_running_loop().time() - began)
             learned.append(
                 Learned(
-                    tuple(each.group.number for each in rows.groups),
+                    tuple(row.group.number for row in rows.groups),
                     rows.taken.staleness,
-                    sum(end.tokens for each in rows.groups for end in each.ends),
+                    sum(end.tokens for row in rows.groups for end in row.ends),
                 )
             )
             looks.append(setup.look())
@@ -356,22 +356,22 @@ def measure_stream(
                 counts["evicted"] += len(rows.taken.evicted)
                 counts["dropped"] += len(rows.taken.dropped)
                 counts["carried"] += rows.taken.carried
-                withdrawn += rows.figures[metrics.STREAM_WITHDRAWN]
+                reclaimed += rows.metrics[metrics.STREAM_RECLAIMED]
         stream.close()
-        figures = _figures(workload, learned, looks, train_s, counts)
+        stats = _measurements(workload, learned, looks, train_s, counts)
         return replace(
-            figures,
+            stats,
             sync_s=sum(synced) / workload.steps,
             pause_s=sum(setup.pauses) / workload.steps / workload.engines,
             longest_pause_s=max(setup.pauses, default=0.0),
-            withdrawn=withdrawn / workload.steps,
+            reclaimed=reclaimed / workload.steps,
         )
 
     return run(learn())[0]
 
 
 def start(
-    setup: Setup, limits: StreamLimits, clock: Callable[[], float] | None = None, lent: tuple[int, ...] = ()
+    setup: Setup, limits: StreamLimits, clock: Callable[[], float] | None = None, leased: tuple[int, ...] = ()
 ) -> RolloutStream:
     """A stream over the engines, open."""
     workload, numbers = setup.workload, itertools.count()
@@ -380,13 +380,13 @@ def start(
         return ((number, number) for number in itertools.islice(numbers, count))
 
     bounds = RequestBounds(workload.slots, LONGEST) if workload.dynamic_batching else None
-    plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines, bounds, lent)
+    plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines, bounds, leased)
     stream = RolloutStream(plan, setup.engines, draw, lambda _: 0, clock or asyncio.get_running_loop().time)
-    stream.open(0, [engine.figures for engine in setup.engines if engine.figures is not None])
+    stream.open(0, [engine.stats for engine in setup.engines if engine.stats is not None])
     return stream
 
 
-def _figures(
+def _measurements(
     workload: Workload,
     learned: Sequence[Learned],
     looks: Sequence[tuple[float, ...]],
@@ -396,7 +396,7 @@ def _figures(
     began, busy, slots, tokens = looks[workload.warm_up - 1]
     ended, busy_, slots_, tokens_ = looks[-1]
     seconds, measured = ended - began, learned[workload.warm_up :]
-    staleness = [each for step in measured for each in step.staleness]
+    staleness = [age for step in measured for age in step.staleness]
     useful = sum(step.tokens for step in measured)
     a_step: dict[str, Any] = {name: counts.get(name, 0) / workload.steps for name in ("evicted", "dropped", "carried")}
     return Measured(

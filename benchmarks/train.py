@@ -1,4 +1,4 @@
-"""How fast models are trained.
+"""Training speed of models.
 
     torchrun --nproc-per-node 4 benchmarks/train.py --model qwen3-30b-a3b --train ep=4,dp=4 --precision-aware
 
@@ -28,7 +28,7 @@ from benchmarks.random_engine import leads, most, random_engine, random_sequence
 from benchmarks.reshard_plan import Parser, named_model, parse_layout, versions
 from engine3d.checkpoint.digest import weights_digest
 from engine3d.errors import UserError
-from engine3d.memory import held_by_rank, update_peak
+from engine3d.memory import resident_by_rank, update_peak
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.engine import TrainEngine
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recompute-layers", type=int, help="of each stage, with --recompute full; else all")
     parser.add_argument("--offload", action="store_true", help="the optimizer's state, to host memory")
     parser.add_argument("--precision-aware", action="store_true", help="gradients and Adam's moments in bf16")
-    parser.add_argument("--megatron-experts", action="store_true", help="as train.one_step_experts=false")
+    parser.add_argument("--megatron-experts", action="store_true", help="as train.fused_experts=false")
     parser.add_argument("--megatron", type=json.loads, default={}, help="JSON of further TransformerConfig fields")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON of further settings of `train`")
     parser.add_argument(
@@ -65,13 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         options = parser.parse_args(arguments)
-        figures = _measure(options)
+        stats = _measure(options)
     except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     if leads():
         command = " ".join(["benchmarks/train.py", *sys.argv[1:]])
-        print(json.dumps({"command": command} | figures | {"versions": versions()}, indent=2))
+        print(json.dumps({"command": command} | stats | {"versions": versions()}, indent=2))
     return 0
 
 
@@ -81,9 +81,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--ways: found {options.ways!r}, expected one or more of {', '.join(WAYS)}")
     if options.offload and "bare" in ways:
         raise UserError("--offload: the bare loop does not offload; give --ways engine")
-    if options.settings.get("expert_rows_ahead") and "bare" in ways:
+    if options.settings.get("predicted_expert_capacity") and "bare" in ways:
         raise UserError(
-            "--settings: the bare loop does not look whether expert_rows_ahead was enough; give --ways engine"
+            "--settings: the bare loop does not look whether predicted_expert_capacity was enough; give --ways engine"
         )
     layout, spec = parse_layout(options.train), named_model(options.model)
     rows, left = divmod(options.step_tokens, options.sequence * layout.dp)
@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         logits_tokens=options.logits_tokens,
         recompute=options.recompute,
         recompute_layers=options.recompute_layers,
-        one_step_experts=not options.megatron_experts,
+        fused_experts=not options.megatron_experts,
         megatron=options.megatron,
         **options.settings,
     )
@@ -122,7 +122,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         _profile(steps["engine"], options.profile)
     world = dist.get_world_size()
     flops = PASSES_OF_AN_UPDATE * float(sequence_flops(engine.spec, [options.sequence]).sum()) * rows * layout.dp
-    figures: dict[str, Any] = {
+    stats: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if platform.gpus else "CPU",
         "ranks": world,
         "layout": str(layout),
@@ -133,30 +133,32 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     peak = platform.peak_flops
     for way, times in seconds.items():
         median = statistics.median(times)
-        figures[way] = {
+        stats[way] = {
             "step_s": times,
             "tokens_per_s_per_device": options.step_tokens / median / world,
             "tflops_per_device": flops / median / world / 1e12,
             "mfu": None if peak is None else flops / median / world / peak,
         }
     if len(seconds) == len(WAYS):
-        figures["engine_over_bare"] = statistics.median(seconds["bare"]) / statistics.median(seconds["engine"])
-    figures["peak_memory_bytes"] = most(platform.memory().peak)
+        stats["engine_over_bare"] = statistics.median(seconds["bare"]) / statistics.median(seconds["engine"])
+    stats["peak_memory_bytes"] = most(platform.memory().peak)
     if "bare" not in seconds:  # whose logits are whole
-        figures["foreseen_memory_bytes"] = most(_foreseen(engine))
-    figures["digest_s"] = [timed(lambda: weights_digest(engine)) for _ in range(options.steps + 1)][1:]
+        stats["foreseen_memory_bytes"] = most(_foreseen(engine))
+    stats["digest_s"] = [timed(lambda: weights_digest(engine)) for _ in range(options.steps + 1)][1:]
     steps["engine"]()
-    figures["digest_after_update_s"] = timed(lambda: weights_digest(engine))
-    return figures
+    stats["digest_after_update_s"] = timed(lambda: weights_digest(engine))
+    return stats
 
 
 def _foreseen(engine: TrainEngine) -> int:
     """Bytes of tensors of an update by the memory estimate."""
     at, config = engine.coordinates, engine.config
-    held = held_by_rank(engine.spec, engine.layout, at, config, transformer_engine=platform.has_transformer_engine)
+    resident = resident_by_rank(
+        engine.spec, engine.layout, at, config, transformer_engine=platform.has_transformer_engine
+    )
     peak = update_peak(engine.spec, engine.layout, at, config, tokens=config.micro_batch_tokens).peak
     # Parts of a state in host memory come to the device once the backward pass is over.
-    return held.on_device + max(peak, held.staged)
+    return resident.on_device + max(peak, resident.staged)
 
 
 def _bare_step(engine: TrainEngine, tokens: Tensor, step_tokens: int) -> None:
@@ -178,12 +180,13 @@ def _bare_step(engine: TrainEngine, tokens: Tensor, step_tokens: int) -> None:
         positions = torch.arange(batch.shape[1], device=engine.device).expand_as(batch)
         return model(batch, positions, None, labels=batch.roll(-1, 1)), partial(loss)
 
-    engine.model.zero_grad_buffer()
+    for chunk in engine.chunks:
+        chunk.zero_grad_buffer()
     engine.optimizer.zero_grad()
     engine._forward_backward(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
-        model=[engine.model],
+        model=engine.chunks,
         num_microbatches=len(batches),
         seq_length=tokens.shape[1],
         micro_batch_size=rows,
@@ -194,7 +197,7 @@ def _bare_step(engine: TrainEngine, tokens: Tensor, step_tokens: int) -> None:
 
 
 def _profile(step: Callable[[], None], path: Path) -> None:
-    """What one step spends its time on, as PyTorch's profiler tells it on rank 0."""
+    """Profile one step on rank 0 with PyTorch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     traced = path.suffixes[-2:] == [".json", ".gz"]

@@ -41,13 +41,13 @@ Times = dict[str, dict[int, float]]
 _WORKERS_PER_GPU = 8
 """Compile at the same time. Only when all is compiled they measure, one at a time."""
 _TIMED_MS = 2
-"""Of each of ten measurements, whose mean is taken."""
+"""Milliseconds of each of ten measurements, whose mean is taken."""
 _SHARED_MEMORY = 227 << 10
 _PRODUCTS = ("first", "last")
 
 
 class Shapes(Settings):
-    """What a rank multiplies.
+    """Shapes of a rank's matrix products.
 
     Args:
         experts: of the model.
@@ -73,31 +73,31 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         shapes = shapes_of(options.model, options.ranks)
-        tokens = [int(each) for each in options.tokens.split(",") if each.isdecimal() and int(each)]
+        tokens = [int(count) for count in options.tokens.split(",") if count.isdecimal() and int(count)]
         if len(tokens) != options.tokens.count(",") + 1:
             raise UserError(f"--tokens {options.tokens}: expected whole numbers of at least 1, such as 256,1024")
         if not platform.gpus:
             raise UserError("this machine has no GPU, whose kernel is tuned")
         now = tiles_now(shapes)
-        found = measured(shapes, tokens, now)
-        table = {count: best(found, count) for count in tokens}
+        times = measured(shapes, tokens, now)
+        table = {count: best(times, count) for count in tokens}
         write(options.out, shapes, table, now)
     except UserError as error:
         print(f"tune_experts.py: {error}", file=sys.stderr)
         return 2
-    figures = {}
+    stats: dict[int, dict[str, Any]] = {}
     for count in tokens:
         before = nearest(now, count)
-        figures[count] = {"before_ms": both(found, before, before, count), "ms": both(found, *table[count], count)}
-        figures[count] |= dict(zip(_PRODUCTS, table[count], strict=True))
+        stats[count] = {"before_ms": both(times, before, before, count), "ms": both(times, *table[count], count)}
+        stats[count] |= dict(zip(_PRODUCTS, table[count], strict=True))
     command = " ".join(["benchmarks/tune_experts.py", *sys.argv[1:]])
-    facts = {"command": command, "device": torch.cuda.get_device_name(), "shapes": shapes.model_dump()}
-    print(json.dumps(facts | {"tokens": figures, "versions": versions()}, indent=2))
+    conditions = {"command": command, "device": torch.cuda.get_device_name(), "shapes": shapes.model_dump()}
+    print(json.dumps(conditions | {"tokens": stats, "versions": versions()}, indent=2))
     return 0
 
 
 def shapes_of(model: str, ranks: int) -> Shapes:
-    """Of a model's experts over so many ranks.
+    """Return the shapes of a model's experts over `ranks` ranks.
 
     Raises:
         UserError: it has none, or they cannot be spread evenly.
@@ -116,18 +116,18 @@ def shapes_of(model: str, ranks: int) -> Shapes:
 
 def choices() -> list[Tiles]:
     """All tiles that are tried: those whose stages fit a processor's shared memory in bf16."""
-    found = []
+    candidates = []
     for m, n, k, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4, 5)):
         if stages * (m + n) * k * 2 <= _SHARED_MEMORY and m * n <= 128 * 128 * (warps // 4):
             sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": 1}
-            found.append(sizes | {"num_warps": warps, "num_stages": stages})
-    return found
+            candidates.append(sizes | {"num_warps": warps, "num_stages": stages})
+    return candidates
 
 
 def measured(shapes: Shapes, tokens: Sequence[int], now: Mapping[int, Tiles]) -> list[tuple[Tiles, Times]]:
     """Each of `choices` and of the tiles that an engine would find, with its times; without those that do not run."""
     tried = choices()
-    tried += [each for each in now.values() if each not in tried]
+    tried += [tiles for tiles in now.values() if tiles not in tried]
     context = multiprocessing.get_context("spawn")
     locks = [context.Lock() for _ in range(platform.gpus)]
     numbers = context.Value("i", 0)
@@ -139,22 +139,22 @@ def measured(shapes: Shapes, tokens: Sequence[int], now: Mapping[int, Tiles]) ->
         return list(zip(running, pool.map(_times, running), strict=True))
 
 
-def both(found: Sequence[tuple[Tiles, Times]], first: Tiles, last: Tiles, tokens: int) -> float:
+def both(times_by_tiles: Sequence[tuple[Tiles, Times]], first: Tiles, last: Tiles, tokens: int) -> float:
     """Milliseconds of both products with these tiles."""
 
     def of(tiles: Tiles, product: str) -> float:
-        return next(times[product][tokens] for each, times in found if each == tiles)
+        return next(times[product][tokens] for candidate, times in times_by_tiles if candidate == tiles)
 
     return of(first, "first") + of(last, "last")
 
 
-def best(found: Sequence[tuple[Tiles, Times]], tokens: int) -> tuple[Tiles, Tiles]:
+def best(times_by_tiles: Sequence[tuple[Tiles, Times]], tokens: int) -> tuple[Tiles, Tiles]:
     """The fastest tiles of the first and the last product that have one `BLOCK_SIZE_M`."""
-    rows = {tiles["BLOCK_SIZE_M"] for tiles, _ in found}
+    rows = {tiles["BLOCK_SIZE_M"] for tiles, _ in times_by_tiles}
     pairs = []
     for size in rows:
-        alike = [(tiles, times) for tiles, times in found if tiles["BLOCK_SIZE_M"] == size]
-        fastest = [min(alike, key=lambda each: each[1][product][tokens]) for product in _PRODUCTS]
+        alike = [(tiles, times) for tiles, times in times_by_tiles if tiles["BLOCK_SIZE_M"] == size]
+        fastest = [min(alike, key=lambda candidate: candidate[1][product][tokens]) for product in _PRODUCTS]
         took = sum(times[product][tokens] for (_, times), product in zip(fastest, _PRODUCTS, strict=True))
         pairs.append((took, fastest[0][0], fastest[1][0]))
     _, first, last = min(pairs, key=lambda pair: pair[0])
@@ -172,9 +172,9 @@ def write(out: Path, shapes: Shapes, table: Mapping[int, tuple[Tiles, Tiles]], n
 
     directory = out / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
     directory.mkdir(parents=True, exist_ok=True)
-    for place, down in enumerate((False, True)):
-        whole = {count: table[count][place] if count in table else now[count] for count in sorted({*now, *table})}
-        (directory / _table_name(shapes.local, shapes, down=down)).write_text(json.dumps(whole, indent=4) + "\n")
+    for index, down in enumerate((False, True)):
+        complete = {count: table[count][index] if count in table else now[count] for count in sorted({*now, *table})}
+        (directory / _table_name(shapes.local, shapes, down=down)).write_text(json.dumps(complete, indent=4) + "\n")
 
 
 def tiles_now(shapes: Shapes) -> dict[int, Tiles]:
@@ -219,7 +219,7 @@ def _start(shapes: Shapes, tokens: Sequence[int], locks: Sequence[Any], numbers:
 
 
 def _runs(tiles: Tiles) -> bool:
-    """Whether the tiles run on this GPU; their kernels are compiled then."""
+    """True if the tiles run on this GPU. Their kernels are compiled then."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -232,15 +232,15 @@ def _runs(tiles: Tiles) -> bool:
 
 
 def _times(tiles: Tiles) -> Times:
-    """Of both products for each number of tokens, while no other worker uses this GPU."""
+    """Measure both products for each number of tokens, while no other worker uses this GPU."""
     from triton.testing import do_bench_cudagraph
 
-    found: Times = {product: {} for product in _PRODUCTS}
+    times: Times = {product: {} for product in _PRODUCTS}
     with _worker["lock"]:
         for tokens in _worker["tokens"]:
             for product, run in zip(_PRODUCTS, _products(_worker["shapes"], tokens, tiles), strict=True):
-                found[product][tokens] = do_bench_cudagraph(run, rep=_TIMED_MS)
-    return found
+                times[product][tokens] = do_bench_cudagraph(run, rep=_TIMED_MS)
+    return times
 
 
 def _products(shapes: Shapes, tokens: int, tiles: Mapping[str, int]) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ class VirtualClock(asyncio.SelectorEventLoop):
 
 
 def run[T](action: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """What a coroutine returns, and at what time, on a virtual clock."""
+    """Run a coroutine on a virtual clock. Return its result and the time at which it ended."""
     loop = VirtualClock()
     try:
         return loop.run_until_complete(action), loop.time()

@@ -28,9 +28,9 @@ COMMAND = "python docs/generate_coming_from.py"
 _INTRODUCTION = f"""\
 # Coming from verl, TRL, NeMo-RL, slime, prime-rl
 
-Their names are known here: a setting, option, command or import of theirs gets one line that says what it is here, or
-that it is absent. This page has all of these lines. It is made by `{COMMAND}` from the tables
-behind the messages; a test compares the two.
+The program recognizes the names of other systems. For a setting, option, command or import of theirs it prints one
+line with the name here, or that there is none. This page lists all of these lines. `{COMMAND}`
+generates it from the tables of the messages.
 
 | system | runs a recipe by | here |
 |---|---|---|
@@ -41,36 +41,36 @@ behind the messages; a test compares the two.
 | slime | `python3 train.py --hf-checkpoint ...` | `hybridflow train RECIPE key=value ...` |
 | prime-rl | `uv run rl @ FILE.toml` | `hybridflow train FILE.yaml` |
 
-`hybridflow init DIR --model M --data FILE` writes a recipe to begin from, as the [tutorial](tutorial.md) shows. A
-recipe names the algorithm (`algorithm.name=grpo`), the devices of each role (`placement`), how models are cut
-(`train.layout`), and everything else in groups that [Configuration](configuration.md) lists.
+`hybridflow init DIR --model M --data FILE` writes a first recipe ([Tutorial](tutorial.md)). A recipe has the algorithm
+(`algorithm.name=grpo`), the devices of each role (`placement`), the parallel sizes (`train.layout`), and the groups
+that [Configuration](configuration.md) lists.
 """
 
 _SECTIONS: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
-    ("Settings of verl", "Dotted names, as verl has them on its command line.", "", VERL),
-    ("Settings of NeMo-RL", "Dotted names, as its YAML files have them.", "", NEMO_RL),
-    ("Settings of prime-rl", "Dotted names, as its TOML files have them.", "", PRIME_RL),
+    ("Settings of verl", "Dotted names of verl's command line.", "", VERL),
+    ("Settings of NeMo-RL", "Dotted names of its YAML files.", "", NEMO_RL),
+    ("Settings of prime-rl", "Dotted names of its TOML files.", "", PRIME_RL),
     (
         "Settings of TRL, OpenRLHF, slime and others",
-        "These are known in any group, and as options too: `--rollout-batch-size` is `rollout_batch_size`.",
+        "Recognized in any group, and as options: `--rollout-batch-size` is `rollout_batch_size`.",
         "",
         ANYWHERE,
     ),
     (
         "Arguments of the Python API",
-        "Of `PPOConfig`, `RLTrainer` and `PPOTrainer`, beside the settings above.",
+        "`PPOConfig`, `RLTrainer` and `PPOTrainer`, in addition to the settings above.",
         "",
         API_ONLY,
     ),
     ("Commands", "", "hybridflow ", COMMANDS),
-    ("Options of commands", "Beside the settings above.", "--", OPTIONS),
-    ("Modules", "With this package's name in place of theirs, also behind `python -m`.", "hybridflow.", MODULES),
+    ("Options of commands", "In addition to the settings above.", "--", OPTIONS),
+    ("Modules", "Modules with this package's name instead of theirs, also with `python -m`.", "hybridflow.", MODULES),
     ("Names to import", "", "from hybridflow import ", ATTRIBUTES),
 )
 
 
 def page() -> str:
-    """The whole page."""
+    """Generate the page."""
     return "\n".join([_INTRODUCTION, *_sections()]).rstrip() + "\n"
 
 

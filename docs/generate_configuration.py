@@ -1,7 +1,9 @@
-"""Makes docs/configuration.md from the models of a recipe: every setting with type, default, bounds and meaning.
+"""Makes docs/configuration.md and the pages in docs/configuration/ from the models of a recipe.
 
-python docs/generate_configuration.py           write the page
-python docs/generate_configuration.py --check   fail if the page is not what the models say
+Each lists settings with type, default, bounds and meaning.
+
+python docs/generate_configuration.py           write the pages
+python docs/generate_configuration.py --check   fail if a page is not what the models say
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from hybridflow.config.described_settings import (
 )
 from hybridflow.config.recipe import Recipe
 
-PAGE = Path(__file__).parent / "configuration.md"
+DOCS = Path(__file__).parent
 COMMAND = "python docs/generate_configuration.py"
 
 _INTRODUCTION = f"""\
@@ -47,9 +49,24 @@ Unknown keys are refused; for names that other systems use, the line says what t
 other relative paths start from the directory where the command runs. A run writes its recipe, with every default, to
 `recipe.yaml` in its directory.
 
-A setting without a default is required once its group is given. This page is made from the models of the settings by
-`{COMMAND}`; a test compares the two.
+A setting without a default is required once its group is given. This page and those of the groups are made from the
+models of the settings by `{COMMAND}`. A test compares them.
+
+`hybridflow settings NAME` prints the same for one setting or group.
 """
+
+_PAGES = {
+    "model": ("Model and training", ("model", "train", "warmup")),
+    "rollout": ("Rollout", ("rollout",)),
+    "algorithm": ("Algorithm", ("algorithm",)),
+    "roles": ("Other roles", ("reference", "teacher", "critic", "cost_critic", "reward_model", "cost_model", "judge")),
+    "data": ("Data", ("data",)),
+    "reward": ("Rewards, costs and environments", ("reward", "cost", "environment")),
+    "run": ("Steps, evaluation, checkpoints and limits", ("trainer", "evaluation", "checkpoint", "limits")),
+    "records": ("Metrics and samples", ("metrics", "samples")),
+    "placement": ("Placement and network", ("placement", "network")),
+}
+"""Pages in docs/configuration/: title and groups."""
 
 _SAME = {
     "critic": "reference",
@@ -67,34 +84,54 @@ _SAME = {
 """Groups that have the settings of another one, which are listed there."""
 
 
-def page() -> str:
-    """docs/configuration.md."""
-    return "\n".join([_INTRODUCTION, *_group("", Recipe, None)]).rstrip() + "\n"
+def pages() -> dict[Path, str]:
+    """The text of every page."""
+    plain, inner = _settings("", Recipe, None)
+    sections = {path: _section(path, model, value, meaning) for path, model, value, meaning in inner}
+    sections["algorithm"] = iter(("## `algorithm`", "", *_algorithms()))
+    index = [_INTRODUCTION, "| page | groups |", "|---|---|"]
+    texts = {}
+    for name, (title, groups) in _PAGES.items():
+        links = ", ".join(f"[`{group}`](configuration/{name}.md#{_anchor(group)})" for group in groups)
+        index.append(f"| [{title}](configuration/{name}.md) | {links} |")
+        lines = [line.replace("](adding_", "](../adding_") for group in groups for line in sections.pop(group)]
+        lines = [f"# {title}", "", "[All groups](../configuration.md)", "", *lines]
+        texts[DOCS / "configuration" / f"{name}.md"] = "\n".join(lines).rstrip() + "\n"
+    if sections:
+        raise ValueError(f"groups without a page: {', '.join(sections)}; expected each in _PAGES")
+    index += ["", "Settings without a group:", "", *_table(plain)]
+    return {DOCS / "configuration.md": "\n".join(index).rstrip() + "\n", **texts}
 
 
 def _group(prefix: str, model: type[BaseModel], default: Any) -> Iterator[str]:
     """A table of a group's own settings, and one of every group in it."""
-    own, inner = [], []
+    plain, inner = _settings(prefix, model, default)
+    if plain:
+        yield from _table(plain)
+    for path, group, value, meaning in inner:
+        yield from _section(path, group, value, meaning)
+
+
+_InnerGroup = tuple[str, type[BaseModel], Any, str]
+"""Dotted name, model, default and meaning of a group."""
+
+
+def _settings(prefix: str, model: type[BaseModel], default: Any) -> tuple[list[str], list[_InnerGroup]]:
+    """Rows of a group's own settings, and the groups in it but the algorithm, whose settings depend on its name."""
+    plain, inner = [], []
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         if path == "algorithm":
-            inner.append((path, None, None, ""))
-        elif (found := model_of(field.annotation)) is not None:
+            continue
+        if (group := model_of(field.annotation)) is not None:
             listed = is_list(field.annotation)
             meaning = "" if listed else meaning_of(path, model, name, field)
-            inner.append((path, found, default_of(model, name, field, default), meaning))
+            inner.append((path, group, default_of(model, name, field, default), meaning))
             if listed:
-                own.append(_row(path, model, name, field, default))
+                plain.append(_row(path, model, name, field, default))
         else:
-            own.append(_row(path, model, name, field, default))
-    if own:
-        yield from _table(own)
-    for path, found, value, meaning in inner:
-        if path == "algorithm":
-            yield from ("## `algorithm`", "", *_algorithms())
-            continue
-        assert found is not None
-        yield from _section(path, found, value, meaning)
+            plain.append(_row(path, model, name, field, default))
+    return plain, inner
 
 
 def _section(path: str, model: type[BaseModel], value: Any, meaning: str) -> Iterator[str]:
@@ -105,7 +142,8 @@ def _section(path: str, model: type[BaseModel], value: Any, meaning: str) -> Ite
     yield from textwrap.wrap(" ".join(about), 120, break_long_words=False, break_on_hyphens=False)
     yield ""
     if same := _SAME.get(path):
-        yield f"Settings as in [`{same}`](#{_anchor(same)}){_other_defaults(model, value)}."
+        [page] = [name for name, (_, groups) in _PAGES.items() if same.split(".")[0] in groups]
+        yield f"Settings as in [`{same}`]({page}.md#{_anchor(same)}){_other_defaults(model, value)}."
         yield ""
         return
     yield from _group(inner_prefix(path), model, value)
@@ -126,7 +164,7 @@ def _algorithms() -> Iterator[str]:
     yield ""
     shared = list(AlgorithmSettings.model_fields)
     model = load(DEFAULT).settings
-    groups = {name: found for name in shared if (found := model_of(model.model_fields[name].annotation)) is not None}
+    groups = {name: group for name in shared if (group := model_of(model.model_fields[name].annotation)) is not None}
     plain = [name for name in shared if name not in groups]
     yield from _table([_row(f"algorithm.{name}", AlgorithmSettings, name, model.model_fields[name]) for name in plain])
     users: dict[str, list[str]] = {}
@@ -134,11 +172,11 @@ def _algorithms() -> Iterator[str]:
         for name in load(algorithm).settings.model_fields:
             if name not in shared:
                 users.setdefault(name, []).append(algorithm)
-    for names in dict.fromkeys(tuple(each) for each in users.values()):
+    for names in dict.fromkeys(map(tuple, users.values())):
         yield f"Only with {' or '.join(f'`{name}`' for name in names)}:"
         yield ""
-        wanted = [name for name, each in users.items() if tuple(each) == names]
-        yield from _table([_algorithm_row(name, names) for name in wanted])
+        rows = [_algorithm_row(name, names) for name, algorithms in users.items() if tuple(algorithms) == names]
+        yield from _table(rows)
     for name, group in groups.items():
         field, path = model.model_fields[name], f"algorithm.{name}"
         yield from _section(path, group, field.default, meaning_of(path, AlgorithmSettings, name, field))
@@ -153,8 +191,8 @@ def _algorithm_row(name: str, algorithms: Sequence[str]) -> str:
     for algorithm, model in models.items():
         if model.model_fields[name].default != bases[0].model_fields[name].default:
             others.setdefault(shown(model.model_fields[name].default), []).append(f"`{algorithm}`")
-    told = "; ".join(f"`{value}` with {' and '.join(users)}" for value, users in others.items())
-    return f"{row.removesuffix(' |')} Default {told}. |" if told else row
+    defaults = "; ".join(f"`{value}` with {' and '.join(users)}" for value, users in others.items())
+    return f"{row.removesuffix(' |')} Default {defaults}. |" if defaults else row
 
 
 def _table(rows: Sequence[str]) -> Iterator[str]:
@@ -176,13 +214,19 @@ def _anchor(path: str) -> str:
 
 
 def main() -> int:
+    texts = pages()
+    unknown = set((DOCS / "configuration").glob("*.md")) - texts.keys()
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page())
+        for path, text in texts.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        for path in unknown:
+            path.unlink()
         return 0
-    if PAGE.read_text() == page():
-        return 0
-    print(f"{PAGE.name} is not what the models say; renew it: {COMMAND}", file=sys.stderr)
-    return 1
+    others = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in [*others, *sorted(unknown)]:
+        print(f"{path.relative_to(DOCS)} is not what the models say; renew it: {COMMAND}", file=sys.stderr)
+    return 1 if others or unknown else 0
 
 
 if __name__ == "__main__":

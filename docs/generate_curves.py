@@ -1,4 +1,4 @@
-"""What each algorithm's recipe has learned: a column of docs/algorithms.md, and the curves on the algorithms' pages.
+"""Learning curves of the algorithms' recipes: a column of docs/algorithms.md, and plots on the algorithms' pages.
 
 python docs/generate_curves.py            after benchmarks/learning.py --draw
 python docs/generate_curves.py --check    says whether the pages are what is kept
@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.learning import RESULTS, read  # noqa: E402
 
 TABLE = ROOT / "docs/algorithms.md"
-COLUMN = "what the recipe learns"
-HEADING = "## What the recipe learns"
+COLUMN = "learning curve"
+HEADING = "## Learning curve"
 BESIDE = {"corrections.md": ("corrected",)}
 """Pages of what is no algorithm, and their recipes."""
 _RECIPE = re.compile(r"\]\(\.\./launch/recipes/(?:\w+/)?([\w-]+)\.yaml\)")
@@ -30,14 +30,14 @@ _SPLIT = re.compile(r"(?<!\\)\|")
 
 def kept(recipe: str, results: Path) -> list[str]:
     """The names by which it is kept what a recipe has learned: its own, or one for each actor."""
-    own = [recipe] if (results / recipe).is_dir() else []
-    return own + sorted(path.name for path in results.glob(f"{recipe}.*") if path.is_dir())
+    single = [recipe] if (results / recipe).is_dir() else []
+    return single + sorted(path.name for path in results.glob(f"{recipe}.*") if path.is_dir())
 
 
 def ends(name: str, results: Path) -> str:
     """The first and the last evaluation: means over the seeds."""
     runs = read(results, name)
-    first, last = (np.mean([run.evaluations[place][1] for run in runs]) for place in (0, -1))
+    first, last = (np.mean([run.evaluations[end][1] for run in runs]) for end in (0, -1))
     return f"{first:.2f} → {last:.2f}"
 
 
@@ -81,17 +81,17 @@ def pages(results: Path = RESULTS) -> Iterator[tuple[Path, str]]:
         return
     text = table(TABLE.read_text(), results)
     yield TABLE, text
-    found: dict[str, list[str]] = {}
+    by_page: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.startswith("| [") and (match := _PAGE.search(line)):
             recipes = _RECIPE.findall(line)
-            found.setdefault(match[1], []).extend(name for each in recipes for name in kept(each, results))
-    for name, names in found.items():
+            by_page.setdefault(match[1], []).extend(name for recipe in recipes for name in kept(recipe, results))
+    for name, names in by_page.items():
         path = ROOT / "docs" / name
         yield path, page(path.read_text(), list(dict.fromkeys(names)), results)
     for name, beside in BESIDE.items():
         path = ROOT / "docs" / name
-        names = [each for recipe in beside for each in kept(recipe, results)]
+        names = [name for recipe in beside for name in kept(recipe, results)]
         yield path, page(path.read_text(), names, results, "algorithms/curves")
 
 

@@ -50,25 +50,25 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files of the repository lead to where they stand on the site."""
+    """Rewrite links to files of the repository, so that they lead to the site's copies."""
     source = _sources.get(page.file.src_uri)
     if source is None:
         return markdown
 
-    def lead(found: re.Match[str]) -> str:
-        if _is_elsewhere(found[1]):
-            return found[0]
-        name = _name((source.parent / found[1]).resolve())
-        return posixpath.relpath(name, posixpath.dirname(page.file.src_uri) or ".") + (found[2] or "")
+    def lead(link: re.Match[str]) -> str:
+        if _is_elsewhere(link[1]):
+            return link[0]
+        name = _name((source.parent / link[1]).resolve())
+        return posixpath.relpath(name, posixpath.dirname(page.file.src_uri) or ".") + (link[2] or "")
 
-    parts = _FENCED.split(markdown)
-    return "".join(part if part.startswith("`") else _LINK.sub(lead, part) for part in parts)
+    blocks = _FENCED.split(markdown)
+    return "".join(block if block.startswith("`") else _LINK.sub(lead, block) for block in blocks)
 
 
 def _targets(page: Path) -> Iterator[Path]:
     """The files that a page links to."""
-    text = "".join(part for part in _FENCED.split(page.read_text()) if not part.startswith("`"))
-    for link in (found[1] for found in _LINK.finditer(text)):
+    text = "".join(block for block in _FENCED.split(page.read_text()) if not block.startswith("`"))
+    for link in (match[1] for match in _LINK.finditer(text)):
         if _is_elsewhere(link):
             continue
         target = (page.parent / link).resolve()

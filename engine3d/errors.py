@@ -10,8 +10,8 @@ _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 """Characters of names and values of files that a terminal would obey: controls, line ends, directions of text."""
 
 
-LOST_PART = "it lost its ranks on another host"
-"""In errors of a rollout engine on several hosts that only died of another host's part."""
+LOST_RANKS = "it lost its ranks on another host"
+"""Text in errors of a rollout engine on several hosts that died of the loss of ranks on another host."""
 
 
 class UserError(Exception):
@@ -30,7 +30,7 @@ class DamagedCheckpointError(EngineError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line; its type where it says nothing."""
+    """First line of an error's message; its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -22,11 +22,11 @@ MOST_LEVELS = 64
 MOST_DIGITS = 40
 """Digits of a whole number: transformers writes `model_max_length` with 31."""
 MOST_DIGITS_OF_DATA = 4000
-"""Of a whole number in data, where one may be the answer to a problem."""
+"""Digits of a whole number in data, where one may be the answer to a problem."""
 _MIB = 1 << 20
 MOST_CONFIG_BYTES = 16 * _MIB
 MOST_LIST_BYTES = 64 * _MIB
-"""Of a file that lists tensors or files: 400,000 of them."""
+"""Bytes of a file that lists tensors or files: 400,000 of them."""
 MOST_LINE_BYTES = 16 * _MIB
 AS_UTF8 = "`iconv -f LATIN1 -t UTF-8 FILE > NEW` converts text in Latin-1"
 """Advice where a file is in another encoding, which its bytes do not name."""
@@ -81,7 +81,7 @@ def open_regular(path: Path) -> int:
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """That a file can be read by a library that knows no bounds.
+    """Check that a library without limits of its own can read a file.
 
     Raises:
         FileError: as `open_regular`, or it has more than `most_bytes`.
@@ -247,12 +247,12 @@ def lines(path: Path, *, most_line_bytes: int = MOST_LINE_BYTES, errors: str = "
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise JsonError(f"{twice!r} is in an object twice")
-    return found
+    return unique
 
 
 _TOO_DEEP = f"nested more than {MOST_LEVELS} levels deep"
@@ -283,10 +283,10 @@ def _printable(path: Path | str) -> str:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """A HuggingFace model's config.json; of one with several parts, the text's fields among the others."""
+    """Read a HuggingFace model's config.json. The fields of `text_config` are merged into it."""
     config = read_json_object(directory / "config.json")
-    part = config.get("text_config")
-    return {**config, **part} if isinstance(part, dict) else config
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def is_file_name(name: str) -> bool:

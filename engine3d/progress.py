@@ -1,7 +1,7 @@
-"""How far this process is in what it does, for who watches it: code that takes its time counts the parts that are done.
+"""Progress of this process, for watchers: slow code counts the batches that are done.
 
-A part is a micro-batch, or a batch of an engine. Who sees that none was done for long knows that the process stands
-still, however busy it looks: a rank that waits for another on a GPU keeps its core busy.
+A batch is a micro-batch, or a batch of an engine. A process without one for long has stalled, however busy it looks: a
+rank that waits for another on a GPU keeps its core busy.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from __future__ import annotations
 import time
 
 
-class Progress:
-    """The parts of one piece of work after another. One thread counts, another may look."""
+class BatchProgress:
+    """Batches of one call after another. One thread counts, another may read."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A piece of work begins."""
-        self.parts = 0
-        """Parts that are done of it."""
+        """Begin a call."""
+        self.batches = 0
+        """Batches that are done of it."""
         self.unit = ""
-        """Name of what is counted, such as "responses"; empty where nothing has said so."""
+        """Unit of `done`, such as "responses"; empty if unknown."""
         self.done, self.total = 0, 0
-        """Units that are done, of a total; 0 where it is not known."""
+        """Units that are done, and their total; 0 if unknown."""
         self.at = time.monotonic()
-        """When the last one was done, or the work began, by the monotonic clock."""
+        """Time of the last batch, or of the begin of the call, by the monotonic clock."""
         self._longest_s = 0.0
 
     def count(self, unit: str, total: int = 0) -> None:
-        """Name what is counted from here on, and how many there will be; 0 where that is not known."""
+        """Set the unit that is counted from here on, and its total; 0 if unknown."""
         self.unit, self.done, self.total = unit, 0, total
 
-    def part_done(self) -> None:
-        """One more is done."""
+    def batch_done(self) -> None:
+        """Count a batch."""
         now = time.monotonic()
         self._longest_s = max(self._longest_s, now - self.at)
-        self.parts, self.at = self.parts + 1, now
+        self.batches, self.at = self.batches + 1, now
 
     @property
     def longest_pause_s(self) -> float:
-        """Without a part, in seconds, so far."""
+        """Longest time without a batch so far, in seconds."""
         return max(self._longest_s, time.monotonic() - self.at)
 
 
-progress = Progress()
-"""That of this process."""
+progress = BatchProgress()
+"""Progress of this process."""

@@ -1,11 +1,12 @@
-"""Files that SGLang's processes leave when they are killed: all are named after the engine's run, and go with it.
+"""Files that SGLang's processes leave when they are killed: all have names of the engine's run, and are removed with
+it.
 
     python run_files.py
 
 removes those of runs whose owner is gone. Standard library only.
 
-The temporary directory and /dev/shm are everybody's. What is removed there is this user's and is what it is named like,
-and no link is followed.
+All users share the temporary directory and /dev/shm. Only this user's files of the expected kind are removed there, and
+no link is followed.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ _NEW = "new-"
 _OWNER = "owner"
 _MADE_WITHIN_S = 60.0
 RANDOM = "[a-z0-9_]{8}"
-"""What `tempfile` makes unique names of."""
+"""Pattern of the unique part of names that `tempfile` makes."""
 _RUN = re.compile(rf"{_PREFIX}{RANDOM}")
 _UNFINISHED = re.compile(rf"{_NEW}{_PREFIX}{RANDOM}")
 
 
 def make_run_directory() -> tuple[Path, IO[bytes]]:
-    """A new temporary directory for the processes of one engine, and the lock by which this process owns it.
+    """Make a temporary directory for the processes of one engine, and the lock by which this process owns it.
 
-    Directories whose owner is gone, and everything of their runs, are removed first: where client and host were killed
-    together, nobody was left to do it.
+    Directories without an owner, and all files of their runs, are removed first. They remain where client and host were
+    killed together.
     """
     remove_orphans()
     new = Path(tempfile.mkdtemp(prefix=f"{_NEW}{_PREFIX}"))
@@ -83,11 +84,11 @@ def _remove_if_orphan(run_directory: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove_run_files(run_directory)
     except OSError:
-        pass  # it has an owner, is not what it is named like, or is being removed at this moment
+        pass  # it has an owner, is of another kind, or is being removed by another process
 
 
 def named_like(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """What in a directory has a name that fits a pattern from end to end; nothing where it cannot be read."""
+    """Paths in a directory whose complete names match a pattern; none if it cannot be read."""
     try:
         return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
     except OSError:
@@ -95,7 +96,7 @@ def named_like(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def is_own(status: os.stat_result, kind: int) -> bool:
-    """Whether a file is of this kind, such as `stat.S_IFREG`, and this user's."""
+    """True if a file is of this kind, such as `stat.S_IFREG`, and this user's."""
     return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.geteuid()
 
 

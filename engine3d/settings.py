@@ -13,13 +13,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, fiel
 from pydantic_core import PydanticKnownError
 
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Sizes of numbers beside 0 that can be reckoned with in float32."""
+"""Magnitudes of numbers other than 0 with which float32 can compute."""
 LONGEST_S = 1e8
-"""Of a limit of time, three years: clocks cannot count to any."""
+"""Largest limit of time, three years: clocks have a range."""
 MOST_TOKENS = 1 << 30
-"""Of a sequence, and of a vocabulary."""
+"""Largest sequence, and largest vocabulary."""
 MOST_SAMPLES = 1 << 20
-"""Of a step: the driver holds figures of each."""
+"""Most samples of a step: the driver has a record of each."""
 MOST_RANKS = 1 << 17
 _LARGEST_INTEGER = 1 << 53
 
@@ -31,7 +31,7 @@ def _absolute(path: Path) -> Path:
     absolute = path.absolute()
     if (size := len(os.fsencode(absolute))) > _LONGEST_PATH:
         raise ValueError(f"a path of {size:,} bytes, expected at most {_LONGEST_PATH:,}")
-    if (size := max(len(os.fsencode(part)) for part in absolute.parts)) > _LONGEST_NAME:
+    if (size := max(len(os.fsencode(name)) for name in absolute.parts)) > _LONGEST_NAME:
         raise ValueError(f"a path with a name of {size:,} bytes, expected at most {_LONGEST_NAME}")
     return absolute
 
@@ -48,15 +48,15 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     other_names: ClassVar[Mapping[str, str]] = {}
-    """What others call settings of this group and of those in it, and what to tell who writes such a name."""
+    """Names of other systems for settings of this group and of those in it, with the advice for each."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
         values = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(each, str | PurePath) and "\0" in str(each) for each in values):
+        if any(isinstance(entry, str | PurePath) and "\0" in str(entry) for entry in values):
             raise ValueError("a null character in a text, expected none")
-        if any(isinstance(each, bool) for each in values) and info.field_name is not None:
+        if any(isinstance(entry, bool) for entry in values) and info.field_name is not None:
             kinds = set(_leaves(cls.model_fields[info.field_name].annotation))
             if not kinds & {bool, Any, object} and (number := kinds & {int, float}):
                 raise PydanticKnownError("float_type" if float in number else "int_type")
@@ -65,23 +65,23 @@ class Settings(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_a_size(cls, value: Any) -> Any:
-        """After the limits that the setting has of its own, which say more."""
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each):
-                most = LARGEST if isinstance(each, float) else _LARGEST_INTEGER
-                if each > most:
+        """Check magnitudes after the setting's own limits, which say more."""
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+                most = LARGEST if isinstance(number, float) else _LARGEST_INTEGER
+                if number > most:
                     raise PydanticKnownError("less_than_equal", {"le": most})
-                if each < -most:
+                if number < -most:
                     raise PydanticKnownError("greater_than_equal", {"ge": -most})
-                if 0 < abs(each) < SMALLEST:
+                if 0 < abs(number) < SMALLEST:
                     raise PydanticKnownError("greater_than_equal", {"ge": SMALLEST})
         return value
 
 
 def _leaves(annotation: Any) -> typing.Iterator[Any]:
     """The types that an annotation is made of."""
-    parts = typing.get_args(annotation)
-    if not parts or typing.get_origin(annotation) is typing.Literal:
+    arguments = typing.get_args(annotation)
+    if not arguments or typing.get_origin(annotation) is typing.Literal:
         yield annotation
-    for part in parts:
-        yield from _leaves(part)
+    for argument in arguments:
+        yield from _leaves(argument)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def sglang_directory() -> Path:
-    """Where the installed SGLang lies, found without importing it."""
+    """Directory of the installed SGLang, found without importing it."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed in this environment")
@@ -16,5 +16,5 @@ def sglang_directory() -> Path:
 
 
 def attention_arguments(groups: int) -> dict[str, Any]:
-    """SGLang's arguments for so many groups of an engine's ranks, with attention and output layer of their own."""
+    """SGLang's arguments for `groups` groups of an engine's ranks, each with its own attention and output layer."""
     return {"enable_dp_attention": True, "enable_dp_lm_head": True, "dp_size": groups} if groups > 1 else {}

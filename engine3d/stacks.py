@@ -1,8 +1,8 @@
-"""The stacks of a process's threads, for who asks for them.
+"""Stacks of a process's threads, written on request.
 
-A thread of its own writes them, which has Python's lock (GIL) meanwhile. faulthandler's handler of a signal does not
-have it: in CPython 3.12 it may come while a frame begins, follow a pointer that is not set yet, and so end the process.
-It is left for a process that does not answer since a call of C keeps the lock: no frame begins meanwhile.
+A thread of its own writes them, which has Python's lock (GIL) meanwhile. faulthandler's signal handler does not have
+it. In CPython 3.12 it may interrupt the begin of a frame, follow a pointer that is not set yet, and so end the process.
+It is for a process that does not answer because a call of C keeps the lock: no frame begins meanwhile.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pathlib import Path
 STACKS_SIGNAL = signal.SIGUSR2
 """A process of a run that gets this signal writes the stacks of all its threads, at some risk to itself."""
 STACKS_VARIABLE = "ENGINE3D_STACKS"
-"""Environment variable with the file that they go to; stderr without it."""
+"""Environment variable with the file for stacks; stderr without it."""
 STACKS = ".stacks"
-"""Of the names of such files, which are beside logs."""
+"""Suffix of such files, which are next to logs."""
 
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as in struct ucred
 _TURN_S = 0.5
-"""For other processes of the same file, which would write in between."""
+"""Wait for other processes of the same file, which would write in between."""
 
 
 def stacks_path(log_path: Path) -> Path:
-    """Where the stacks of the processes that write a log go: into a file beside it, so that its last lines stay."""
+    """File for the stacks of the processes that write a log: next to it, so that the log's last lines stay."""
     return log_path.with_suffix(STACKS)
 
 
-def write_stacks_when_asked() -> None:
-    """Have this process and its forks do so, whatever their main threads are at."""
+def write_stacks_on_request() -> None:
+    """Make this process and its forks write stacks on request, whatever their main threads do."""
     path = os.environ.get(STACKS_VARIABLE)
     # Open as long as the process is: faulthandler writes where it can no longer open anything.
     file = 2 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -45,32 +45,32 @@ def write_stacks_when_asked() -> None:
     _listener.begin(file)
 
 
-def ask_for_stacks(pids: Sequence[int], limit_s: float) -> list[int]:
-    """Have processes of this machine write their stacks.
+def request_stacks(pids: Sequence[int], limit_s: float) -> list[int]:
+    """Request stacks of processes of this machine.
 
     Args:
         pids: their numbers.
         limit_s: for their answers.
 
     Returns:
-        Those that listen and have not answered.
+        processes that listen and have not answered.
     """
     listening, answered = set[int](), set[int]()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-        own.bind("")  # an address that nobody else has
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as requests:
+        requests.bind("")  # an address that nobody else has
         for pid in pids:
             try:
-                own.sendto(b"stacks", socket.MSG_DONTWAIT, _address(pid))
-            except BlockingIOError:  # it has not read what it was asked before
+                requests.sendto(b"stacks", socket.MSG_DONTWAIT, _address(pid))
+            except BlockingIOError:  # it has not read an earlier request
                 pass
             except OSError:  # nobody listens there
                 continue
             listening.add(pid)
         end = time.monotonic() + limit_s
         while listening - answered and (left_s := end - time.monotonic()) > 0:
-            own.settimeout(left_s)
+            requests.settimeout(left_s)
             with contextlib.suppress(TimeoutError, ValueError):
-                answered.add(int(own.recv(32)))
+                answered.add(int(requests.recv(32)))
     return [pid for pid in pids if pid in listening - answered]
 
 
@@ -106,7 +106,7 @@ class _Listener:
     def _answer(self, listening: socket.socket) -> None:
         while True:
             _, about, _, asking = listening.recvmsg(32, socket.CMSG_SPACE(_CREDENTIALS.size))
-            if not any(_may_ask(*each) for each in about):
+            if not any(_may_request(*header) for header in about):
                 continue
             with contextlib.suppress(OSError):  # a disk that is full, or nobody waits any more
                 self._write()
@@ -131,8 +131,8 @@ class _Listener:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
-def _may_ask(level: int, kind: int, data: bytes) -> bool:
-    """Whether what the kernel says of a message tells that it is from this user, or from root."""
+def _may_request(level: int, kind: int, data: bytes) -> bool:
+    """True if the kernel's credentials of a message are those of this user, or of root."""
     if (level, kind) != (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) or len(data) < _CREDENTIALS.size:
         return False
     return _CREDENTIALS.unpack_from(data)[1] in (os.getuid(), 0)

@@ -22,8 +22,8 @@ class MeanBaselineSettings(ClippedSettings):
 def with_advantages(step: Step[MeanBaselineSettings], experience: Experience) -> Experience:
     """The advantage of a response is that of each of its tokens."""
     batch = experience.batch
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
-    return replace(experience, batch=batch.with_facts(advantages=rewards - rewards.mean() - step.config.shift))
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
+    return replace(experience, batch=batch.with_per_sample(advantages=rewards - rewards.mean() - step.config.shift))
 
 
 ALGORITHM = without_critic(MeanBaselineSettings, with_advantages)

@@ -1,4 +1,4 @@
-"""Which pins of a lock file to install into an image that already has its own GPU stack (Dockerfile).
+"""Pins of a lock file to install into an image that already has its own GPU stack (Dockerfile).
 
     python launch/image_requirements.py requirements.lock > missing.txt
 
@@ -27,18 +27,20 @@ def canonical(name: str) -> str:
 
 def missing(lock: str, installed: dict[str, str]) -> list[str]:
     """The pins of a lock, with their hashes, to install where `installed` (canonical name -> version) is there."""
-    wanted = []
+    pins = []
     lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^\s*#.*\n?", "", lock)).splitlines()
     for line in lines:
         pin, *hashes = line.split("#")[0].split(";")[0].split()
         name, _, version = pin.partition("==")
         if not GPU_STACK.fullmatch(canonical(name)) and installed.get(canonical(name)) != version:
-            wanted.append(" ".join([pin, *hashes]))
-    return wanted
+            pins.append(" ".join([pin, *hashes]))
+    return pins
 
 
 def main() -> None:
-    installed = {canonical(found.name): found.version for found in importlib.metadata.distributions()}
+    installed = {
+        canonical(distribution.name): distribution.version for distribution in importlib.metadata.distributions()
+    }
     print("\n".join(missing(Path(sys.argv[1]).read_text(), installed)))
 
 

@@ -82,7 +82,7 @@ def _take_part(given: argparse.Namespace) -> int:
 
 
 def _when_orphaned(call: Callable[[], object]) -> None:
-    """Have `call` called, in another thread, when torchrun is gone, which ends its processes unless it is killed."""
+    """Call `call` in another thread when torchrun is gone, which ends its processes unless it is killed."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -111,11 +111,11 @@ class _Store:
         self._store.set(_PORT, str(port))
 
     def port(self) -> int:
-        """Where host 0 listens, once it does."""
+        """Port of host 0, once it listens."""
         return int(self._store.get(_PORT))
 
     def done(self) -> None:
-        """Have the other processes of this host end too."""
+        """End the other processes of this host too."""
         with contextlib.suppress(Exception):  # the store's process may be gone
             self._store.set(self._done, "1")
 

@@ -1,4 +1,4 @@
-"""What several test modules share: one Ray, and one real SGLang engine, since starting one takes most of a minute.
+"""Fixtures of several test modules: one Ray, and one real SGLang engine, since starting one takes most of a minute.
 
 Imports are inside the fixtures, so that tests which need no engine do not wait for PyTorch and transformers.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def pytest_configure() -> None:
-    """Have a key of stores, for all that tests start, Ctrl-C, and no Ray that no test asks for.
+    """Set a key of stores for all that tests start, restore Ctrl-C, and refuse a Ray that no test asks for.
 
     Shells let what they start in the background ignore Ctrl-C, and so all its processes. A call of Ray's without one
     would start one, which no later test could start beside: it raises here.
@@ -61,10 +61,10 @@ def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
 def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
     """The session's engine. Its weights are whatever the last test sent: use `engine` to have the first model's."""
     from engine3d.rollout import RolloutEngine
-    from tests.support.tiny_rollout import TINY_ROLLOUT
+    from tests.support.tiny_rollout import WITH_ROUTES
     from tests.support.transfers import started
 
-    with started([RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT)]) as [engine]:
+    with started([RolloutEngine(tiny_model_dirs[0], WITH_ROUTES)]) as [engine]:
         yield engine
 
 

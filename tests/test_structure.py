@@ -15,10 +15,11 @@ TOPS = ("launch", "benchmarks", "hybridflow", "engine3d")
 
 ORDERS = {
     "hybridflow": "cli > api > trainer > planning > checkpoint > roles | rollout > workers | config "
-    "> algorithms | cluster | report > batch | metrics | environments > rewards | data | rundir > errors",
+    "> algorithms | cluster | report > batch | metrics | environments > rewards | data | rundir > sandbox > remote "
+    "> errors",
     "engine3d": "checkpoint | memory | serving > training | rollout > reshard > models > platform > startup | stores",
 }
-"""Of the packages of each: one imports only those to its right, and none beside which it stands."""
+"""Packages of each top package, highest first: a package imports only those to its right, and none on its own level."""
 LEVEL = {
     f"{top}.{package}": level
     for top, order in ORDERS.items()
@@ -27,12 +28,12 @@ LEVEL = {
 }
 
 OUTSIDE = {"hybridflow": {"megatron", "sglang"}, "engine3d": {"ray"}, "hybridflow.algorithms": {"ray"}}
-"""What no module of a package may import."""
+"""Libraries that no module of a package may import."""
 
 
 @dataclass(frozen=True, order=True)
 class Import:
-    """Of `imported`, a module of ours or the name of another library, by a module of ours."""
+    """Import of `imported`, a module of this project or the name of another library, by a module of this project."""
 
     module: str
     imported: str
@@ -51,11 +52,11 @@ def modules(root: Path) -> dict[str, Path]:
 def imports(root: Path) -> list[Import]:
     """All imports of all modules."""
     known = modules(root)
-    return [found for module, path in known.items() for found in _imports_of(module, path, known.keys())]
+    return [imported for module, path in known.items() for imported in _imports_of(module, path, known.keys())]
 
 
 def _imports_of(module: str, path: Path, known: Iterable[str]) -> list[Import]:
-    found = []
+    found_imports = []
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -64,11 +65,19 @@ def _imports_of(module: str, path: Path, known: Iterable[str]) -> list[Import]:
             origin = _origin(module, path, node)
             inner = [f"{origin}.{alias.name}" for alias in node.names]
             names = [name if name in known else origin for name in inner]
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and node.args:
+        elif isinstance(node, ast.Call) and "import_module" in _called(node) and node.args:
             name = node.args[0]
             names = [name.value] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
-        found += [Import(module, name, node.lineno) for name in dict.fromkeys(names) if name != module]
-    return found
+        found_imports += [Import(module, name, node.lineno) for name in dict.fromkeys(names) if name != module]
+    return found_imports
+
+
+def _called(call: ast.Call) -> str:
+    """Name of the function or method that is called, "" for that of another expression."""
+    match call.func:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _origin(module: str, path: Path, node: ast.ImportFrom) -> str:
@@ -85,36 +94,36 @@ def is_in(module: str, package: str) -> bool:
 
 def package_of(module: str) -> str:
     """The folder right below a top package that a module is in; "" for one that is in none."""
-    parts = module.split(".")
-    return ".".join(parts[:2]) if len(parts) > 1 else ""
+    names = module.split(".")
+    return ".".join(names[:2]) if len(names) > 1 else ""
 
 
-def upward(found: Iterable[Import]) -> list[Import]:
+def upward(all_imports: Iterable[Import]) -> list[Import]:
     """The imports against the order of packages, where both are of one top package."""
     wrong = []
-    for each in found:
-        one, other = package_of(each.module), package_of(each.imported)
+    for edge in all_imports:
+        one, other = package_of(edge.module), package_of(edge.imported)
         if one != other and one.split(".")[0] == other.split(".")[0] and {one, other} <= LEVEL.keys():
-            wrong += [each] if LEVEL[one] >= LEVEL[other] else []
+            wrong += [edge] if LEVEL[one] >= LEVEL[other] else []
     return wrong
 
 
-def backward(found: Iterable[Import]) -> list[Import]:
+def backward(all_imports: Iterable[Import]) -> list[Import]:
     """The imports from a top package to one above it."""
     below = {
         "engine3d": {"hybridflow", "launch", "benchmarks", "tests"},
         "hybridflow": {"launch", "benchmarks", "tests"},
     }
-    return [each for each in found if each.imported.split(".")[0] in below.get(each.module.split(".")[0], ())]
+    return [edge for edge in all_imports if edge.imported.split(".")[0] in below.get(edge.module.split(".")[0], ())]
 
 
-def forbidden(found: Iterable[Import]) -> list[Import]:
+def forbidden(all_imports: Iterable[Import]) -> list[Import]:
     """The imports of libraries that a package is to know nothing of."""
     return [
-        each
-        for each in found
+        edge
+        for edge in all_imports
         for package, libraries in OUTSIDE.items()
-        if is_in(each.module, package) and each.imported.split(".")[0] in libraries
+        if is_in(edge.module, package) and edge.imported.split(".")[0] in libraries
     ]
 
 
@@ -126,7 +135,7 @@ def circles(edges: Iterable[tuple[str, str]]) -> set[tuple[str, ...]]:
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: set[tuple[str, ...]] = set()
+    cycles: set[tuple[str, ...]] = set()
 
     def visit(node: str) -> None:
         index[node] = lowest[node] = len(index)
@@ -141,17 +150,17 @@ def circles(edges: Iterable[tuple[str, str]]) -> set[tuple[str, ...]]:
             members = stack[stack.index(node) :]
             del stack[stack.index(node) :]
             if len(members) > 1:
-                found.add(tuple(sorted(members)))
+                cycles.add(tuple(sorted(members)))
 
     for node in list(followers):
         if node not in index:
             visit(node)
-    return found
+    return cycles
 
 
-def circles_in(top: str, found: Iterable[Import], known: Mapping[str, Path]) -> dict[str, set[tuple[str, ...]]]:
+def circles_in(top: str, all_imports: Iterable[Import], known: Mapping[str, Path]) -> dict[str, set[tuple[str, ...]]]:
     """Circles of the modules and of the packages below a top package."""
-    inner = [(each.module, each.imported) for each in found if is_in(each.module, top) and each.imported in known]
+    inner = [(edge.module, edge.imported) for edge in all_imports if is_in(edge.module, top) and edge.imported in known]
     inner = [(one, other) for one, other in inner if is_in(other, top)]
     folders = {package_of(module) for module in known if module.count(".") > 1}
     outer = [(package_of(one), package_of(other)) for one, other in inner]
@@ -209,25 +218,25 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / "__init__.py").touch()
         path.write_text(text)
-    found, known = imports(tmp_path), modules(tmp_path)
-    assert sorted(map(str, upward(found))) == [
+    all_imports, known = imports(tmp_path), modules(tmp_path)
+    assert sorted(map(str, upward(all_imports))) == [
         "engine3d.models.build:1 imports engine3d.training.engine",
         "hybridflow.batch.remote_batch:1 imports hybridflow.metrics.names",
         "hybridflow.data.prompts:1 imports hybridflow.trainer.step",
         "hybridflow.metrics.names:2 imports hybridflow.batch.remote_batch",
         "hybridflow.rewards.config:2 imports hybridflow.data.prompts",
     ]
-    assert sorted(map(str, backward(found))) == [
+    assert sorted(map(str, backward(all_imports))) == [
         "engine3d.layout:1 imports hybridflow.data",
         "hybridflow.trainer.step:2 imports benchmarks.step",
     ]
-    assert sorted(map(str, forbidden(found))) == [
+    assert sorted(map(str, forbidden(all_imports))) == [
         "engine3d.layout:3 imports ray",
         "hybridflow.algorithms.grpo:1 imports ray.util",
         "hybridflow.trainer.step:1 imports sglang.srt",
     ]
-    assert circles_in("engine3d", found, known)["modules of engine3d"] == {("engine3d.one", "engine3d.two")}
-    assert circles_in("hybridflow", found, known) == {
+    assert circles_in("engine3d", all_imports, known)["modules of engine3d"] == {("engine3d.one", "engine3d.two")}
+    assert circles_in("hybridflow", all_imports, known) == {
         "modules of hybridflow": {("hybridflow.batch.remote_batch", "hybridflow.metrics.names")},
         "packages of hybridflow": {("hybridflow.batch", "hybridflow.metrics")},
     }

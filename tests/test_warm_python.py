@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.warm import WarmServers
+from tests.support.warm.server import seen_by_imports
 
 pytestmark = [
     pytest.mark.processes,
@@ -67,6 +68,17 @@ def test_a_script_sees_what_it_was_given(python: str, tmp_path: Path) -> None:
     done = _run(python, script, TORCHDYNAMO_DISABLE="0")
     assert json.loads(done.stdout) == [*expected, sys.executable, "__main__", os.getpid()]
     assert (done.returncode, done.stderr) == (3, "told\n")
+
+
+def test_hosts_of_other_models_and_runs_are_forked_too() -> None:
+    plain = {"SGLANG_PORT": "1", "PATH": "/bin"}
+    others = {
+        "SGLANG_DISABLED_MODEL_ARCHS": "llama",
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_root",
+        "TORCH_FR_DUMP_TEMP_FILE": "/run/logs/nccl-timeout-rollout_",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    assert seen_by_imports("host", plain | others) == seen_by_imports("host", plain) == {"SGLANG_PORT": "1"}
 
 
 @pytest.mark.parametrize("first", ["launcher", "forked"])

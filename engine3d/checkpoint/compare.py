@@ -1,4 +1,4 @@
-"""How far two checkpoints of one model differ, of whatever layouts: tensor by tensor, in bounded memory."""
+"""Comparison of two checkpoints of one model, of any layouts: tensor by tensor, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine3d.checkpoint.manifest import read_whole, verify_hint
+from engine3d.checkpoint.chunk_checksums import ChunkChecksums
+from engine3d.checkpoint.manifest import read_complete, verify_hint
 from engine3d.checkpoint.metadata import StoredChunk, read_metadata
-from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.errors import UserError
 
 _WEIGHT = "weight/"
 
 
 class SavedTensors:
-    """The tensors of a role in a checkpoint, each put together of the pieces that its ranks wrote.
+    """Tensors of a role in a checkpoint, each assembled from the chunks that its ranks wrote.
 
     Args:
         checkpoint: the directory of one step.
         role: one of those that it holds.
 
     Raises:
-        UserError: the checkpoint is not whole, or has no such role.
+        UserError: the checkpoint is incomplete, or has no such role.
     """
 
     def __init__(self, checkpoint: Path, role: str) -> None:
-        manifest = read_whole(checkpoint)
+        manifest = read_complete(checkpoint)
         if role not in manifest.roles:
             raise UserError(f"checkpoint {checkpoint} has no {role}, only {', '.join(manifest.roles)}")
         self._checkpoint, self._directory = checkpoint, checkpoint / role
-        self._checksums = PieceChecksums(self._directory)
+        self._checksums = ChunkChecksums(self._directory)
         metadata = read_metadata(checkpoint, manifest, role)
         self.shapes: dict[str, tuple[int, ...]] = {
             key: tensor.shape for key, tensor in metadata.tensors.items() if "/" in key
@@ -48,23 +48,23 @@ class SavedTensors:
                 self._chunks[stored.key].append(stored)
 
     def read(self, key: str) -> Tensor:
-        """The whole tensor, in the dtype in which it was saved.
+        """The complete tensor, in the dtype in which it was saved.
 
         Raises:
             UserError: what was saved of it cannot be read, or is damaged.
         """
-        whole: Tensor | None = None
+        tensor: Tensor | None = None
         for stored in sorted(self._chunks[key], key=lambda stored: (stored.file, stored.start)):
             values = self._read_chunk(stored)
-            if whole is None:
-                whole = torch.empty(self.shapes[key], dtype=values.dtype)
-            part = whole
+            if tensor is None:
+                tensor = torch.empty(self.shapes[key], dtype=values.dtype)
+            region = tensor
             for dimension, (start, size) in enumerate(zip(stored.offset, values.shape, strict=True)):
-                part = part.narrow(dimension, start, size)
-            part.copy_(values)
-        if whole is None:
-            raise UserError(f"checkpoint {self._checkpoint}: {self._directory.name} has no pieces of {key}")
-        return whole
+                region = region.narrow(dimension, start, size)
+            region.copy_(values)
+        if tensor is None:
+            raise UserError(f"checkpoint {self._checkpoint}: {self._directory.name} has no chunks of {key}")
+        return tensor
 
     def _read_chunk(self, stored: StoredChunk) -> Tensor:
         file = stored.file
@@ -84,7 +84,7 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class TensorsCompared:
-    """How far the tensors of a role differ in two checkpoints.
+    """Difference between the tensors of a role in two checkpoints.
 
     Args:
         tensors: how many were compared: weights, and the optimizer's moments where both have them.

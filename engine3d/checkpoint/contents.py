@@ -1,4 +1,4 @@
-"""Contradictions within a checkpoint whose files are what its manifest says: somebody has written the manifest anew.
+"""Contradictions within a checkpoint whose files are what its manifest says: somebody has rewritten the manifest.
 
 Bytes are compared by `verify`. Here the meaning of what describes them is: nothing large is read.
 """
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
+from engine3d.checkpoint.chunk_checksums import ChunkChecksums
 from engine3d.checkpoint.hf import MODEL, model_files
 from engine3d.checkpoint.manifest import MANIFEST, Manifest, is_step_directory, step_directory
 from engine3d.checkpoint.metadata import METADATA, Metadata, difference, read_metadata
-from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
 
@@ -42,20 +42,20 @@ def _of_role(directory: Path, manifest: Manifest, role: str) -> Iterator[str]:
     described = read_metadata(directory, manifest, role)
     if (line := _misplaced(directory, manifest, role, described)) is not None:
         yield line
-    own = model_files(directory, role)
-    model = own if own.is_dir() else directory / MODEL
+    role_model = model_files(directory, role)
+    model = role_model if role_model.is_dir() else directory / MODEL
     if not (model / "config.json").is_file():
         yield f"{model.name}/config.json is missing"
         return
     spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
-    if found := difference(spec, {name: tensor.shape for name, tensor in described.weights.items()}):
-        yield f"{role}/ does not fit {model.name}/config.json: {found}"
+    if mismatch := difference(spec, {name: tensor.shape for name, tensor in described.weights.items()}):
+        yield f"{role}/ does not fit {model.name}/config.json: {mismatch}"
 
 
 def _misplaced(directory: Path, manifest: Manifest, role: str, described: Metadata) -> str | None:
-    """The first tensor whose pieces do not make it up, or first piece that its file cannot have."""
+    """The first tensor whose chunks do not cover it, or the first chunk that its file cannot have."""
     sizes = {entry.path: entry.size for entry in manifest.files}
-    checksums = PieceChecksums(directory / role)
+    checksums = ChunkChecksums(directory / role)
     known: dict[str, set[tuple[int, int]]] = {}
     there: dict[str, set[tuple[int, ...]]] = {}
     for stored in described.stored:
@@ -64,12 +64,12 @@ def _misplaced(directory: Path, manifest: Manifest, role: str, described: Metada
             return f"{role}/{METADATA} places {key} at bytes {first:,} to {last:,} of {file}, outside it"
         if checksums.covers(stored.file):
             if stored.file not in known:
-                known[stored.file] = {(piece.start, piece.length) for piece in checksums.of_file(stored.file)}
+                known[stored.file] = {(chunk.start, chunk.length) for chunk in checksums.of_file(stored.file)}
             if (first, stored.length) not in known[stored.file]:
-                return f"{file} has no piece at bytes {first:,} to {last:,}, where {METADATA} places {key}"
+                return f"{file} has no chunk at bytes {first:,} to {last:,}, where {METADATA} places {key}"
         there.setdefault(key, set()).add(stored.offset)
     for key, tensor in described.tensors.items():
         elements = sum(prod(chunk.shape) for chunk in tensor.chunks)
         if elements != prod(tensor.shape) or {chunk.offset for chunk in tensor.chunks} != there.get(key, set()):
-            return f"{role}/{METADATA} has not all pieces of {key}"
+            return f"{role}/{METADATA} lacks chunks of {key}"
     return None

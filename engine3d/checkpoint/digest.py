@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine3d.checkpoint.digest_terms import SPREAD, STEP, WORD
-from engine3d.checkpoint.state import HeldParameter, held_parameters
+from engine3d.checkpoint.state import ParameterShard, parameter_shards
 
 if TYPE_CHECKING:
     from engine3d.training.engine import TrainEngine
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 25
 """Bytes at a time; four times as many are taken in all."""
 _MASTER = "master_param"
-"""What Transformer Engine's Adam calls the master weight, or the half of it that the model's own lacks."""
+"""Key of the master weight in Transformer Engine's Adam, or of the half of it that the model's own weight lacks."""
 
 
 def weights_digest(engine: TrainEngine) -> str:
-    """Of all that this rank holds: the master weights where it keeps some, in the order of the model's rules.
+    """Digest all that this rank holds: the master weights where it keeps some, in the order of the model's rules.
 
-    A step of a run that is made again on the same layout has the same weights where every rank has the same digest.
-    Weights of which an optimizer keeps a part in host memory are taken in while the next update has them on the device,
-    from the first call on: to bring them there once more takes longer than all else.
+    A step of a run that is repeated on the same layout has the same weights where every rank has the same digest.
+    Weights of which an optimizer keeps a shard in host memory are taken in while the next update has them on the
+    device, from the first call on: to bring them there once more takes longer than all else.
 
     Returns:
         16 hexadecimal digits.
@@ -39,21 +39,21 @@ def weights_digest(engine: TrainEngine) -> str:
     if isinstance(watch, _Shares):
         digest = Digest(engine.device, watch.nbytes)
         shares = watch.taken()
-        for number, each in enumerate(watch.held):
+        for number, shard in enumerate(watch.parameters):
             if (share := shares.get(number)) is not None:
                 digest.skip(watch.sizes[number], [share])
             else:
-                for part in each.weight_parts():
-                    digest.add(part)
+                for tensor in shard.weight_tensors():
+                    digest.add(tensor)
         return digest.text()
-    held = held_parameters(engine)
-    parts = [each.weight_parts() for each in held]
-    sizes = [tuple(part.nbytes for part in of_one) for of_one in parts]
+    parameters = parameter_shards(engine)
+    tensors = [shard.weight_tensors() for shard in parameters]
+    sizes = [tuple(tensor.nbytes for tensor in of_one) for of_one in tensors]
     digest = Digest(engine.device, sum(map(sum, sizes)))
-    for part in chain.from_iterable(parts):
-        digest.add(part)
+    for tensor in chain.from_iterable(tensors):
+        digest.add(tensor)
     if host is not None and watch is None:
-        host.watch = _Shares.of(held, sizes)
+        host.watch = _Shares.of(parameters, sizes)
     return digest.text()
 
 
@@ -68,35 +68,35 @@ class Digest:
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._room, self._filled = _room(nbytes), 0
+        self._capacity, self._filled = _chunk_bytes(nbytes), 0
         self._value = torch.zeros((), dtype=torch.int64, device=device)
         self._multiplier = 1  # by which the value is to be multiplied yet
         self._shares: list[Tensor] = []
         self._lengths = 0
-        self._together = torch.zeros(self._room, dtype=torch.uint8, device=device)
+        self._together = torch.zeros(self._capacity, dtype=torch.uint8, device=device)
         self._coming: list[tuple[Tensor, Tensor]] = []
         self._factors = factors(nbytes, device)
 
     def add(self, values: Tensor) -> None:
-        """Take in the bits of (n,) values, each with its place; they may not be written to before `text`.
+        """Take in the bits of (n,) values, each weighted by its position. They may not be written to before `text`.
 
         Args:
             values: of any dtype.
         """
         values = values.detach().contiguous().view(torch.uint8)
-        for start, fits in self._places(values.nbytes):
+        for start, fits in self._blocks(values.nbytes):
             into = self._together[self._filled : self._filled + fits]
             self._coming.append((into, values if fits == values.nbytes else values[start : start + fits]))
 
     def skip(self, sizes: Sequence[int], shares: Sequence[Tensor]) -> None:
-        """Take in tensors of so many bytes each, one after another, without reading them.
+        """Take in tensors of these numbers of bytes, one after another, without reading them.
 
         Args:
             shares: () int64 on the device, whose sum is that of what `share_of` gave for each of them.
         """
         self._shares += shares
         for size in sizes:
-            for _ in self._places(size):
+            for _ in self._blocks(size):
                 pass
 
     def text(self) -> str:
@@ -107,15 +107,15 @@ class Digest:
             value = value + torch.stack(self._shares).sum()
         return f"{(int(value) + self._lengths) % (1 << 64):016x}"
 
-    def _places(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Of a tensor of so many bytes the first byte and the size of each piece, which goes on where `_filled` is."""
+    def _blocks(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the size of each block of a tensor. A block goes to the buffer at `_filled`."""
         self._lengths = (self._lengths * STEP + nbytes + 1) % (1 << 64)
         start = 0
         while start < nbytes:
-            fits = min(nbytes - start, self._room - self._filled)
+            fits = min(nbytes - start, self._capacity - self._filled)
             yield start, fits
             start, self._filled = start + fits, self._filled + fits
-            if self._filled == self._room:
+            if self._filled == self._capacity:
                 self._take_in()
 
     def _take_in(self) -> None:
@@ -124,14 +124,14 @@ class Digest:
             # All in a few kernels where they are on the device.
             targets, sources = zip(*self._coming, strict=True)
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            found = _found(self._together.view(torch.int64), self._factors)
-            self._value, self._multiplier = self._value * _signed(self._multiplier) + found, 1
+            chunk_sum = _chunk_sum(self._together.view(torch.int64), self._factors)
+            self._value, self._multiplier = self._value * _signed(self._multiplier) + chunk_sum, 1
             self._together.zero_()
         self._filled, self._coming = 0, []
 
 
 def share_of(values: Tensor, start: int, nbytes: int, of_words: Tensor) -> Tensor | None:
-    """What a tensor has in a digest, by which it need not be read when all is added.
+    """Compute a tensor's share of a digest. With it the tensor need not be read when all is added.
 
     Args:
         values: of any dtype, contiguous.
@@ -140,29 +140,29 @@ def share_of(values: Tensor, start: int, nbytes: int, of_words: Tensor) -> Tenso
         of_words: `factors` of as many bytes, on the tensor's device.
 
     Returns:
-        () int64 on their device; None for what is no whole words where it lies.
+        () int64 on their device; None for a tensor that is not made of aligned words.
     """
     if not _is_words(values, start):
         return None
-    words, place = values.detach().view(-1).view(torch.uint8).view(torch.int64), start
-    room, chunks = _room(nbytes), _chunks(nbytes)
+    words, position = values.detach().view(-1).view(torch.uint8).view(torch.int64), start
+    chunk_bytes, chunks = _chunk_bytes(nbytes), _chunks(nbytes)
     share = torch.zeros((), dtype=torch.int64, device=values.device)
     while len(words):
-        chunk, within = divmod(place, room)
-        fits = min(len(words), (room - within) // WORD)
-        found = _found(words[:fits], of_words[within // WORD :][: fits + 1])
-        share = share + found * _signed(pow(STEP, chunks - 1 - chunk, 1 << 64))
-        words, place = words[fits:], place + fits * WORD
+        chunk, within = divmod(position, chunk_bytes)
+        fits = min(len(words), (chunk_bytes - within) // WORD)
+        chunk_sum = _chunk_sum(words[:fits], of_words[within // WORD :][: fits + 1])
+        share = share + chunk_sum * _signed(pow(STEP, chunks - 1 - chunk, 1 << 64))
+        words, position = words[fits:], position + fits * WORD
     return share
 
 
 class _Shares:
-    """What was taken in during the last update of the weights with a part in host memory: `HostState.watch`.
+    """Shares taken in during the last update of weights with a shard in host memory: `HostState.watch`.
 
     Args:
-        held: all that a rank holds.
-        sizes: bytes of the parts of each of these.
-        places: the number of a held one and the bytes before it, by the state that has its master weight.
+        parameters: all that a rank holds.
+        sizes: bytes of the tensors of each of these.
+        positions: the index of a parameter and the bytes before it, by the state that has its master weight.
 
     Attributes:
         nbytes: of all.
@@ -170,12 +170,12 @@ class _Shares:
 
     def __init__(
         self,
-        held: Sequence[HeldParameter],
+        parameters: Sequence[ParameterShard],
         sizes: Sequence[tuple[int, ...]],
-        places: dict[int, tuple[dict[str, Tensor], int, int]],
+        positions: dict[int, tuple[dict[str, Tensor], int, int]],
     ) -> None:
-        self.held, self.sizes, self.nbytes = held, sizes, sum(map(sum, sizes))
-        self._places = places
+        self.parameters, self.sizes, self.nbytes = parameters, sizes, sum(map(sum, sizes))
+        self._positions = positions
         self._factors: Tensor | None = None
         self._shares: dict[int, Tensor] = {}
         # By the first number of those that a kernel takes in, what it reads in host memory. The next update replaces
@@ -183,80 +183,80 @@ class _Shares:
         self._tables: dict[int, Tensor] = {}
 
     @classmethod
-    def of(cls, held: Sequence[HeldParameter], sizes: Sequence[tuple[int, ...]]) -> _Shares | None:
+    def of(cls, parameters: Sequence[ParameterShard], sizes: Sequence[tuple[int, ...]]) -> _Shares | None:
         """None where no optimizer has master weights in its state, or not yet."""
-        places, start = {}, 0
-        for number, (each, its_sizes) in enumerate(zip(held, sizes, strict=True)):
-            if each.optimizer is not None and _MASTER in each.moments:
-                state = each.moments
-                places[id(state)] = (state, number, start)
+        positions, start = {}, 0
+        for number, (shard, its_sizes) in enumerate(zip(parameters, sizes, strict=True)):
+            if shard.optimizer is not None and _MASTER in shard.moments:
+                state = shard.moments
+                positions[id(state)] = (state, number, start)
             start += sum(its_sizes)
-        return cls(held, sizes, places) if places else None
+        return cls(parameters, sizes, positions) if positions else None
 
     def __call__(self, updated: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
         """Take in parameters that have been updated, each with its state, both on the device."""
         numbers: list[int] = []
-        parts: list[Tensor] = []
+        tensors: list[Tensor] = []
         starts: list[int] = []
         owners: list[int] = []
         for parameter, state in updated:
-            known, number, start = self._places.get(id(state), (None, 0, 0))
+            known, number, start = self._positions.get(id(state), (None, 0, 0))
             if known is not state:
                 continue
             sizes = self.sizes[number]
-            # The master weight is the last part: all of it, or what the parameter lacks.
-            its_parts = (parameter, state[_MASTER])[-len(sizes) :]
+            # The master weight is the last tensor: all of it, or what the parameter lacks.
+            its_tensors = (parameter, state[_MASTER])[-len(sizes) :]
             its_starts = list(accumulate(sizes[:-1], initial=start))
-            if all(map(_is_words, its_parts, its_starts)):
-                parts += its_parts
+            if all(map(_is_words, its_tensors, its_starts)):
+                tensors += its_tensors
                 starts += its_starts
-                owners += [len(numbers)] * len(its_parts)
+                owners += [len(numbers)] * len(its_tensors)
                 numbers.append(number)
         if not numbers:
             return
-        shares = torch.zeros(len(numbers), dtype=torch.int64, device=parts[0].device)
-        if parts[0].is_cuda:
+        shares = torch.zeros(len(numbers), dtype=torch.int64, device=tensors[0].device)
+        if tensors[0].is_cuda:
             from engine3d.checkpoint.digest_kernels import add_shares
 
-            room, chunks = _room(self.nbytes), _chunks(self.nbytes)
-            self._tables[numbers[0]] = add_shares(parts, starts, owners, shares, chunk=room, chunks=chunks)
+            chunk_bytes, chunks = _chunk_bytes(self.nbytes), _chunks(self.nbytes)
+            self._tables[numbers[0]] = add_shares(tensors, starts, owners, shares, chunk=chunk_bytes, chunks=chunks)
         else:
             if self._factors is None:
                 self._factors = factors(self.nbytes, shares.device)
-            for part, start, owner in zip(parts, starts, owners, strict=True):
-                share = share_of(part, start, self.nbytes, self._factors)
+            for tensor, start, owner in zip(tensors, starts, owners, strict=True):
+                share = share_of(tensor, start, self.nbytes, self._factors)
                 assert share is not None
                 shares[owner] += share
         self._shares |= zip(numbers, shares.unbind(), strict=True)
 
     def taken(self) -> dict[int, Tensor]:
-        """() int64 by the number of the held one, the sum of what `share_of` gives for its parts: of the last update,
-        once."""
+        """Return and clear the shares of the last update: () int64 by index of the parameter, the sum of `share_of`
+        over its tensors."""
         taken, self._shares, self._factors = self._shares, {}, None
         return taken
 
 
-def _room(nbytes: int) -> int:
-    """Bytes that are taken in at a time, whole words."""
+def _chunk_bytes(nbytes: int) -> int:
+    """Bytes that are taken in at a time, a multiple of a word."""
     return max(1, -(-min(nbytes, _CHUNK) // WORD)) * WORD
 
 
 def _chunks(nbytes: int) -> int:
-    """That are taken in where so many bytes are added; the last of them may be empty."""
-    return nbytes // _room(nbytes) + 1
+    """Count the chunks of a number of bytes. The last one may be empty."""
+    return nbytes // _chunk_bytes(nbytes) + 1
 
 
 def _is_words(values: Tensor, start: int) -> bool:
-    """Whether a tensor is whole words where it lies, and after so many bytes."""
+    """True if a tensor consists of aligned words and begins on a word."""
     return not (start % WORD or values.nbytes % WORD or values.storage_offset() * values.itemsize % WORD)
 
 
 def factors(nbytes: int, device: torch.device) -> Tensor:
-    """Of the words of a chunk, and one more, where so many bytes are added in all."""
-    return (torch.arange(_room(nbytes) // WORD + 1, device=device) * SPREAD).bitwise_or_(1)
+    """Compute the factors of the words of a chunk, and one more, for a total of `nbytes`."""
+    return (torch.arange(_chunk_bytes(nbytes) // WORD + 1, device=device) * SPREAD).bitwise_or_(1)
 
 
-def _found(words: Tensor, of_words: Tensor) -> Tensor:
+def _chunk_sum(words: Tensor, of_words: Tensor) -> Tensor:
     """(n,) words of a chunk and n + 1 factors -> ()."""
     # All of it modulo 2^64, where a factor moves bits up only: upper halves are multiplied on their own too.
     return (words * of_words[:-1]).addcmul_(words >> 32, of_words[1:]).sum()

@@ -16,9 +16,9 @@ from engine3d.platform import platform
 _RUN = 8192
 """Words that a program reads at most."""
 _WIDTH = 2048
-"""Of them at a time."""
+"""Words that a program reads at a time."""
 _COLUMNS = 5
-"""Of a run of words within a chunk: address, words, index in the chunk, what the chunk is multiplied by, owner."""
+"""Columns of a run of words within a chunk: address, words, index in the chunk, the chunk's multiplier, owner."""
 
 
 def add_shares(
@@ -27,7 +27,7 @@ def add_shares(
     """Add to (n,) int64 what `share_of` gives for tensors, in one kernel on the current stream.
 
     Args:
-        values: contiguous, of any dtype, each of whole words that begin at a multiple of `WORD` bytes.
+        values: contiguous, of any dtype, each of words that begin at a multiple of `WORD` bytes.
         starts: bytes that are added before each of them, multiples of `WORD`.
         owners: the element of `into` for each of them.
         chunk: bytes of a chunk, a multiple of `WORD`.
@@ -44,19 +44,19 @@ def add_shares(
 
 
 def _runs(values: Sequence[Tensor], starts: Sequence[int], owners: Sequence[int], in_chunk: int, chunks: int) -> Tensor:
-    """(runs, _COLUMNS) int64: each ends where its tensor, its chunk, or a part of `_RUN` words of the chunk ends."""
-    parts = triton.cdiv(in_chunk, _RUN)
-    address = np.array([each.data_ptr() for each in values], dtype=np.int64)
+    """(runs, _COLUMNS) int64: each ends where its tensor, its chunk, or a block of `_RUN` words of the chunk ends."""
+    runs = triton.cdiv(in_chunk, _RUN)
+    address = np.array([tensor.data_ptr() for tensor in values], dtype=np.int64)
     first = np.array(starts, dtype=np.int64) // WORD
-    after = first + np.array([each.nbytes for each in values], dtype=np.int64) // WORD
+    after = first + np.array([tensor.nbytes for tensor in values], dtype=np.int64) // WORD
 
-    def part_of(word: np.ndarray) -> np.ndarray:
-        return word // in_chunk * parts + word % in_chunk // _RUN
+    def run_of(word: np.ndarray) -> np.ndarray:
+        return word // in_chunk * runs + word % in_chunk // _RUN
 
-    counts = part_of(after - 1) + 1 - part_of(first)
+    counts = run_of(after - 1) + 1 - run_of(first)
     of = np.repeat(np.arange(len(values)), counts)
-    part = part_of(first)[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
-    chunk, within = part // parts, part % parts * _RUN
+    run = run_of(first)[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+    chunk, within = run // runs, run % runs * _RUN
     begin = np.maximum(chunk * in_chunk + within, first[of])
     end = np.minimum(chunk * in_chunk + np.minimum(within + _RUN, in_chunk), after[of])
     # STEP^(chunks - 1) ... 1, modulo 2^64.
@@ -79,6 +79,6 @@ def _add_shares(table, into, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, WIDTH:
         here = start + tl.arange(0, WIDTH)
         word = tl.load(words + here, mask=here < count, other=0)
         spread = (index + here) * SPREAD
-        # As `_found`: the upper half by the next word's factor.
+        # As `_chunk_sum`: the upper half by the next word's factor.
         total += word * (spread | 1) + (word >> 32) * ((spread + SPREAD) | 1)
     tl.atomic_add(into + owner, tl.sum(total, axis=0) * multiplier, sem="relaxed")

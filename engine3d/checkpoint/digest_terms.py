@@ -1,4 +1,4 @@
-"""What digests are computed with, modulo 2^64."""
+"""Constants of digests, modulo 2^64."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ WORD = 8
 SPREAD = -7046029254386353131
 """2^64 divided by the golden ratio, as int64: multiples of it look as if drawn at random."""
 STEP = 6364136223846793005
-"""What is known of the chunks so far is multiplied by it before the next one is added."""
+"""Multiplier of the value so far before the next chunk is added."""

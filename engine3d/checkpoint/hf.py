@@ -6,30 +6,33 @@ import functools
 import io
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine3d.checkpoint.chunk_checksums import ChunkChecksums
 from engine3d.checkpoint.manifest import (
     FileEntry,
     Manifest,
-    RoleFacts,
+    RoleSummary,
     file_entry,
-    read_whole,
+    read_complete,
     step_directory,
     verify_hint,
     write_manifest,
 )
 from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
-from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.checkpoint.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
-from engine3d.models.rules import Box
+from engine3d.models.precision import Precision, stored_tensors
+from engine3d.models.quantised import fp8_tensors
+from engine3d.models.rules import Box, HFTensor
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
 from engine3d.startup.lazy_imports import torch
@@ -50,7 +53,7 @@ class Exported:
     """Result of an export.
 
     Args:
-        dtype: of the tensors, buffers aside.
+        dtype: of the tensors, buffers and scales aside.
         nbytes: of all files of tensors.
     """
 
@@ -64,20 +67,23 @@ def export_checkpoint(
     *,
     role: str = "actor",
     dtype: str | None = None,
+    precision: Precision | None = None,
     max_shard_bytes: float = 5e9,
     verify: bool = True,
 ) -> Exported:
     """Write the weights of a checkpoint, of whatever layout, as a HuggingFace directory.
 
-    The pieces that the checkpoint's ranks wrote are read one after another, and each goes to its place in the files. In
-    memory there are at most three of them, and the list of all. What is read is compared with its checksum: each piece,
-    the model's config and its tokenizer. The directory is written beside `out` and renamed at the end.
+    The chunks that the checkpoint's ranks wrote are read one after another, and each goes to its position in the files.
+    In memory there are at most three of them, and the list of all; with a precision also the tensor that is quantised.
+    What is read is compared with its checksum: each
+    chunk, the model's config and its tokenizer. The directory is written next to `out` and renamed at the end.
 
     Args:
         checkpoint: the directory of one step.
         out: where to write; must not exist.
         role: whose weights.
         dtype: of the written tensors; that of the run if None. The model's float32 buffers stay float32.
+        precision: fp8 quantises values of that dtype, as the run's engines get them.
         max_shard_bytes: largest file, unless a single tensor is larger.
         verify: false exports what is there, whatever the checksums say.
 
@@ -89,7 +95,7 @@ def export_checkpoint(
             the model whose config it holds.
         EngineError: writing failed.
     """
-    manifest = read_whole(checkpoint)
+    manifest = read_complete(checkpoint)
     if role not in manifest.roles:
         accepted = ", ".join(sorted(manifest.roles))
         raise UserError(f"export: {checkpoint} has no role {role}; expected one of {accepted}")
@@ -102,28 +108,33 @@ def export_checkpoint(
     saved = _SavedTensors(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
-    plan = plan_model_export(spec, written, max_shard_bytes)
+    plan = plan_model_export(spec, written, max_shard_bytes, precision)
+    quantised = {name for name, tensor in spec.hf_tensors.items() if precision is not None and tensor.fp8}
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)
     try:
         begin_export(out, partial)
         files.create()
-        for name, box, values in saved.pieces():
+        for name, box, values in saved.chunks(spec.hf_tensors.keys() - quantised):
             files.write(name, box, values)
+        for name in sorted(quantised):
+            for stored in stored_tensors(*saved.complete(spec.hf_tensors[name]), written, precision):
+                files.write(*stored)
         files.close()
         write_index(plan, partial)
-        finish_export(spec, written, partial, out)
+        finish_export(spec, written, partial, out, precision)
     except OSError as error:
         raise EngineError(f"export: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(str(written).removeprefix("torch."), sum(file.size for file in plan.files))
+    of_dtype = str(written).removeprefix("torch.")
+    return Exported(f"{precision} and {of_dtype}" if precision else of_dtype, sum(file.size for file in plan.files))
 
 
 def import_checkpoint(model: Path, out: Path) -> None:
     """Make a checkpoint of a HuggingFace model, from which a run can start: step 0, with the actor's weights alone.
 
-    The tensors have the dtypes of the files, which are mapped and not read into memory as a whole.
+    The tensors have the dtypes of the files, which are mapped, not read into memory.
 
     Args:
         model: HuggingFace directory with config.json and safetensors.
@@ -135,6 +146,12 @@ def import_checkpoint(model: Path, out: Path) -> None:
     """
     spec = load_model_spec(model)
     check_weights(spec, model)
+    with TensorFiles(model) as files:
+        if in_fp8 := sorted(fp8_tensors(files.tensors) & spec.hf_tensors.keys()):
+            raise UserError(
+                f"import: {model} has weights in fp8, such as {in_fp8[0]}, expected bfloat16, float16 or float32; a "
+                "run reads the directory itself as its model"
+            )
     directory = step_directory(out, 0)
     if directory.exists():
         raise UserError(f"import: {directory} exists already; expected a folder without it")
@@ -162,7 +179,7 @@ def _imported(spec: ModelSpec, model: Path, directory: Path) -> Manifest:
         written = write_tensors(role, tensors, {"optimizer_step": 0, "scheduler_steps": 0, "layout": _IMPORTED})
     entries = [replace(entry, path=f"{_IMPORTED_ROLE}/{entry.path}") for entry in written]
     parameters = [tensors[_WEIGHT + name][0] for name, tensor in spec.hf_tensors.items() if not tensor.buffer]
-    facts = RoleFacts(
+    summary = RoleSummary(
         layout=_IMPORTED,
         world_size=1,
         dtype=", ".join(sorted({str(values.dtype).removeprefix("torch.") for values in parameters})),
@@ -173,7 +190,7 @@ def _imported(spec: ModelSpec, model: Path, directory: Path) -> Manifest:
     return Manifest(
         step=0,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        roles={_IMPORTED_ROLE: facts},
+        roles={_IMPORTED_ROLE: summary},
         recipe={},
         software={package: version(package) for package in ("torch", "megatron-core")},
         files=(*entries, *copy_model_files(model, directory)),
@@ -198,19 +215,19 @@ def copy_model_files(model: Path, checkpoint: Path, role: str | None = None) -> 
         raise EngineError(f"{model} has no config.json any more, without which a checkpoint is of no model")
     target = checkpoint / MODEL if role is None else model_files(checkpoint, role)
     target.mkdir(parents=True, exist_ok=True)
-    found = [name for name in ("config.json", *TOKENIZER_FILES) if (model / name).is_file()]
-    for name in found:
+    names = [name for name in ("config.json", *TOKENIZER_FILES) if (model / name).is_file()]
+    for name in names:
         shutil.copyfile(model / name, target / name)
-    return [file_entry(checkpoint, target / name) for name in found]
+    return [file_entry(checkpoint, target / name) for name in names]
 
 
 def model_files(checkpoint: Path, role: str) -> Path:
-    """Where the config and the tokenizer of a role are that has a model of its own."""
+    """Path of the config and the tokenizer of a role that has a model of its own."""
     return checkpoint / f"{role}-{MODEL}"
 
 
 class _SavedTensors:
-    """The weights of a role in a checkpoint, as its ranks wrote them: each tensor in pieces.
+    """Weights of a role in a checkpoint, as its ranks wrote them: each tensor in chunks.
 
     Raises:
         UserError: the checkpoint's description of them cannot be read.
@@ -219,33 +236,33 @@ class _SavedTensors:
     def __init__(self, checkpoint: Path, manifest: Manifest, role: str, *, verify: bool) -> None:
         self._checkpoint = checkpoint
         self._directory = checkpoint / role
-        self._checksums = PieceChecksums(self._directory)
+        self._checksums = ChunkChecksums(self._directory)
         self._verify = verify
         self._metadata = read_metadata(checkpoint, manifest, role)
 
     def check(self, spec: ModelSpec, folder: str) -> None:
-        """Refuse tensors that are not those of the model whose config is in a folder, or not whole."""
+        """Refuse tensors that are not those of the model whose config is in a folder, or incomplete."""
         weights = self._metadata.weights
-        if found := difference(spec, {name: tensor.shape for name, tensor in weights.items()}):
+        if mismatch := difference(spec, {name: tensor.shape for name, tensor in weights.items()}):
             whose = f"checkpoint {self._checkpoint}: {self._directory.name}/ does not fit {folder}/config.json"
-            raise UserError(f"{whose}: {found}")
+            raise UserError(f"{whose}: {mismatch}")
         for name, tensor in weights.items():
             elements, there = prod(tensor.shape), sum(prod(chunk.shape) for chunk in tensor.chunks)
             if there != elements:
                 raise UserError(
-                    f"checkpoint {self._checkpoint}: tensor {name} has {elements} elements, its pieces {there}"
+                    f"checkpoint {self._checkpoint}: tensor {name} has {elements} elements, its chunks {there}"
                 )
 
-    def pieces(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """Every piece: its tensor's name, its place in the tensor, its values. Files are read from their beginning."""
+    def chunks(self, names: Collection[str]) -> Iterator[tuple[str, Box, Tensor]]:
+        """Yield every chunk of some tensors: the tensor's name, its box there, its values. Files are read in order."""
         by_file: dict[str, list[StoredChunk]] = {}
-        for stored in self._metadata.stored:
-            if stored.key.startswith(_WEIGHT) and stored.key in self._metadata.tensors:
+        for name in names:
+            for stored in self._by_tensor.get(name, ()):
                 by_file.setdefault(stored.file, []).append(stored)
-        for file, pieces in sorted(by_file.items()):
+        for file, chunks in sorted(by_file.items()):
             try:
                 with (self._directory / file).open("rb") as stream:
-                    for stored in sorted(pieces, key=lambda stored: stored.start):
+                    for stored in sorted(chunks, key=lambda stored: stored.start):
                         name = stored.key.removeprefix(_WEIGHT)
                         stream.seek(stored.start)
                         data = stream.read(stored.length)
@@ -258,6 +275,25 @@ class _SavedTensors:
             except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
                 raise self._damaged(file, f"cannot be read ({' '.join(str(error).split())})") from error
 
+    def complete(self, tensor: HFTensor) -> tuple[HFTensor, Box, Tensor]:
+        """A tensor, its box, and its values, from all of its chunks."""
+        values: Tensor | None = None
+        for _, box, chunk in self.chunks([tensor.name]):
+            if values is None:
+                values = torch.empty(tensor.shape, dtype=chunk.dtype)
+            values[tuple(slice(start, stop) for start, stop in box)] = chunk
+        assert values is not None, "check comes first"
+        return tensor, tuple((0, size) for size in tensor.shape), values
+
+    @cached_property
+    def _by_tensor(self) -> dict[str, list[StoredChunk]]:
+        """The chunks of each tensor of the weights."""
+        chunks: dict[str, list[StoredChunk]] = {}
+        for stored in self._metadata.stored:
+            if stored.key.startswith(_WEIGHT) and stored.key in self._metadata.tensors:
+                chunks.setdefault(stored.key.removeprefix(_WEIGHT), []).append(stored)
+        return chunks
+
     def _compare(self, file: str, start: int, data: bytes, name: str) -> None:
         if self._verify and self._checksums.covers(file) and (why := self._checksums.compare(file, start, [data])):
             raise self._damaged(file, f"{why} ({name})")
@@ -267,13 +303,13 @@ class _SavedTensors:
         return UserError(f"{named} {reason}; {verify_hint(self._checkpoint)}")
 
 
-def _dtype_of(facts: RoleFacts) -> torch.dtype:
+def _dtype_of(summary: RoleSummary) -> torch.dtype:
     """The dtype that a role was trained in; of an import of several dtypes one that holds the values of all."""
-    return functools.reduce(torch.promote_types, map(_dtype, facts.dtype.split(", ")))
+    return functools.reduce(torch.promote_types, map(_dtype, summary.dtype.split(", ")))
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    resolved = getattr(torch, name, None)
+    if not isinstance(resolved, torch.dtype):
         raise UserError(f"export: dtype {name}: expected such as bfloat16, float16 or float32")
-    return found
+    return resolved

@@ -1,4 +1,4 @@
-"""Loading a state into an engine of any layout: every rank reads the pieces that overlap what it holds."""
+"""Loading a state into an engine of any layout: every rank reads the chunks that overlap what it holds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine3d.checkpoint.chunks import MAX_CHUNK_BYTES, extents, flat_chunks
 from engine3d.checkpoint.metadata import difference
-from engine3d.checkpoint.pieces import MAX_PIECE_BYTES, extents, flat_pieces
 from engine3d.checkpoint.state import (
     COMMON_KEY,
     MOMENTS,
     RANDOM_KEY,
-    HeldParameter,
     Kind,
+    ParameterShard,
     allocate_moments,
-    held_parameters,
     key_of,
+    parameter_shards,
     set_optimizer_step,
     set_random_states,
 )
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 2 << 30
 _BATCHES = 2
-"""Of the weights that are read at a time; what is held beside the model while loading is bounded by these. While one
-batch is read, the next is planned, so that the disk is never idle."""
+"""Batches of weights in flight. They bound the memory that loading takes next to the model. While one batch is read,
+the next is planned, so that the disk is never idle.
+"""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """Result of a load.
 
     Args:
         optimizer_step: the optimizer's steps so far; None where the checkpoint has weights alone, and the optimizer
-            starts afresh.
-        same_layout: whether the layout is the one that was saved. Every rank then goes on with its random states too,
+            starts from zero.
+        same_layout: true if the layout is the one that was saved. Every rank then resumes its random states too,
             if it has the same kind of device.
     """
 
@@ -66,12 +67,13 @@ def load_state(engine: TrainEngine, directory: Path, *, verify: bool = True) -> 
 def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loaded:
     try:
         common, has_moments = _read(engine, directory, reader)
-    except EngineError as error:  # told to all ranks before it is raised: they would wait for this one
+    except EngineError as error:  # reported to all ranks before it is raised: they would wait for this one
         _agree(directory, error)
         raise
     _agree(directory, None)
     if engine.optimizer is not None:
-        engine.model.start_param_sync(force_sync=True)
+        for chunk in engine.chunks:
+            chunk.start_param_sync(force_sync=True)
         if has_moments:
             set_optimizer_step(engine, common["optimizer_step"])
         engine.scheduler.num_steps = common["scheduler_steps"]
@@ -84,9 +86,9 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
 
 def _agree(directory: Path, error: EngineError | None) -> None:
     """Raise EngineError, damage as such, where another rank could not read what it holds."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (str(error), isinstance(error, DamagedCheckpointError)) if error else None)
-    failed = [(rank, *each) for rank, each in enumerate(found) if each is not None]
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (str(error), isinstance(error, DamagedCheckpointError)) if error else None)
+    failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
     if failed and error is None:
         rank, message, damaged = failed[0]
         raise (DamagedCheckpointError if damaged else EngineError)(f"load of {directory}: rank {rank}: {message}")
@@ -98,14 +100,14 @@ def _read(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> tup
     check_stored(directory, engine, stored)
     common = _object(reader, COMMON_KEY, 1, 0)
     has_moments = any(name.startswith("exp_avg/") for name in stored)
-    held = held_parameters(engine)
+    shards = parameter_shards(engine)
     if engine.optimizer is not None and has_moments:
         engine.make_optimizer_state(partial(allocate_moments, step=common["optimizer_step"]))
     if engine.host_state is not None:
         engine.host_state.changes()
     kinds: tuple[Kind, ...] = ("weight", *MOMENTS) if has_moments else ("weight",)
     with ThreadPoolExecutor(_BATCHES, thread_name_prefix="batch") as pool:
-        for _ in pool.map(lambda batch: _load_batch(reader, engine, batch, kinds), _batches(held)):
+        for _ in pool.map(lambda batch: _load_batch(reader, engine, batch, kinds), _batches(shards)):
             pass
     return common, has_moments
 
@@ -117,54 +119,54 @@ def check_stored(directory: Path, engine: TrainEngine, stored: dict[str, tuple[i
         UserError: names a tensor that is missing or has another shape.
     """
     weights = {key.removeprefix("weight/"): shape for key, shape in stored.items() if key.startswith("weight/")}
-    if found := difference(engine.spec, weights):
-        raise UserError(f"checkpoint {directory} is not of this model: {found}")
+    if mismatch := difference(engine.spec, weights):
+        raise UserError(f"checkpoint {directory} is not of this model: {mismatch}")
 
 
-def _batches(held: Collection[HeldParameter]) -> Iterator[list[HeldParameter]]:
-    batch: list[HeldParameter] = []
+def _batches(shards: Collection[ParameterShard]) -> Iterator[list[ParameterShard]]:
+    batch: list[ParameterShard] = []
     size = 0
-    for each in held:
-        nbytes = 4 * (each.stop - each.start)
+    for shard in shards:
+        nbytes = 4 * (shard.stop - shard.start)
         if batch and size + nbytes > _BATCH_BYTES:
             yield batch
             batch, size = [], 0
-        batch.append(each)
+        batch.append(shard)
         size += nbytes
     if batch:
         yield batch
 
 
 def _load_batch(
-    reader: CheckpointReader, engine: TrainEngine, batch: list[HeldParameter], kinds: tuple[Kind, ...]
+    reader: CheckpointReader, engine: TrainEngine, batch: list[ParameterShard], kinds: tuple[Kind, ...]
 ) -> None:
     from engine3d.checkpoint.reader import fill
     from engine3d.checkpoint.writer import sharded_tensor
 
     state: dict[str, Any] = {}
-    weights: list[tuple[HeldParameter, Tensor]] = []
-    for held in batch:
-        for kind in kinds if held.optimizer is not None else ("weight",):
-            target = held.target(kind)
-            most = MAX_PIECE_BYTES // target.element_size()
-            pieces = list(flat_pieces(held.local, held.start, held.stop, most))
-            if sum(piece.length for piece in pieces) < target.numel():
+    weights: list[tuple[ParameterShard, Tensor]] = []
+    for shard in batch:
+        for kind in kinds if shard.optimizer is not None else ("weight",):
+            target = shard.target(kind)
+            most = MAX_CHUNK_BYTES // target.element_size()
+            chunks = list(flat_chunks(shard.local, shard.start, shard.stop, most))
+            if sum(chunk.length for chunk in chunks) < target.numel():
                 target.zero_()  # rows that pad the vocabulary
             if kind == "weight":
-                weights.append((held, target))
-            for piece in pieces:
-                values = target[piece.offset : piece.offset + piece.length].view(extents(piece.box))
-                shape = engine.spec.hf_tensors[piece.hf_name].shape
-                state[str(len(state))] = sharded_tensor(key_of(kind, piece.hf_name), values, piece.box, shape)
+                weights.append((shard, target))
+            for chunk in chunks:
+                values = target[chunk.offset : chunk.offset + chunk.length].view(extents(chunk.box))
+                shape = engine.spec.hf_tensors[chunk.hf_name].shape
+                state[str(len(state))] = sharded_tensor(key_of(kind, chunk.hf_name), values, chunk.box, shape)
     with torch.no_grad():
         if state:
             fill(reader, state)
-        for held, weight in weights:
-            held.accept(weight)
+        for shard, weight in weights:
+            shard.accept(weight)
 
 
 def _object(reader: CheckpointReader, key: str, count: int, index: int) -> Any:
-    """What belongs to no tensor: the object of one of `count` ranks."""
+    """Read the object of one of `count` ranks, which belongs to no tensor."""
     from megatron.core.dist_checkpointing import ShardedObject
 
     from engine3d.checkpoint.reader import fill

@@ -1,4 +1,4 @@
-"""What makes a checkpoint exist: a manifest of all its files, written when everything else is on the disk."""
+"""Checkpoint manifest: files, sizes, checksums. It is written last, as the commit marker."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from engine3d.input_files import MOST_LIST_BYTES, FileError, JsonError, parse_js
 from engine3d.json_records import first_error
 
 FORMAT = 5
-"""Of manifests and of what they describe; readers refuse a higher one. Format 1 has no state of the algorithm. Before
-format 3 the manifest has no checksum of its own, the pieces of tensors have none, and evaluations do not say what they
-measured. Before format 4 buffered samples are padded rows, and before format 5 they are kept in two ways: as one batch
-that was generated ahead, or as the groups of a stream."""
+"""Format of manifests and of what they describe. Readers refuse a higher one. Format 1 has no state of the algorithm.
+Before format 3 the manifest has no checksum of its own, the chunks of tensors have none, and evaluations do not say
+what they measured. Before format 4 buffered samples are padded rows. Before format 5 they are kept in two ways: as one
+batch that was generated ahead, or as the groups of a stream.
+"""
 
 MANIFEST = "manifest.json"
 
 
 def verify_hint(checkpoint: Path | None = None) -> str:
-    """What a line about a damaged checkpoint, or about several, ends with."""
+    """Closing hint of a line about a damaged checkpoint, or about several."""
     command = "hybridflow checkpoint verify" + (f" {checkpoint}" if checkpoint is not None else "")
     return f"`{command}` says what is damaged"
 
@@ -55,7 +56,7 @@ def _inside(path: str) -> str:
 
 
 class Hash:
-    """A checksum under way, of bytes that are given in parts."""
+    """Running checksum of bytes that are given in blocks."""
 
     ALGORITHM: ClassVar = "xxh3_128"
 
@@ -67,7 +68,7 @@ class Hash:
         self._state.update(data)
 
     def checksum(self) -> str:
-        """Of all that was given, as a manifest has it."""
+        """Checksum of all that was given, as a manifest stores it."""
         return f"{self.ALGORITHM}:{self._state.hexdigest()}"
 
 
@@ -89,15 +90,15 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class RoleFacts:
-    """What a checkpoint holds of one role.
+class RoleSummary:
+    """State of one role in a checkpoint.
 
     Args:
         layout: that it was trained with; what is stored does not depend on it.
         world_size: ranks of that layout.
         dtype: of the model in training.
         value_head: the model ends in one value a token, and not in logits.
-        parameters: elements of the whole model.
+        parameters: elements of the complete model.
         optimizer_step: None if there is no state of an optimizer.
     """
 
@@ -113,7 +114,7 @@ class RoleFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is, and every file of it.
+    """Contents of a checkpoint: step, roles, recipe, software, and every file.
 
     Args:
         step: training steps that were done.
@@ -129,7 +130,7 @@ class Manifest:
 
     step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
     created: str
-    roles: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], RoleFacts]
+    roles: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], RoleSummary]
     recipe: dict[str, Any]
     software: dict[str, str]
     files: tuple[FileEntry, ...]
@@ -138,19 +139,19 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A directory that is no whole checkpoint, and why not."""
+    """A directory that is no complete checkpoint, and the reason."""
 
     directory: Path
     reason: str
     newer: bool = False
-    """Whether it may be one for a newer version."""
+    """True if it may be a checkpoint of a newer version."""
 
 
-class _NotWhole(Exception):
-    """Why a directory is not a whole checkpoint, in words that go on after its name."""
+class _Incomplete(Exception):
+    """Reason for which a directory is no complete checkpoint, in words that continue after its name."""
 
 
-class _Newer(_NotWhole):
+class _Newer(_Incomplete):
     pass
 
 
@@ -160,12 +161,12 @@ def is_step_directory(directory: Path) -> bool:
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Path of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
 def checksum(path: Path) -> str:
-    """Of a file of any size, read in blocks; other threads run meanwhile.
+    """Checksum of a file of any size, read in blocks. Other threads run meanwhile.
 
     Raises:
         OSError: it cannot be read.
@@ -196,7 +197,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """
     try:
         _check_files(directory, manifest)
-    except _NotWhole as error:
+    except _Incomplete as error:
         raise EngineError(f"checkpoint {directory}: {error}; do all nodes see the same directory?") from None
     scratch = directory / f".{MANIFEST}.new"
     text = json.dumps(dataclasses.asdict(manifest), indent=1)
@@ -220,19 +221,19 @@ def sealed(text: str) -> bytes:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """What a checkpoint says of itself; whether its files are there is not looked at.
+    """Read a checkpoint's manifest. Its files are not looked at.
 
     Raises:
         UserError: there is no checkpoint, it was never finished, or its manifest cannot be read.
     """
     try:
         return _read(directory)
-    except _NotWhole as error:
+    except _Incomplete as error:
         raise UserError(f"checkpoint {directory}: {error}") from None
 
 
-def read_whole(directory: Path) -> Manifest:
-    """What a checkpoint says of itself, if every file is there with its size.
+def read_complete(directory: Path) -> Manifest:
+    """Read a checkpoint's manifest, and check that every file is there with its size.
 
     Raises:
         UserError: as `read_manifest`, or a file is missing or cut off.
@@ -240,7 +241,7 @@ def read_whole(directory: Path) -> Manifest:
     try:
         manifest = _read(directory)
         _check_files(directory, manifest)
-    except _NotWhole as error:
+    except _Incomplete as error:
         raise UserError(f"checkpoint {directory}: {error}") from None
     return manifest
 
@@ -249,29 +250,30 @@ def find_checkpoints(root: Path) -> tuple[list[Path], list[Skipped]]:
     """The checkpoints in a directory, which need not exist.
 
     Returns:
-        Those that are whole, the newest (of the highest step) first: their manifest can be read, and every file is
+        Those that are complete, the newest (of the highest step) first: their manifest can be read, and every file is
         there with its size. And whatever else is named like one.
 
     Raises:
         UserError: the directory cannot be read.
     """
-    whole: list[tuple[int, Path]] = []
+    complete: list[tuple[int, Path]] = []
     skipped = []
     for directory in _named_like_one(root):
         try:
             manifest = _read(directory)
             if directory != step_directory(root, manifest.step):
-                raise _NotWhole(f"{MANIFEST} is that of step {manifest.step}")
+                raise _Incomplete(f"{MANIFEST} is that of step {manifest.step}")
             _check_files(directory, manifest)
-        except _NotWhole as error:
+        except _Incomplete as error:
             skipped.append(Skipped(directory, str(error), newer=isinstance(error, _Newer)))
         else:
-            whole.append((manifest.step, directory))
-    return [directory for _, directory in sorted(whole, reverse=True)], skipped
+            complete.append((manifest.step, directory))
+    return [directory for _, directory in sorted(complete, reverse=True)], skipped
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Remove a checkpoint, whole or not; of a link to one, the link. At no time does half of one look whole.
+    """Remove a checkpoint, complete or not. Of a link to one, remove the link. At no time does half a checkpoint look
+    complete.
 
     Raises:
         OSError: something in it cannot be removed.
@@ -288,7 +290,7 @@ def remove_checkpoint(directory: Path) -> None:
 
 
 def prune(root: Path, keep_last: int, keep_steps: Collection[int] = ()) -> list[Path]:
-    """Remove the oldest of the whole checkpoints until `keep_last` are left, and those of `keep_steps`.
+    """Remove the oldest of the complete checkpoints until `keep_last` are left, and those of `keep_steps`.
 
     Returns:
         What was removed.
@@ -299,16 +301,16 @@ def prune(root: Path, keep_last: int, keep_steps: Collection[int] = ()) -> list[
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}, expected at least 1")
-    whole, _ = find_checkpoints(root)
+    complete, _ = find_checkpoints(root)
     kept = {step_directory(root, step) for step in keep_steps}
-    removed = [directory for directory in whole[keep_last:][::-1] if directory not in kept]
+    removed = [directory for directory in complete[keep_last:][::-1] if directory not in kept]
     for directory in removed:
         remove_checkpoint(directory)
     return removed
 
 
 def remove_partial(root: Path) -> list[Skipped]:
-    """Remove the checkpoints without a manifest: what saves leave that were killed. None may be under way.
+    """Remove the checkpoints without a manifest: what killed saves leave. No save may be in flight.
 
     Returns:
         What was removed.
@@ -356,41 +358,41 @@ def _read(directory: Path) -> Manifest:
         text = read_bytes(path, MOST_LIST_BYTES)
     except FileError as error:
         if error.errno == errno.ENOENT and not directory.exists():
-            raise _NotWhole("there is no such directory") from None
+            raise _Incomplete("there is no such directory") from None
         if error.errno == errno.ENOENT:
-            raise _NotWhole(f"it has no {MANIFEST}: it is no checkpoint, or its save was not finished") from None
+            raise _Incomplete(f"it has no {MANIFEST}: it is no checkpoint, or its save was not finished") from None
         if error.errno == errno.ENOTDIR:
-            raise _NotWhole("it is a file, expected the directory of a checkpoint") from None
-        raise _NotWhole(f"{MANIFEST} {error.reason}") from None
+            raise _Incomplete("it is a file, expected the directory of a checkpoint") from None
+        raise _Incomplete(f"{MANIFEST} {error.reason}") from None
     try:
-        facts = parse_json(text)
+        parsed = parse_json(text)
     except JsonError as error:
-        raise _NotWhole(f"{MANIFEST} is damaged: {error}") from None
-    if not isinstance(facts, dict) or type(facts.get("format")) is not int:
-        raise _NotWhole(f"{MANIFEST} is not the manifest of a checkpoint: it has no format")
-    if facts["format"] > FORMAT:
-        raise _Newer(f"{MANIFEST} has format {facts['format']}, this version reads {FORMAT}: a newer one made it")
-    if facts["format"] >= _FIRST_SEALED:
+        raise _Incomplete(f"{MANIFEST} is damaged: {error}") from None
+    if not isinstance(parsed, dict) or type(parsed.get("format")) is not int:
+        raise _Incomplete(f"{MANIFEST} is not the manifest of a checkpoint: it has no format")
+    if parsed["format"] > FORMAT:
+        raise _Newer(f"{MANIFEST} has format {parsed['format']}, this version reads {FORMAT}: a newer one made it")
+    if parsed["format"] >= _FIRST_SEALED:
         seal, newline, rest = text.partition(b"\n")
         if seal != f'{{"{_SEAL}": "{Hash(newline + rest).checksum()}",'.encode():
-            raise _NotWhole(f"{MANIFEST} is damaged: its checksum is not that of its text")
+            raise _Incomplete(f"{MANIFEST} is damaged: its checksum is not that of its text")
         text = b"{" + rest
     try:
         manifest = _MANIFESTS.validate_json(text)
     except ValidationError as error:
-        raise _NotWhole(f"{MANIFEST} is damaged: {first_error(error)}") from None
+        raise _Incomplete(f"{MANIFEST} is damaged: {first_error(error)}") from None
     if not manifest.files:
-        raise _NotWhole(f"{MANIFEST} is damaged: it lists no file")
+        raise _Incomplete(f"{MANIFEST} is damaged: it lists no file")
     paths = [entry.path for entry in manifest.files]
     if len(set(paths)) < len(paths):
-        raise _NotWhole(f"{MANIFEST} is damaged: it lists a file twice")
+        raise _Incomplete(f"{MANIFEST} is damaged: it lists a file twice")
     return manifest
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         if reason := visible_damage(directory, entry):
-            raise _NotWhole(f"{entry.path} {reason}")
+            raise _Incomplete(f"{entry.path} {reason}")
 
 
 def visible_damage(directory: Path, entry: FileEntry) -> str | None:
@@ -409,11 +411,11 @@ def visible_damage(directory: Path, entry: FileEntry) -> str | None:
 
 
 def _checksum(descriptor: int) -> str:
-    found = Hash()
+    computed = Hash()
     block = memoryview(bytearray(_BLOCK))
     while read := os.readv(descriptor, [block]):
-        found.update(block[:read])
-    return found.checksum()
+        computed.update(block[:read])
+    return computed.checksum()
 
 
 def _unless_gone(_function: object, _path: str, error: BaseException) -> None:

@@ -73,7 +73,7 @@ class Metadata:
     @property
     def weights(self) -> dict[str, ChunkedTensor]:
         """The model's tensors, by name."""
-        return {key.removeprefix(_WEIGHT): each for key, each in self.tensors.items() if key.startswith(_WEIGHT)}
+        return {key.removeprefix(_WEIGHT): tensor for key, tensor in self.tensors.items() if key.startswith(_WEIGHT)}
 
 
 class _StandIn:
@@ -158,9 +158,9 @@ def read_metadata(checkpoint: Path, manifest: Manifest, role: str) -> Metadata:
         raise UserError(f"{where} {error.reason}") from None
     if Hash(data).checksum() != entry.checksum:
         raise UserError(f"{where} is damaged: its checksum is not that of the manifest")
-    found = _load(data, where, _STAND_INS)
+    loaded = _load(data, where, _STAND_INS)
     try:
-        metadata = _checked(found)
+        metadata = _checked(loaded)
     except (TypeError, KeyError, ValueError, AttributeError, IndexError):
         raise UserError(f"{where} does not describe tensors") from None
     for stored in metadata.stored:
@@ -169,7 +169,7 @@ def read_metadata(checkpoint: Path, manifest: Manifest, role: str) -> Metadata:
 
 
 def difference(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """How stored tensors, by name, differ from those of a model; the first difference, None if there is none."""
+    """Describe the first difference between stored tensors, by name, and those of a model. None if there is none."""
     for name, tensor in spec.hf_tensors.items():
         if name not in shapes:
             return f"it has no tensor {name}"
@@ -188,12 +188,12 @@ def parse_metadata(data: bytes, where: str) -> TorchMetadata:
     """
     from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 
-    found = _load(data, where, {})
-    if not isinstance(found, TorchMetadata):
+    loaded = _load(data, where, {})
+    if not isinstance(loaded, TorchMetadata):
         raise UserError(f"{where} does not describe tensors")
-    for stored in (found.storage_data or {}).values():
+    for stored in (loaded.storage_data or {}).values():
         _check_file(getattr(stored, "relative_path", ""), where)
-    return found
+    return loaded
 
 
 def _load(data: bytes, where: str, stand_ins: Mapping[tuple[str, str], Any]) -> Any:
@@ -208,9 +208,9 @@ def _check_file(name: object, where: str) -> None:
         raise UserError(f"{where} names the file {str(name)!r}, expected one of its own directory")
 
 
-def _checked(found: Any) -> Metadata:
+def _checked(loaded: Any) -> Metadata:
     """The same in types of this module. Raises one of several errors for values of other types."""
-    state = _state(found, _Metadata)
+    state = _state(loaded, _Metadata)
     tensors = {
         _text(key): _tensor(entry)
         for key, entry in state["state_dict_metadata"].items()
@@ -226,12 +226,12 @@ def _tensor(entry: Any) -> ChunkedTensor:
         raise ValueError(dtype)
     chunks = [_state(chunk, _Chunk) for chunk in state["chunks"]]
     return ChunkedTensor(
-        _sizes(state["size"]), dtype, tuple(Chunk(_sizes(each["offsets"]), _sizes(each["sizes"])) for each in chunks)
+        _sizes(state["size"]), dtype, tuple(Chunk(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks)
     )
 
 
-def _stored(key: Any, place: Any) -> StoredChunk:
-    index, info = _state(key, _Index), _state(place, _StorageInfo)
+def _stored(key: Any, entry: Any) -> StoredChunk:
+    index, info = _state(key, _Index), _state(entry, _StorageInfo)
     offset = index.get("offset")  # objects have none
     start, length = _sizes((info["offset"], info["length"]))
     return StoredChunk(
@@ -239,10 +239,10 @@ def _stored(key: Any, place: Any) -> StoredChunk:
     )
 
 
-def _state(found: Any, kind: type[_StandIn]) -> Any:
-    if type(found) is not kind:
-        raise TypeError(found)
-    return found.state
+def _state(loaded: Any, kind: type[_StandIn]) -> Any:
+    if type(loaded) is not kind:
+        raise TypeError(loaded)
+    return loaded.state
 
 
 def _text(value: Any) -> str:

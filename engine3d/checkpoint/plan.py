@@ -1,4 +1,4 @@
-"""What a checkpoint costs each rank, from shapes alone: files, bytes written and read, host memory.
+"""Cost of a checkpoint for each rank, from shapes alone: files, bytes written and read, host memory.
 
 Megatron-Core's distributed optimizer cuts every buffer of parameters evenly over the ranks that have it. A rank writes
 the fp32 weight and Adam's two moments of the elements of its own range; of those that other tensor-parallel ranks or
@@ -10,26 +10,26 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from math import prod
 
-from engine3d.checkpoint.pieces import MAX_PIECE_BYTES, flat_pieces
+from engine3d.checkpoint.chunks import MAX_CHUNK_BYTES, flat_chunks
 from engine3d.errors import EngineError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import LocalParameter, ModelRules, local_parameters
-from engine3d.reshard.describe.source import ParameterBuffer, buffer_rules, parameter_buffer, tied_stages
+from engine3d.reshard.describe.source import ParameterBuffer, buffer_rules, parameter_buffers, tied_stages
 
 _FLOAT32, _BFLOAT16 = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's part of a checkpoint.
+    """One rank's share of a checkpoint.
 
     Args:
         state: bytes of the state that lives on this rank, padding and copies included: its share.
         written: bytes of tensors that it writes.
         read: bytes of tensors that it reads on the same layout.
         host: bytes of state that an asynchronous save copies to host memory: what is written, and what pads it.
-        pieces: of tensors that it writes.
+        chunks: of tensors that it writes.
         files: that they are in.
     """
 
@@ -37,7 +37,7 @@ class RankPlan:
     written: int = 0
     read: int = 0
     host: int = 0
-    pieces: int = 0
+    chunks: int = 0
     files: int = 0
 
     def __add__(self, other: RankPlan) -> RankPlan:
@@ -100,19 +100,19 @@ def plan_checkpoint(
     """
     spec.check_layout(layout)
     moment = _BFLOAT16 if precision_aware else _FLOAT32
-    planner = _Planner(spec, layout, (_FLOAT32, moment, moment), transformer_engine)
+    planner = _RankPlanner(spec, layout, (_FLOAT32, moment, moment), transformer_engine)
     ranks = [planner.rank(at) for _, at in layout.ranks()]
     buffers = sum(prod(tensor.shape) for tensor in spec.hf_tensors.values() if tensor.buffer)
     plan = CheckpointPlan(
         spec.parameter_count() * planner.element + buffers * _FLOAT32,
-        tuple(replace(rank, files=min(threads, rank.pieces)) for rank in ranks),
+        tuple(replace(rank, files=min(threads, rank.chunks)) for rank in ranks),
     )
     plan.check()
     return plan
 
 
-class _Planner:
-    """The parts of all ranks. What ranks have in common is worked out once."""
+class _RankPlanner:
+    """Plans of all ranks. What ranks have in common is worked out once."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, kinds: tuple[int, ...], transformer_engine: bool) -> None:
         self.element = sum(kinds)
@@ -123,50 +123,51 @@ class _Planner:
         self._tied = tied_stages(spec, layout)
         self._dense, self._experts = buffer_rules(spec.rules, layout)
         self._float32 = _only_buffers(spec.rules)
-        self._parts: dict[tuple[int, ...], list[RankPlan]] = {}
+        self._planned: dict[tuple[int, ...], list[RankPlan]] = {}
 
     def rank(self, at: Coordinates) -> RankPlan:
         layout = self._layout
-        part = self._part((at.pp, at.tp), self._dense, at, layout.dp * layout.cp)[at.dp * layout.cp + at.cp]
+        plan = self._buffer_plans((at.pp, at.tp), self._dense, at, layout.dp * layout.cp)[at.dp * layout.cp + at.cp]
         if self._experts is not None:
-            part += self._part((at.pp, at.ep, at.etp), self._experts, at, layout.edp)[at.edp]
+            plan += self._buffer_plans((at.pp, at.ep, at.etp), self._experts, at, layout.edp)[at.edp]
         for local in self._local(self._float32, at):
             size = prod(local.shape) * _FLOAT32
-            part += RankPlan(state=size, read=size)
+            plan += RankPlan(state=size, read=size)
             if local.owner:
-                part += RankPlan(written=size, host=size, pieces=1)
-        return part
+                plan += RankPlan(written=size, host=size, chunks=1)
+        return plan
 
-    def _part(self, key: tuple[int, ...], rules: ModelRules, at: Coordinates, copies: int) -> list[RankPlan]:
-        """What is in a buffer of each of the ranks that have the same buffer."""
-        if key not in self._parts:
-            parameters = [local for local in self._local(rules, at) if not local.buffer]
-            buffer = parameter_buffer(parameters, copies, tied=self._tied)
-            self._parts[key] = [self._cut(buffer, copy, copies) for copy in range(copies)]
-        return self._parts[key]
+    def _buffer_plans(self, key: tuple[int, ...], rules: ModelRules, at: Coordinates, copies: int) -> list[RankPlan]:
+        """Plan the buffers of some rules, for each of the ranks that have the same ones."""
+        if key not in self._planned:
+            buffers = parameter_buffers(self._local(rules, at), copies, tied=self._tied)
+            self._planned[key] = [
+                sum((self._cut(buffer, copy, copies) for buffer in buffers), RankPlan()) for copy in range(copies)
+            ]
+        return self._planned[key]
 
     def _cut(self, buffer: ParameterBuffer, copy: int, copies: int) -> RankPlan:
-        """What is in the part of a buffer that is a rank's own in the optimizer."""
-        found = RankPlan(state=buffer.elements // copies * self.element)
+        """Plan the shard of a buffer that a rank's optimizer owns."""
+        plan = RankPlan(state=buffer.elements // copies * self.element)
         for first, last in buffer.buckets:
             size = (last - first) // copies
             low, high = first + copy * size, first + (copy + 1) * size
-            for local, offset in buffer.places:
+            for local, offset in buffer.starts:
                 start, stop = max(low - offset, 0), min(high - offset, prod(local.shape))
                 if start < stop:
-                    found += self._range(local, start, stop)
-        return found
+                    plan += self._range(local, start, stop)
+        return plan
 
     def _range(self, local: LocalParameter, start: int, stop: int) -> RankPlan:
-        """What is saved and loaded of a range of a parameter's elements."""
-        found = RankPlan()
+        """Plan a range of a parameter's elements."""
+        plan = RankPlan()
         for itemsize in self._kinds:
-            lengths = [piece.length for piece in flat_pieces(local, start, stop, MAX_PIECE_BYTES // itemsize)]
+            lengths = [chunk.length for chunk in flat_chunks(local, start, stop, MAX_CHUNK_BYTES // itemsize)]
             nbytes = sum(lengths) * itemsize
-            found += RankPlan(read=nbytes)
+            plan += RankPlan(read=nbytes)
             if local.primary:
-                found += RankPlan(written=nbytes, host=(stop - start) * itemsize, pieces=len(lengths))
-        return found
+                plan += RankPlan(written=nbytes, host=(stop - start) * itemsize, chunks=len(lengths))
+        return plan
 
     def _local(self, rules: ModelRules, at: Coordinates) -> list[LocalParameter]:
         return local_parameters(

@@ -1,6 +1,6 @@
 """Reads a sharded checkpoint by several threads, in the format of megatron-core's dist_checkpointing (torch_dist).
 
-Its own loading reads one piece after another, in the order in which they are asked for.
+Its own loading reads one chunk after another, in the order of the requests.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from engine3d.checkpoint.chunk_checksums import ChunkChecksums
 from engine3d.checkpoint.manifest import verify_hint
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
-from engine3d.checkpoint.piece_checksums import PieceChecksums
-from engine3d.checkpoint.staging import HostRoom
+from engine3d.checkpoint.staging import HostBuffer
 from engine3d.errors import DamagedCheckpointError, EngineError, UserError
 
 _THREADS = 16
 _STRETCH_BYTES = 128 << 20
-"""Of a file, that one thread reads: small, so that all threads end at the same time."""
+"""Bytes of a file that one thread reads: small, so that all threads end at the same time."""
 
 _BEGIN_BYTES = 256 << 20
-"""Of each file, that is read before it is known to be needed."""
+"""Bytes of each file that are read before they are known to be needed."""
 
 _SCRATCH_BYTES = 8 << 20
 
 _VALUES = "data/0"
-"""What torch.save calls the values of the only tensor in a file."""
+"""Name of the values of the only tensor in a file of torch.save."""
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the pieces of a plan in the order in which they lie in the files, several stretches of files at once.
+    """Reads the chunks of a plan in the order in which they lie in the files, several stretches of files at once.
 
     Has threads until it is closed, for all plans that are read at a time.
 
     Args:
         directory: of the role.
-        verify: compare every piece with its checksum; those of older versions have none.
+        verify: compare every chunk with its checksum. Those of older formats have none.
     """
 
     def __init__(self, directory: Path, *, verify: bool = True) -> None:
         super().__init__(directory)
         self._directory = directory
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint")
-        self._rooms = _Rooms()
-        self._checksums = PieceChecksums(directory)
+        self._buffers = _ThreadBuffers()
+        self._checksums = ChunkChecksums(directory)
         self._verify = verify
 
     def __enter__(self) -> CheckpointReader:
         return self
 
     def begin(self, rank: int) -> None:
-        """Let the disk begin with what a rank wrote, while it is still being found out what is to be read."""
+        """Read ahead what a rank wrote, while the load is planned."""
         for path in self._directory.glob(f"__{rank}_*"):
             for start in range(0, min(_BEGIN_BYTES, path.stat().st_size), _STRETCH_BYTES):
                 self._threads.submit(_read_ahead, path, start)
@@ -83,7 +83,7 @@ class CheckpointReader(FileSystemReader):
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What the files hold; read once.
+        """Description of the files' contents. Read once.
 
         Raises:
             UserError: there is no checkpoint, or its description cannot be read.
@@ -96,7 +96,7 @@ class CheckpointReader(FileSystemReader):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's whole shape, by key."""
+        """Shape of every complete tensor, by key."""
         stored = self.metadata.state_dict_metadata.items()
         return {key: tuple(entry.size) for key, entry in stored if isinstance(entry, TensorStorageMetadata)}
 
@@ -104,15 +104,15 @@ class CheckpointReader(FileSystemReader):
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all pieces of a plan into their places.
+        """Read all chunks of a plan into their targets.
 
         Raises:
             EngineError: a file cannot be read; names it.
         """
         jobs = [
             (name, list(stretch))
-            for name, items in groupby(sorted(plan.items, key=self._place), key=lambda item: self._place(item)[0])
-            for _, stretch in groupby(items, key=lambda item: self._place(item)[1] // _STRETCH_BYTES)
+            for name, items in groupby(sorted(plan.items, key=self._position), key=lambda item: self._position(item)[0])
+            for _, stretch in groupby(items, key=lambda item: self._position(item)[1] // _STRETCH_BYTES)
         ]
         for _ in self._threads.map(lambda job: self._read(job[0], job[1], planner), jobs):
             pass
@@ -120,18 +120,18 @@ class CheckpointReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _place(self, item: ReadItem) -> tuple[str, int]:
+    def _position(self, item: ReadItem) -> tuple[str, int]:
         stored = self.storage_data[item.storage_index]
         return stored.relative_path, stored.offset
 
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         path = self._directory / name
-        first, last = self._place(items[0])[1], self.storage_data[items[-1].storage_index]
+        first, last = self._position(items[0])[1], self.storage_data[items[-1].storage_index]
         try:
             with path.open("rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), first, last.offset + last.length - first, os.POSIX_FADV_WILLNEED)
                 for item in items:
-                    self._read_item(file, item, planner, self._rooms.room)
+                    self._read_item(file, item, planner, self._buffers.buffer)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             reason = str(error) if isinstance(error, EngineError) else f"cannot be read: {' '.join(str(error).split())}"
             # A file server that does not answer has damaged nothing.
@@ -139,7 +139,7 @@ class CheckpointReader(FileSystemReader):
             kind = DamagedCheckpointError if damaged else EngineError
             raise kind(f"{path} {reason}; {verify_hint(self._directory.parent)}") from error
 
-    def _read_item(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner, room: HostRoom) -> None:
+    def _read_item(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner, buffer: HostBuffer) -> None:
         stored = self.storage_data[item.storage_index]
         view = _create_file_view(file, stored.offset, stored.length)
         if item.type == LoadItemType.BYTE_IO:
@@ -147,8 +147,8 @@ class CheckpointReader(FileSystemReader):
             self._compare(item, data)
             planner.load_bytes(item, io.BytesIO(data))
             return
-        # Not torch.load, which takes new memory for each piece, and copies it once more.
-        values = room.room(*self._pieces[item.storage_index.fqn, item.storage_index.offset])
+        # Not torch.load, which takes new memory for each chunk, and copies it once more.
+        values = buffer.tensor(*self._chunk_layouts[item.storage_index.fqn, item.storage_index.offset])
         archive: Any = torch._C.PyTorchFileReader(cast("IO[bytes]", view))
         first = archive.get_record_offset(_VALUES)
         _read_into(file, stored.offset + first, values)
@@ -162,7 +162,7 @@ class CheckpointReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _compare(self, item: ReadItem, *data: Buffer) -> None:
-        """Raise EngineError, which goes on after the name of the file, unless a piece is what was saved."""
+        """Raise EngineError, whose text continues after the name of the file, unless a chunk is what was saved."""
         stored = self.storage_data[item.storage_index]
         if not self._verify or not self._checksums.covers(stored.relative_path):
             return
@@ -170,8 +170,8 @@ class CheckpointReader(FileSystemReader):
             raise EngineError(f"{reason} ({item.storage_index.fqn})")
 
     @cached_property
-    def _pieces(self) -> dict[tuple[str, torch.Size | None], tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of every piece of a tensor in the files, by key and offset."""
+    def _chunk_layouts(self) -> dict[tuple[str, torch.Size | None], tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of every chunk of a tensor in the files, by key and offset."""
         return {
             (key, chunk.offsets): (chunk.sizes, entry.properties.dtype)
             for key, entry in self.metadata.state_dict_metadata.items()
@@ -180,11 +180,11 @@ class CheckpointReader(FileSystemReader):
         }
 
 
-class _Rooms(threading.local):
+class _ThreadBuffers(threading.local):
     """The host memory of each thread."""
 
     def __init__(self) -> None:
-        self.room = HostRoom()
+        self.buffer = HostBuffer()
 
 
 def _read_ahead(path: Path, start: int) -> None:
@@ -204,7 +204,7 @@ def _read_into(file: io.FileIO, start: int, values: Tensor) -> None:
     while rest:
         count = os.preadv(file.fileno(), [rest], start)
         if not count:
-            raise EOFError(f"it ends at byte {start}, {len(rest)} bytes before the end of a piece")
+            raise EOFError(f"it ends at byte {start}, {len(rest)} bytes before the end of a chunk")
         rest, start = rest[count:], start + count
 
 
@@ -213,9 +213,9 @@ def _bytes_of(values: Tensor) -> memoryview:
     return memoryview(values.view(-1).view(torch.uint8).numpy())
 
 
-class _Planner(MCoreLoadPlanner):
+class _LoadPlanner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As Megatron-Core does it, but without running what a pickle says."""
+        """Load an object like Megatron-Core, but without running what a pickle says."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
@@ -226,11 +226,11 @@ def fill(reader: CheckpointReader, state: dict[str, Any]) -> dict[str, Any]:
         EngineError: a file cannot be read, or what is read of it is not what was saved.
     """
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(state)
-    wanted: dict[str, Any] = mcore_to_pyt_state_dict(flat, is_loading=True)
-    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    requested: dict[str, Any] = mcore_to_pyt_state_dict(flat, is_loading=True)
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        checkpoint.load(wanted, reader, planner=planner, no_dist=True)
+        checkpoint.load(requested, reader, planner=planner, no_dist=True)
     except checkpoint.CheckpointException as error:  # PyTorch's, with the stack of the first one as its message
         cause, _ = next(iter(error.failures.values()))
         raise cause from error
-    return wanted
+    return requested

@@ -1,4 +1,4 @@
-"""Saving and loading one model's state: every rank writes and reads its own part, and nothing else."""
+"""Saving and loading one model's state: every rank writes and reads its own shard, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine3d.checkpoint.manifest import FileEntry, RoleFacts
-from engine3d.checkpoint.pieces import MAX_PIECE_BYTES, FlatPiece, extents, flat_pieces
+from engine3d.checkpoint.chunks import MAX_CHUNK_BYTES, FlatChunk, extents, flat_chunks
+from engine3d.checkpoint.manifest import FileEntry, RoleSummary
 from engine3d.checkpoint.staging import Staging
 from engine3d.checkpoint.state import (
     RANDOM_KEY,
-    HeldParameter,
     Kind,
-    held_parameters,
+    ParameterShard,
     key_of,
     optimizer_step,
+    parameter_shards,
     random_states,
     writes,
 )
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 _THREADS = 4
 _Fetch = Callable[[int, int], Tensor]
-"""(offset, length) -> that part of a flat range."""
+"""(offset, length) -> that slice of a flat range."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What the beginning of a save took from a rank.
+class SaveStart:
+    """Cost of the beginning of a save for a rank.
 
     Args:
         stall_s: seconds during which the rank could do nothing else.
@@ -59,19 +59,19 @@ class Begun:
 
 @dataclass(frozen=True)
 class _Flat:
-    """A kind of a held parameter, and its pieces."""
+    """One kind of a parameter shard's state, and its chunks."""
 
-    held: HeldParameter
+    shard: ParameterShard
     kind: Kind
-    pieces: tuple[FlatPiece, ...]
+    chunks: tuple[FlatChunk, ...]
 
     @property
     def elements(self) -> int:
-        return self.held.stop - self.held.start
+        return self.shard.stop - self.shard.start
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.held.dtype(self.kind)
+        return self.shard.dtype(self.kind)
 
 
 class EngineCheckpoint:
@@ -97,10 +97,10 @@ class EngineCheckpoint:
         self._directory = Path()
 
     @property
-    def facts(self) -> RoleFacts:
-        """What a manifest says of this model."""
+    def summary(self) -> RoleSummary:
+        """State of this model as a manifest stores it."""
         engine = self._engine
-        return RoleFacts(
+        return RoleSummary(
             layout=str(engine.layout),
             world_size=engine.layout.world_size,
             dtype=engine.config.dtype,
@@ -122,15 +122,15 @@ class EngineCheckpoint:
     def _take(self, sizes: list[tuple[int, torch.dtype]]) -> None:
         platform.device(self._engine.device.index or 0)  # a thread has none
         with contextlib.suppress(RuntimeError, MemoryError):  # the save tries again, and says so
-            self._staging.room(sizes)
+            self._staging.tensors(sizes)
 
     def forget(self) -> None:
-        """The engine's optimizer is going to be another: let go of the state of the one before."""
+        """Forget the state of the engine's optimizer, before another replaces it."""
         if self._preparing is not None:
             self._preparing.join()
         self._structure, self._flats = None, []
 
-    def begin(self, directory: Path, *, background: bool) -> Begun:
+    def begin(self, directory: Path, *, background: bool) -> SaveStart:
         """Begin to save into a directory that exists and is seen by all ranks.
 
         With `background` this returns as soon as the state has been copied to host memory: training may go on. Without
@@ -138,20 +138,20 @@ class EngineCheckpoint:
         once `is_written` on all ranks.
 
         Raises:
-            EngineError: a save is under way, or a rank does not see the directory or could not copy its state; then
-                none is under way.
+            EngineError: a save is in flight, or a rank does not see the directory or could not copy its state. In the
+                second case none is in flight.
         """
         started = time.perf_counter()
         if self._writer is not None:
-            raise EngineError(f"save to {directory}: the one to {self._directory} is still under way")
+            raise EngineError(f"save to {directory}: the one to {self._directory} is still in flight")
         step = self._agreed_step()
         try:
             next(directory.iterdir(), None)
             flats = self._current_flats()
             fetch: list[_Fetch] = (
-                self._staged(flats) if background else [partial(flat.held.read, flat.kind) for flat in flats]
+                self._staged(flats) if background else [partial(flat.shard.read, flat.kind) for flat in flats]
             )
-        except Exception as error:  # told to all ranks before it is raised
+        except Exception as error:  # reported to all ranks before it is raised
             self._agree(directory, error, changed=False)
             raise
         changed = self._agree(directory, None, changed=self._structure != self._planned)
@@ -168,24 +168,24 @@ class EngineCheckpoint:
         self._directory = directory
         self._thread = threading.Thread(target=self._writer.write, name="checkpoint", daemon=True)
         self._thread.start()
-        nbytes = sum(piece.length * flat.dtype.itemsize for flat in flats for piece in flat.pieces)
-        return Begun(time.perf_counter() - started, nbytes, self._staging.nbytes if background else 0)
+        nbytes = sum(chunk.length * flat.dtype.itemsize for flat in flats for chunk in flat.chunks)
+        return SaveStart(time.perf_counter() - started, nbytes, self._staging.nbytes if background else 0)
 
     def is_written(self) -> bool:
-        """Whether this rank's files are written, or writing them has failed."""
+        """True once this rank's files are written, or writing them has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> list[FileEntry]:
         """End the save on all ranks.
 
         Returns:
-            This rank's files, with paths relative to the directory; on rank 0 also those that describe the whole.
+            This rank's files, with paths relative to the directory; on rank 0 also those that describe all of it.
 
         Raises:
             EngineError: a rank's files could not be written; names the file and the cause where this is the rank.
         """
         if self._writer is None or self._thread is None:
-            raise EngineError("no save is under way")
+            raise EngineError("no save is in flight")
         self._thread.join()
         writer, self._writer, self._thread = self._writer, None, None
         self._agree(self._directory, writer.error, changed=False)
@@ -194,7 +194,7 @@ class EngineCheckpoint:
         entries, failed = [], None
         try:
             entries = self._strategy.finish(writer, self._directory)
-        except EngineError as error:  # told to all ranks before it is raised
+        except EngineError as error:  # reported to all ranks before it is raised
             failed = error
         self._agree(self._directory, failed, changed=False)
         if failed is not None:
@@ -202,7 +202,7 @@ class EngineCheckpoint:
         return entries
 
     def abandon(self) -> None:
-        """Give up the save that is under way; no other rank has to agree. The next one is planned afresh."""
+        """Abort the save in flight. No other rank has to agree. The next one is planned again."""
         if self._thread is not None and self._writer is not None:
             self._writer.give_up()
             self._thread.join()
@@ -213,7 +213,7 @@ class EngineCheckpoint:
 
         Args:
             directory: of the role in the checkpoint.
-            verify: compare every piece that is read with its checksum.
+            verify: compare every chunk that is read with its checksum.
 
         Raises:
             UserError: it is the state of another model.
@@ -224,16 +224,16 @@ class EngineCheckpoint:
         return load_state(self._engine, directory, verify=verify)
 
     def _current_flats(self) -> list[_Flat]:
-        """What this rank writes, found again when the optimizer is another or has made its first step."""
+        """List what this rank writes, again after the optimizer was replaced or has made its first step."""
         structure = (self._engine.optimizer, optimizer_step(self._engine) > 0)
         if structure != self._structure:
             self._flats = []
-            for held in held_parameters(self._engine):
-                if writes(held):
-                    for kind in held.kinds():
-                        most = MAX_PIECE_BYTES // held.dtype(kind).itemsize
-                        pieces = tuple(flat_pieces(held.local, held.start, held.stop, most))
-                        self._flats.append(_Flat(held, kind, pieces))
+            for shard in parameter_shards(self._engine):
+                if writes(shard):
+                    for kind in shard.kinds():
+                        most = MAX_CHUNK_BYTES // shard.dtype(kind).itemsize
+                        chunks = tuple(flat_chunks(shard.local, shard.start, shard.stop, most))
+                        self._flats.append(_Flat(shard, kind, chunks))
             self._structure = structure
         return self._flats
 
@@ -241,11 +241,11 @@ class EngineCheckpoint:
         """Copies of all flats in host memory."""
         if self._preparing is not None:
             self._preparing.join()
-        rooms = self._staging.room((flat.elements, flat.dtype) for flat in flats)
-        for flat, room in zip(flats, rooms, strict=True):
-            room.copy_(flat.held.read(flat.kind, 0, flat.elements), non_blocking=True)
+        buffers = self._staging.tensors((flat.elements, flat.dtype) for flat in flats)
+        for flat, buffer in zip(flats, buffers, strict=True):
+            buffer.copy_(flat.shard.read(flat.kind, 0, flat.elements), non_blocking=True)
         platform.synchronize()
-        return [partial(torch.narrow, room, 0) for room in rooms]
+        return [partial(torch.narrow, buffer, 0) for buffer in buffers]
 
     def _plan(self, directory: Path, flats: list[_Flat], common: dict[str, Any]) -> None:
         """All ranks plan a save of a new structure together."""
@@ -253,16 +253,16 @@ class EngineCheckpoint:
 
         state: dict[str, Any] = dict(common)
         for flat in flats:
-            for piece in flat.pieces:
-                key, shape = key_of(flat.kind, piece.hf_name), self._engine.spec.hf_tensors[piece.hf_name].shape
-                state[str(len(state))] = planned_tensor(key, piece.box, shape, flat.dtype)
+            for chunk in flat.chunks:
+                key, shape = key_of(flat.kind, chunk.hf_name), self._engine.spec.hf_tensors[chunk.hf_name].shape
+                state[str(len(state))] = planned_tensor(key, chunk.box, shape, flat.dtype)
         state[RANDOM_KEY] = _random_object()
         self._strategy.plan(state, directory)
 
     def _data(
         self, flats: list[_Flat], fetch: list[_Fetch], common: dict[str, Any], randomness: dict[str, Any]
     ) -> dict[Any, Any]:
-        """What the items of the plan are."""
+        """Map the items of the plan to their values."""
         from engine3d.checkpoint.writer import COMMON, index_of, object_index, serialised
 
         data: dict[Any, Any] = {
@@ -270,21 +270,21 @@ class EngineCheckpoint:
             object_index(_random_object()): serialised(randomness),
         }
         for flat, source in zip(flats, fetch, strict=True):
-            for piece in flat.pieces:
-                data[index_of(key_of(flat.kind, piece.hf_name), piece.box)] = partial(_read, source, piece)
+            for chunk in flat.chunks:
+                data[index_of(key_of(flat.kind, chunk.hf_name), chunk.box)] = partial(_read, source, chunk)
         return data
 
     def _agree(self, directory: Path, error: Exception | None, *, changed: bool) -> bool:
-        """Whether the structure changed on any rank; EngineError if this went wrong on another one."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (str(error) if error else None, changed))
-        failed = [(rank, message) for rank, (message, _) in enumerate(found) if message]
+        """True if the structure changed on any rank. Raises EngineError if another rank failed."""
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (str(error) if error else None, changed))
+        failed = [(rank, message) for rank, (message, _) in enumerate(reports) if message]
         if failed and error is None:
             raise EngineError(f"save to {directory}: rank {failed[0][0]} failed: {failed[0][1]}")
-        return any(changes for _, changes in found)
+        return any(changes for _, changes in reports)
 
     def _agreed_step(self) -> int:
-        """The optimizer's steps; a rank that holds none of its state hears it from the others."""
+        """The optimizer's steps. A rank that holds none of its state receives them from the others."""
         step = torch.tensor(optimizer_step(self._engine), device=self._engine.device)
         all_reduce(step, dist.ReduceOp.MAX)
         return int(step)
@@ -296,5 +296,5 @@ def _random_object() -> Any:
     return ShardedObject(RANDOM_KEY, None, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _read(source: _Fetch, piece: FlatPiece) -> Tensor:
-    return source(piece.offset, piece.length).view(extents(piece.box))
+def _read(source: _Fetch, chunk: FlatChunk) -> Tensor:
+    return source(chunk.offset, chunk.length).view(extents(chunk.box))

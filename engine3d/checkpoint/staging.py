@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from engine3d.checkpoint.pieces import MAX_PIECE_BYTES
+from engine3d.checkpoint.chunks import MAX_CHUNK_BYTES
 from engine3d.platform import platform
 
 _CHUNK_BYTES = 1 << 30
@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 class Staging:
     """Chunks of host memory into which a state is copied, so that training can go on while files are written from it.
 
-    They are taken once and used for every save. Of a state that has grown, those that are too small are taken anew.
+    They are taken once and used for every save. Those that are too small for a state that has grown are replaced.
     """
 
     def __init__(self) -> None:
@@ -26,22 +26,22 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that is held."""
+        """Bytes of host memory."""
         return sum(chunk.numel() for chunk in self._chunks)
 
-    def room(self, sizes: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """One-dimensional host tensors of these numbers of elements and dtypes; what they held before is gone."""
+    def tensors(self, sizes: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """One-dimensional host tensors of these numbers of elements and dtypes; their previous values are lost."""
         placed: list[tuple[int, int, int, torch.dtype]] = []
-        chunk, used, wanted = 0, 0, [0]
+        chunk, used, needed = 0, 0, [0]
         for count, dtype in sizes:
             nbytes = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             if used and used + nbytes > _CHUNK_BYTES:
                 chunk, used = chunk + 1, 0
-                wanted.append(0)
+                needed.append(0)
             placed.append((chunk, used, count, dtype))
             used += nbytes
-            wanted[chunk] = used
-        for index, nbytes in enumerate(wanted):
+            needed[chunk] = used
+        for index, nbytes in enumerate(needed):
             if index == len(self._chunks):
                 self._chunks.append(platform.host_memory(nbytes))
             elif self._chunks[index].numel() < nbytes:
@@ -52,7 +52,7 @@ class Staging:
         ]
 
 
-class HostRoom:
+class HostBuffer:
     """Host memory through which tensors pass between a device and a file, one at a time."""
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class HostRoom:
         """A tensor as it is if it is in host memory, else a copy, which is good until the next call."""
         if tensor.device.type == "cpu":
             return tensor
-        return self.room(tensor.shape, tensor.dtype).copy_(tensor)
+        return self.tensor(tensor.shape, tensor.dtype).copy_(tensor)
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor whose values are those of the last one."""
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in the buffer, which overwrites the previous one."""
         nbytes = prod(shape) * dtype.itemsize
         if self._memory.numel() < nbytes:
-            self._memory = platform.host_scratch(max(nbytes, MAX_PIECE_BYTES))
+            self._memory = platform.host_scratch(max(nbytes, MAX_CHUNK_BYTES))
         return self._memory[:nbytes].view(dtype).view(shape)

@@ -1,7 +1,7 @@
-"""What one rank holds of a model's state: weights, moments, and the numbers and random states beside them.
+"""State of one rank of a model: weights, moments, steps and random states.
 
 The distributed optimizer cuts every buffer of parameters evenly over data-parallel ranks, wherever a parameter begins.
-What a rank holds of a parameter is therefore a range of its elements in row-major order; `flat_pieces` says which
+What a rank holds of a parameter is therefore a range of its elements in row-major order; `flat_chunks` says which
 elements of the HuggingFace model they are, and so the state is the same whatever the layout.
 """
 
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from engine3d.models.rules import LocalParameter
 from engine3d.models.weights import rank_parameters
-from engine3d.training.optimizer import of_buffers
+from engine3d.training.optimizer import buffer_optimizers
 
 if TYPE_CHECKING:
     from engine3d.training.engine import TrainEngine
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 COMMON_KEY = "common_state"
-"""Where dist_checkpointing keeps what belongs to no tensor: steps, and the layout that was saved."""
+"""Key of what belongs to no tensor in dist_checkpointing: steps, and the layout that was saved."""
 RANDOM_KEY = "random"
 """Every rank's random states."""
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
@@ -37,8 +37,8 @@ def key_of(kind: Kind, hf_name: str) -> str:
 
 
 @dataclass
-class HeldParameter:
-    """What a rank holds of one parameter: its elements [start, stop) as float32 master and moments, or all of it.
+class ParameterShard:
+    """Shard of one parameter on a rank: its elements [start, stop) as float32 master and moments, or all of it.
 
     Args:
         local: what the parameter is.
@@ -71,31 +71,32 @@ class HeldParameter:
         return self.optimizer.optimizer.state.get(main, {})  # type: ignore[no-any-return]
 
     def kinds(self) -> tuple[Kind, ...]:
-        """What there is to save."""
+        """Kinds of state to save."""
         return ("weight", *MOMENTS) if self.optimizer is not None and self.moments else ("weight",)
 
     def dtype(self, kind: Kind) -> torch.dtype:
-        """Of what `read` returns."""
+        """Dtype of what `read` returns."""
         if self.optimizer is None:
             return self.parameter.dtype
         return torch.float32 if kind == "weight" else self.moments[kind].dtype
 
     def read(self, kind: Kind, offset: int, length: int) -> Tensor:
-        """(length,) elements from `offset` of the held range; a view where memory holds them as they are."""
-        part = slice(offset, offset + length)
+        """(length,) elements from `offset` of the shard. A view where memory holds them as they are."""
+        elements = slice(offset, offset + length)
         if self.optimizer is None:
-            return self.where(self.parameter.detach()).view(-1)[part]
+            return self.where(self.parameter.detach()).view(-1)[elements]
         if kind != "weight":
-            return self.where(self.moments[kind]).view(-1)[part]
+            return self.where(self.moments[kind]).view(-1)[elements]
         master = self.moments.get("master_param")
         if master is None:
-            return self.where(self.main).view(-1)[part].float()
+            return self.where(self.main).view(-1)[elements].float()
         if master.dtype == torch.int16:
-            own = self.where(self.main).view(-1)[part]
-            return join_remainder(own, self.where(master).view(-1)[part].to(own.device))  # it may be in host memory
-        return self.where(master).view(-1)[part]
+            values = self.where(self.main).view(-1)[elements]
+            lower = self.where(master).view(-1)[elements]  # may be in host memory
+            return join_remainder(values, lower.to(values.device))
+        return self.where(master).view(-1)[elements]
 
-    def weight_parts(self) -> tuple[Tensor, ...]:
+    def weight_tensors(self) -> tuple[Tensor, ...]:
         """(stop - start,) tensors that the weight is kept in, as they lie: one, or Transformer Engine's two halves."""
         if self.optimizer is None:
             return (self.where(self.parameter.detach()).view(-1),)
@@ -103,7 +104,7 @@ class HeldParameter:
         kept = [self.main] if master is None else [master]
         if master is not None and master.dtype == torch.int16:
             kept.insert(0, self.main)
-        return tuple(self.where(each).view(-1) for each in kept)
+        return tuple(self.where(tensor).view(-1) for tensor in kept)
 
     def target(self, kind: Kind) -> Tensor:
         """(stop - start,) where a loaded kind goes; to be followed by `accept` once it is filled."""
@@ -120,18 +121,18 @@ class HeldParameter:
         """Bring the model's own elements, and what else is kept of them, to a loaded master weight."""
         if self.optimizer is None:
             return
-        own = self.parameter.detach().view(-1)[self.start : self.stop]
+        values = self.parameter.detach().view(-1)[self.start : self.stop]
         master = self.moments.get("master_param")
         if master is not None and master.dtype == torch.int16:
             high, low = split_remainder(weight)
-            own.copy_(high)
+            values.copy_(high)
             master.view(-1).copy_(low)
         else:
-            own.copy_(weight)  # in float32 the master is the model's own elements
+            values.copy_(weight)  # in float32 the master is the model's own elements
 
 
 def allocate_moments(inner: Any, main: Tensor, *, step: int) -> None:
-    """Make room for a parameter's moments in one of PyTorch's optimizers."""
+    """Allocate a parameter's moments in one of PyTorch's optimizers."""
     if hasattr(inner, "initialize_state"):  # Transformer Engine's FusedAdam counts steps in the group
         inner.initialize_state(main, inner.store_param_remainders and main.dtype == torch.bfloat16)
     else:
@@ -160,29 +161,29 @@ def split_remainder(full: Tensor) -> tuple[Tensor, Tensor]:
     return upper.view(torch.bfloat16), low
 
 
-def held_parameters(engine: TrainEngine) -> list[HeldParameter]:
+def parameter_shards(engine: TrainEngine) -> list[ParameterShard]:
     """Everything that this rank holds, in the order of the model's rules."""
     owners: dict[Tensor, Any] = {}
     for optimizer in _optimizers(engine):
         owners |= dict.fromkeys(optimizer.model_param_gbuf_map, optimizer)
-    held = []
+    shards = []
     for local, parameter in rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates):
         optimizer = owners.get(parameter)
         if optimizer is not None:
-            part = optimizer._get_model_param_range_map(parameter)["param"]
-            held.append(HeldParameter(local, parameter, part.start, part.end, optimizer, engine.where))
+            owned = optimizer._get_model_param_range_map(parameter)["param"]
+            shards.append(ParameterShard(local, parameter, owned.start, owned.end, optimizer, engine.where))
         elif local.buffer or engine.optimizer is None:
-            held.append(HeldParameter(local, parameter, 0, parameter.numel(), None, engine.where))
-    return held
+            shards.append(ParameterShard(local, parameter, 0, parameter.numel(), None, engine.where))
+    return shards
 
 
-def writes(held: HeldParameter) -> bool:
-    """Whether it is this rank, of all that hold the same elements, that saves them."""
-    return held.local.primary if held.optimizer is not None else held.local.owner
+def writes(shard: ParameterShard) -> bool:
+    """True if this rank, of all that hold the same elements, saves them."""
+    return shard.local.primary if shard.optimizer is not None else shard.local.owner
 
 
 def _optimizers(engine: TrainEngine) -> Iterator[Any]:
-    return iter(of_buffers(engine.optimizer) if engine.optimizer is not None else ())
+    return iter(buffer_optimizers(engine.optimizer) if engine.optimizer is not None else ())
 
 
 def optimizer_step(engine: TrainEngine) -> int:
@@ -196,7 +197,7 @@ def optimizer_step(engine: TrainEngine) -> int:
 
 
 def set_optimizer_step(engine: TrainEngine, step: int) -> None:
-    """Let Transformer Engine's optimizers, which count in the group, go on after `step`."""
+    """Set the step of Transformer Engine's optimizers, which count it in the group."""
     for optimizer in _optimizers(engine):
         if hasattr(optimizer.optimizer, "initialize_state"):
             for group in optimizer.optimizer.param_groups:

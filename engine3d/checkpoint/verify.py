@@ -1,4 +1,4 @@
-"""Compares every file of a checkpoint with its checksum, and tells what is lost with a damaged one."""
+"""Comparison of every file of a checkpoint with its checksum, and the tensors that a damaged one loses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import partial
 from io import FileIO
 from pathlib import Path, PurePosixPath
 
+from engine3d.checkpoint.chunk_checksums import ChunkChecksum, ChunkChecksums
 from engine3d.checkpoint.manifest import FileEntry, Hash, Manifest, read_manifest, verify_hint, visible_damage
 from engine3d.checkpoint.metadata import METADATA, StoredChunk, read_metadata
-from engine3d.checkpoint.piece_checksums import PieceChecksum, PieceChecksums
 from engine3d.errors import UserError
 
 _SHARD = ".distcp"
@@ -74,7 +74,7 @@ def verify_checkpoint(directory: Path, *, threads: int = 8) -> list[Damage]:
 
 
 def damaged_description(directory: Path) -> str | None:
-    """What is damaged of all that describes a checkpoint; the shards of its tensors, most of its bytes, are not read.
+    """Verify all that describes a checkpoint. The shards of its tensors, most of its bytes, are not read.
 
     Returns:
         The first damaged file and what is wrong with it.
@@ -87,13 +87,13 @@ def damaged_description(directory: Path) -> str | None:
 
 
 def damaged_shard(directory: Path, role: str | None = None, *, most_bytes: int = 0) -> str | None:
-    """What is damaged of the shards whose pieces have no checksums of their own, as in older formats: all are read.
+    """Verify the shards whose chunks have no checksums of their own, as in older formats, by reading all of them.
 
     Args:
         directory: of the checkpoint.
         role: whose shards; those of all roles if None.
-        most_bytes: shards that are no larger in all are read too where their pieces have checksums. Of larger ones the
-            ranks that load them compare each piece, on all hosts at the same time.
+        most_bytes: shards that are no larger in all are read too where their chunks have checksums. Of larger ones the
+            ranks that load them compare each chunk, on all hosts at the same time.
 
     Returns:
         The first damaged file and what is wrong with it.
@@ -107,7 +107,7 @@ def damaged_shard(directory: Path, role: str | None = None, *, most_bytes: int =
         shards = [
             entry
             for entry in shards
-            if not PieceChecksums((directory / entry.path).parent).covers(PurePosixPath(entry.path).name)
+            if not ChunkChecksums((directory / entry.path).parent).covers(PurePosixPath(entry.path).name)
         ]
     return next((f"{file} {reason}" for file, reason in _reasons(directory, shards, 8).items()), None)
 
@@ -127,8 +127,8 @@ def _reasons(directory: Path, files: Sequence[FileEntry], threads: int) -> dict[
     largest_first = sorted(files, key=lambda entry: -entry.size)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="verify")
     try:
-        found = pool.map(partial(_reason, directory), largest_first)
-        return {entry.path: reason for entry, reason in zip(largest_first, found, strict=True) if reason}
+        reasons = pool.map(partial(_reason, directory), largest_first)
+        return {entry.path: reason for entry, reason in zip(largest_first, reasons, strict=True) if reason}
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C waits for the files that are being read, and for no others
 
@@ -137,50 +137,50 @@ def _reason(directory: Path, entry: FileEntry) -> str | None:
     if reason := visible_damage(directory, entry):
         return reason
     path = directory / entry.path
-    checksums = PieceChecksums(path.parent)
+    checksums = ChunkChecksums(path.parent)
     try:
-        pieces = checksums.of_file(path.name) if entry.path.endswith(_SHARD) and checksums.covers(path.name) else []
-        found, other = _checksums(path, pieces)
+        chunks = checksums.of_file(path.name) if entry.path.endswith(_SHARD) and checksums.covers(path.name) else []
+        computed, other = _checksums(path, chunks)
     except UserError as error:
         return f"cannot be compared: {error}"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if found != entry.checksum:
+    if computed != entry.checksum:
         return "is damaged: its checksum is not that of the manifest"
     if other is not None:
         last = other.start + other.length
-        return f"holds other pieces than were saved: bytes {other.start:,} to {last:,} have another checksum"
+        return f"holds other chunks than were saved: bytes {other.start:,} to {last:,} have another checksum"
     return None
 
 
-def _checksums(path: Path, pieces: Sequence[PieceChecksum]) -> tuple[str, PieceChecksum | None]:
-    """The checksum of a file, and the first of its pieces that has another one than it should; read once."""
-    whole, other = Hash(), None
+def _checksums(path: Path, chunks: Sequence[ChunkChecksum]) -> tuple[str, ChunkChecksum | None]:
+    """The checksum of a file, and the first of its chunks whose checksum differs. The file is read once."""
+    file_hash, other = Hash(), None
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        for piece in pieces:
-            _read(file, block, piece.start, whole)
-            own = Hash()
-            _read(file, block, piece.start + piece.length, whole, own)
-            if other is None and own.checksum() != piece.checksum:
-                other = piece
-        _read(file, block, None, whole)
-    return whole.checksum(), other
+        for chunk in chunks:
+            _read(file, block, chunk.start, file_hash)
+            chunk_hash = Hash()
+            _read(file, block, chunk.start + chunk.length, file_hash, chunk_hash)
+            if other is None and chunk_hash.checksum() != chunk.checksum:
+                other = chunk
+        _read(file, block, None, file_hash)
+    return file_hash.checksum(), other
 
 
 def _read(file: FileIO, block: memoryview, stop: int | None, *hashes: Hash) -> None:
     """Read a file up to a byte, or to its end, in blocks."""
     while count := file.readinto(block if stop is None else block[: max(0, stop - file.tell())]):
-        for each in hashes:
-            each.update(block[:count])
+        for running in hashes:
+            running.update(block[:count])
 
 
 def _stored(directory: Path, manifest: Manifest, role: str) -> dict[str, list[StoredChunk]]:
-    """What lies in the files of a role, in the order of each file."""
-    found: dict[str, list[StoredChunk]] = {}
+    """List the contents of a role's files, in the order of each file."""
+    by_file: dict[str, list[StoredChunk]] = {}
     for stored in read_metadata(directory, manifest, role).stored:
-        found.setdefault(f"{role}/{stored.file}", []).append(stored)
-    return {path: sorted(pieces, key=lambda piece: piece.start) for path, pieces in found.items()}
+        by_file.setdefault(f"{role}/{stored.file}", []).append(stored)
+    return {path: sorted(chunks, key=lambda chunk: chunk.start) for path, chunks in by_file.items()}
 
 
 def _lost(path: Path, stored: Sequence[StoredChunk], entry: FileEntry) -> tuple[str, ...]:
@@ -188,8 +188,8 @@ def _lost(path: Path, stored: Sequence[StoredChunk], entry: FileEntry) -> tuple[
         size = path.stat().st_size
     except OSError:
         size = 0
-    return _keys([piece for piece in stored if piece.stop > size] if size < entry.size else stored)
+    return _keys([chunk for chunk in stored if chunk.stop > size] if size < entry.size else stored)
 
 
 def _keys(stored: Sequence[StoredChunk]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(piece.key for piece in stored))
+    return tuple(dict.fromkeys(chunk.key for chunk in stored))

@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
+from engine3d.checkpoint.chunk_checksums import ChunkChecksum, checksum_file, checksum_text
+from engine3d.checkpoint.chunks import MAX_CHUNK_BYTES, extents
 from engine3d.checkpoint.manifest import FileEntry, Hash, file_entry
-from engine3d.checkpoint.piece_checksums import PieceChecksum, checksum_file, checksum_text
-from engine3d.checkpoint.pieces import MAX_PIECE_BYTES, extents
-from engine3d.checkpoint.staging import HostRoom
+from engine3d.checkpoint.staging import HostBuffer
 from engine3d.checkpoint.state import COMMON_KEY
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
@@ -50,23 +50,23 @@ from engine3d.models.rules import Box
 from engine3d.platform import platform
 
 COMMON_FILES = (".metadata", "metadata.json")
-"""What rank 0 writes beside the ranks' own files."""
+"""Files that rank 0 writes next to the ranks' own."""
 
 COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
-"""As dist_checkpointing describes what belongs to no tensor."""
+"""Description of what belongs to no tensor, for dist_checkpointing."""
 
 _WRITEBACK_BYTES = 32 << 20
 
 Data = Callable[[], Tensor] | io.BytesIO
-"""What makes the values of one piece, on any device, when it is written; or an object, serialised."""
+"""Source of one chunk's values on any device, called when it is written. Or a serialised object."""
 
 
-class Abandoned(EngineError):
-    """The save was given up while its files were being written."""
+class SaveAborted(EngineError):
+    """The save was aborted while its files were being written."""
 
 
 class CheckpointWriter(FileSystemWriterAsync):
-    """Writes this rank's part of a plan into `threads` files.
+    """Writes this rank's items of a plan into `threads` files.
 
     Args:
         directory: exists.
@@ -94,17 +94,17 @@ class CheckpointWriter(FileSystemWriterAsync):
         """A plan is made of shapes alone: there is nothing to prepare."""
 
     def write(self) -> None:
-        """Write all files; `error` tells how it went."""
+        """Write all files. `error` is None if all went well."""
         prefix = f"__{dist.get_rank()}_"
         jobs: list[tuple[str, list[tuple[WriteItem, Data]]]] = []
         try:
-            jobs = [(f"{prefix}{number}.distcp", part) for number, part in enumerate(self._parts()) if part]
-            checksums: dict[str, list[PieceChecksum]] = {}
+            jobs = [(f"{prefix}{number}.distcp", items) for number, items in enumerate(self._items_by_file()) if items]
+            checksums: dict[str, list[ChunkChecksum]] = {}
             with _no_zip_checksums(), ThreadPoolExecutor(max(1, len(jobs)), thread_name_prefix="checkpoint") as pool:
-                for results, entry, pieces in pool.map(lambda job: self._write_file(*job), jobs):
+                for results, entry, chunks in pool.map(lambda job: self._write_file(*job), jobs):
                     self._results += results
                     self.entries.append(entry)
-                    checksums[entry.path] = pieces
+                    checksums[entry.path] = chunks
             self.entries.append(self._write_checksums(checksums))
         except Exception as error:  # for the thread that waits for this one
             # A full disk must not stay full until somebody asks.
@@ -114,7 +114,7 @@ class CheckpointWriter(FileSystemWriterAsync):
             self._error = error
 
     def give_up(self) -> None:
-        """Let the threads stop before their next piece."""
+        """Stop the threads before their next chunk."""
         self._given_up.set()
 
     @property
@@ -123,59 +123,59 @@ class CheckpointWriter(FileSystemWriterAsync):
 
     @property
     def results(self) -> list[WriteResult]:
-        """Where each item of the plan was written to."""
+        """Position in the files of each item of the plan."""
         return self._results
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is: a directory that has vanished is not made again."""
+        """Return the plan as it is. A directory that has vanished is not made again."""
         return plan
 
-    def _parts(self) -> list[list[tuple[WriteItem, Data]]]:
+    def _items_by_file(self) -> list[list[tuple[WriteItem, Data]]]:
         """The items for each file: the largest first, each to the file that has the least so far.
 
         In the order of the plan, in which they will be read too.
         """
         assert self._plan is not None
         data, items = self._data(), self._plan.items
-        parts: list[list[int]] = [[] for _ in range(self.thread_count)]
+        files: list[list[int]] = [[] for _ in range(self.thread_count)]
         sizes = [0] * self.thread_count
         for index in sorted(range(len(items)), key=lambda index: -_bytes(items[index])):
             least = sizes.index(min(sizes))
-            parts[least].append(index)
+            files[least].append(index)
             sizes[least] += _bytes(items[index])
-        return [[(items[index], data[items[index].index]) for index in sorted(part)] for part in parts]
+        return [[(items[index], data[items[index].index]) for index in sorted(indices)] for indices in files]
 
-    def _write_checksums(self, pieces: Mapping[str, list[PieceChecksum]]) -> FileEntry:
+    def _write_checksums(self, chunks: Mapping[str, list[ChunkChecksum]]) -> FileEntry:
         name = checksum_file(dist.get_rank())
         with HashedFile(self._directory / name) as file:
-            file.write(checksum_text(pieces))
+            file.write(checksum_text(chunks))
             file.sync()
-            return FileEntry(name, file.tell(), file.checksum)
+            return FileEntry(name, file.size, file.checksum)
 
     def _write_file(
         self, name: str, items: list[tuple[WriteItem, Data]]
-    ) -> tuple[list[WriteResult], FileEntry, list[PieceChecksum]]:
+    ) -> tuple[list[WriteResult], FileEntry, list[ChunkChecksum]]:
         path = self._directory / name
-        results, pieces = [], []
-        room = HostRoom()
+        results, chunks = [], []
+        buffer = HostBuffer()
         with HashedFile(path) as file:
             for item, data in items:
                 if self._given_up.is_set():
-                    raise Abandoned(f"save to {self._directory} was given up")
-                start = file.begin_piece()
+                    raise SaveAborted(f"save to {self._directory} was aborted")
+                start = file.begin_chunk()
                 if isinstance(data, io.BytesIO):
                     file.write(data.getbuffer())
                 else:
-                    _save_tensor(room.copy_of(data()), file)
-                pieces.append(file.end_piece())
-                length = file.tell() - start
+                    _save_tensor(buffer.copy_of(data()), file)
+                chunks.append(file.end_chunk())
+                length = file.size - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             file.sync()
-            return results, FileEntry(name, file.tell(), file.checksum), pieces
+            return results, FileEntry(name, file.size, file.checksum), chunks
 
 
 class HashedFile(io.RawIOBase):
-    """A new file, written from beginning to end, and the checksums of what was written: of all, and of its pieces."""
+    """A new file, written from beginning to end, and the checksums of all that was written and of its chunks."""
 
     def __init__(self, path: Path) -> None:
         """Raises EngineError where the file cannot be made."""
@@ -186,16 +186,16 @@ class HashedFile(io.RawIOBase):
         except OSError as error:
             raise EngineError(f"cannot write {path}: {error.strerror}") from error
         self._hash = Hash()
-        self._piece, self._piece_start = Hash(), 0
+        self._chunk, self._chunk_start = Hash(), 0
 
-    def begin_piece(self) -> int:
-        """What is written from here on belongs to another piece; the first byte of it."""
-        self._piece, self._piece_start = Hash(), self._size
+    def begin_chunk(self) -> int:
+        """Begin a chunk. Returns its first byte."""
+        self._chunk, self._chunk_start = Hash(), self._size
         return self._size
 
-    def end_piece(self) -> PieceChecksum:
-        """The piece that was written since it began."""
-        return PieceChecksum(self._piece_start, self._size - self._piece_start, self._piece.checksum())
+    def end_chunk(self) -> ChunkChecksum:
+        """End the chunk. Returns its checksum."""
+        return ChunkChecksum(self._chunk_start, self._size - self._chunk_start, self._chunk.checksum())
 
     def writable(self) -> bool:
         return True
@@ -209,7 +209,7 @@ class HashedFile(io.RawIOBase):
         rest = memoryview(data).cast("B")
         size = len(rest)
         self._hash.update(rest)
-        self._piece.update(rest)
+        self._chunk.update(rest)
         try:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
@@ -222,11 +222,12 @@ class HashedFile(io.RawIOBase):
         return size
 
     def _start_writing(self) -> None:
-        """Let the disk begin now: the kernel by itself waits until a tenth of the host's memory is to be written."""
+        """Start writing to the disk. The kernel by itself waits until a tenth of the host's memory is dirty."""
         os.posix_fadvise(self._file, self._started, self._size - self._started, os.POSIX_FADV_DONTNEED)
         self._started = self._size
 
-    def tell(self) -> int:
+    @property
+    def size(self) -> int:
         return self._size
 
     def sync(self) -> None:
@@ -256,11 +257,11 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         self._wrapper: Any = None
 
     def plan(self, state: dict[str, Any], directory: Path) -> None:
-        """Let all ranks say what each of them is going to write; `state` holds shapes, and no values."""
+        """Plan a save on all ranks together. `state` holds shapes and no values."""
         dist_save(state, str(directory), self, validate_access_integrity=False, async_sharded_save=True)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> AsyncRequest:
-        """What Megatron-Core calls in `plan`; nothing is written yet."""
+        """Take the plan from Megatron-Core, which calls this in `plan`. Nothing is written yet."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         writer = CheckpointWriter(Path(checkpoint_dir), self.thread_count)
@@ -271,11 +272,11 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
     def writer(self, directory: Path, data: Callable[[], Mapping[MetadataIndex, Data]]) -> CheckpointWriter:
-        """What writes this rank's part of the plan; no rank has to hear of another."""
+        """Make the writer of this rank's items of the plan, without communication."""
         return CheckpointWriter(directory, self.thread_count, self._plan, data)
 
     def finish(self, writer: CheckpointWriter, directory: Path) -> list[FileEntry]:
-        """Once all ranks have written: let rank 0 describe the whole. No rank waits for it here.
+        """Describe the checkpoint on rank 0, once all ranks have written. No rank waits for it here.
 
         Returns:
             The files of this rank.
@@ -300,7 +301,7 @@ def planned_tensor(key: str, box: Box, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def sharded_tensor(key: str, data: Tensor, box: Box, shape: tuple[int, ...]) -> ShardedTensor:
-    """Elements `box` of a tensor of the checkpoint, as Megatron-Core describes parts that form no regular grid."""
+    """Elements `box` of a tensor of the checkpoint, as Megatron-Core describes boxes that form no regular grid."""
     return ShardedTensor(
         key=key,
         data=data,
@@ -313,12 +314,12 @@ def sharded_tensor(key: str, data: Tensor, box: Box, shape: tuple[int, ...]) -> 
 
 
 def index_of(key: str, box: Box) -> MetadataIndex:
-    """What a plan calls the elements `box` of a tensor."""
+    """Index of the elements `box` of a tensor in a plan."""
     return MetadataIndex(key, torch.Size([start for start, _ in box]))
 
 
 def object_index(described: ShardedObject) -> MetadataIndex:
-    """What a plan calls an object."""
+    """Index of an object in a plan."""
     return MetadataIndex(described.unique_key)
 
 
@@ -329,7 +330,7 @@ def write_tensors(
 
     Args:
         directory: made if it does not exist.
-        tensors: for each key the values of a box, the box, and the whole tensor's shape.
+        tensors: for each key the values of a box, the box, and the complete tensor's shape.
         common: what belongs to no tensor.
 
     Returns:
@@ -342,9 +343,9 @@ def write_tensors(
     state: dict[str, Any] = dict(common)
     data: dict[MetadataIndex, Data] = {object_index(COMMON): serialised(common)}
     for key, (tensor, box, shape) in tensors.items():
-        for number, (part, rows) in enumerate(_row_blocks(tensor, box)):
+        for number, (block, rows) in enumerate(_row_blocks(tensor, box)):
             state[f"{key}#{number}"] = planned_tensor(key, rows, shape, tensor.dtype)
-            data[index_of(key, rows)] = partial(_itself, part)
+            data[index_of(key, rows)] = partial(_itself, block)
     strategy = SaveStrategy(threads=4)
     with alone():
         strategy.plan(state, directory)
@@ -362,11 +363,11 @@ def _itself(tensor: Tensor) -> Tensor:
 def _row_blocks(tensor: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
     """A tensor as blocks of rows that are small enough to be read one at a time."""
     row = max(1, prod(tensor.shape[1:]) * tensor.element_size())
-    step = max(1, MAX_PIECE_BYTES // row)
+    step = max(1, MAX_CHUNK_BYTES // row)
     for first in range(0, tensor.shape[0], step):
-        part = tensor[first : first + step]
+        block = tensor[first : first + step]
         start = box[0][0] + first
-        yield part, ((start, start + part.shape[0]), *box[1:])
+        yield block, ((start, start + block.shape[0]), *box[1:])
 
 
 @contextlib.contextmanager
@@ -385,7 +386,7 @@ def alone() -> Iterator[None]:
 
 
 def _no_zip_checksums() -> contextlib.AbstractContextManager[None]:
-    """Let torch.save make none: they hold up all threads but one, and the file has a better one."""
+    """Disable the zip checksums of torch.save. They block all threads but one, and the file has a better one."""
     patched: contextlib.AbstractContextManager[None] = cast(Any, config).patch({"save.compute_crc32": False})
     return patched
 
@@ -393,22 +394,22 @@ def _no_zip_checksums() -> contextlib.AbstractContextManager[None]:
 def _save_tensor(values: Tensor, file: HashedFile) -> None:
     """Write a tensor in host memory."""
     try:
-        torch.save(_own_tensor(values), cast("IO[bytes]", file))
+        torch.save(_compact(values), cast("IO[bytes]", file))
     except RuntimeError:
         if file.error is not None:  # PyTorch's own error says nothing of it
             raise file.error from None
         raise
 
 
-def _own_tensor(tensor: Tensor) -> Tensor:
+def _compact(tensor: Tensor) -> Tensor:
     """A contiguous tensor whose storage is its own, because all of a storage is written."""
     tensor = tensor.detach().contiguous()
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     if not tensor.numel():
         return tensor.clone()
-    own = torch.frombuffer(memoryview(tensor.view(-1).view(torch.uint8).numpy()), dtype=torch.uint8)
-    return own.view(tensor.dtype).view(tensor.shape)
+    compact = torch.frombuffer(memoryview(tensor.view(-1).view(torch.uint8).numpy()), dtype=torch.uint8)
+    return compact.view(tensor.dtype).view(tensor.shape)
 
 
 def _bytes(item: WriteItem) -> int:

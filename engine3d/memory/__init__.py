@@ -1,16 +1,17 @@
-"""What a rank of a model and a rank of an engine hold on a GPU, from the model's sizes alone, in bytes."""
+"""GPU memory of a model's rank and of an engine's rank, from the model's sizes alone, in bytes."""
 
-from engine3d.memory.held import Held, held_by_rank
-from engine3d.memory.serving import Serving, serving_by_rank
-from engine3d.memory.working import Working, inference_peak, peer_memory, update_peak
+from engine3d.memory.resident import ResidentBytes, quantised_bytes, resident_by_rank
+from engine3d.memory.serving import ServingBytes, serving_by_rank
+from engine3d.memory.working import WorkingBytes, inference_peak, peer_memory, update_peak
 
 __all__ = [
-    "Held",
-    "Serving",
-    "Working",
-    "held_by_rank",
+    "ResidentBytes",
+    "ServingBytes",
+    "WorkingBytes",
     "inference_peak",
     "peer_memory",
+    "quantised_bytes",
+    "resident_by_rank",
     "serving_by_rank",
     "update_peak",
 ]

@@ -1,7 +1,9 @@
-"""What each layer keeps of a micro-batch for the backward pass, in bytes a token: Transformer Engine's layers in bf16.
+"""Activations that each layer saves of a micro-batch for the backward pass, in bytes a token: Transformer Engine's
+layers in bf16.
 
-A token counts once for the ranks of a tensor-parallel group, which share its work. Every name below is a tensor that a
-layer saves; tensors that two layers share count where they are made.
+A token counts once for the ranks of a tensor-parallel group, which share its work. The ranks of a context-parallel
+group share the tokens themselves. Every name below is a tensor that a layer saves; tensors that two layers share count
+where they are made.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from engine3d.models.sizes import Latent, Sizes
 
 _FLOAT32 = 4
 _ROUTER_COPIES = 3
-"""Float32 tensors of the router with a figure for each expert: logits, probabilities, and their normalised form."""
+"""Float32 tensors of the router with a value for each expert: logits, probabilities, and their normalised form."""
 _ROW_BYTES = 16
 
 
@@ -22,9 +24,9 @@ def saved_by_layer(
     itemsize: int,
     *,
     sequence_parallel: bool,
-    one_step: bool,
+    fused_experts: bool,
     fused_query_key: bool = False,
-    room: float = 1.0,
+    capacity: float = 1.0,
 ) -> float:
     """Bytes a token that one layer saves, without recomputation.
 
@@ -36,20 +38,59 @@ def saved_by_layer(
         layer: its number.
         itemsize: of the dtype that the model computes in.
         sequence_parallel: norms and routing are cut over tp too.
-        one_step: experts are one step, which makes again what it is given and what its activation gave.
-        fused_query_key: queries and keys are one step, which keeps the whole projection that they are made from.
-        room: for so many rows of experts, over those that there are.
+        fused_experts: experts are fused, which gathers their input and computes their activation again.
+        fused_query_key: queries and keys are fused, which keeps the complete projection that they are made from.
+        capacity: for rows of experts, over the rows of an even load.
     """
     spread = layout.tp if sequence_parallel else 1
     if not sizes.is_sparse(layer):
         mlp = _dense_mlp(sizes, layout, spread, itemsize)
-    elif one_step:
-        mlp = _one_step_experts(sizes, layout, spread, itemsize, room)
+    elif fused_experts:
+        mlp = _saved_by_fused_experts(sizes, layout, spread, itemsize, capacity)
     else:
         mlp = _experts(sizes, layout, spread, itemsize)
+    attention = saved_by_attention(
+        sizes, layout, itemsize, sequence_parallel=sequence_parallel, fused_query_key=fused_query_key
+    )
+    return attention + mlp
+
+
+def saved_by_attention(
+    sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parallel: bool, fused_query_key: bool = False
+) -> float:
+    """Bytes a token that attention saves of one layer, with the norm before it."""
+    spread = layout.tp if sequence_parallel else 1
     # The values a second time: in the projection.
     values = max(1, sizes.groups / layout.tp) * sizes.head_dim if fused_query_key else 0
-    return _attention(sizes, layout.tp, spread, itemsize) + itemsize * values + mlp
+    return _attention(sizes, layout.tp, spread, itemsize) + itemsize * values
+
+
+def made_by_ring(sizes: Sizes, layout: Layout, itemsize: int) -> float:
+    """Bytes a token that the forward pass of attention over a context-parallel group takes next to what it saves.
+
+    Keys and values of every rank arrive one after another, each in a buffer of its own, and a step's output is kept for
+    each of them. All stay until attention returns. See `AttnFuncWithCPAndKVP2P.forward` in Transformer Engine's
+    pytorch/attention/dot_product_attention/context_parallel.py, `p2p_comm_buffers` and `out_per_step`. Outputs count
+    as on the last rank: on others some are of half of the tokens.
+    """
+    if layout.cp == 1:
+        return 0.0
+    output = sizes.heads / layout.tp * sizes.value_dim
+    return itemsize * ((layout.cp - 1) * keys_and_values(sizes, layout.tp) + layout.cp * output)
+
+
+def gradients_of_ring(sizes: Sizes, layout: Layout, itemsize: int) -> float:
+    """Bytes a token that the backward pass of attention over a context-parallel group takes next to what is saved.
+
+    Two buffers with keys, values and their gradients, of which one is sent while the other is received, and the
+    gradients of the output, of queries, and of a step's queries, keys and values. See
+    `AttnFuncWithCPAndKVP2P.backward`.
+    """
+    if layout.cp == 1:
+        return 0.0
+    heads = sizes.heads / layout.tp
+    queries, output = heads * sizes.head_dim, heads * sizes.value_dim
+    return itemsize * (5 * keys_and_values(sizes, layout.tp) + 2 * queries + output)
 
 
 def saved_for_balance(sizes: Sizes, layout: Layout, layer: int, *, sequence_parallel: bool) -> float:
@@ -65,7 +106,7 @@ def hidden_state(sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parall
 
 
 def made_again_by_layer(
-    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, one_step: bool
+    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, fused_experts: bool
 ) -> float:
     """Bytes a token of what one layer saves that selective recomputation does without.
 
@@ -75,7 +116,7 @@ def made_again_by_layer(
     spread = layout.tp if sequence_parallel else 1
     elements = 0.0
     if sizes.is_sparse(layer):
-        product = 0 if one_step else sizes.experts_per_token * sizes.expert_ffn
+        product = 0 if fused_experts else sizes.experts_per_token * sizes.expert_ffn
         elements += (product + sizes.hidden) / spread
     if sizes.latent is not None:
         elements += sizes.hidden / spread + sum(_projected_up(sizes, sizes.latent, layout.tp))
@@ -89,15 +130,15 @@ def gradients_of_layer(
     itemsize: int,
     *,
     sequence_parallel: bool,
-    one_step: bool,
-    room: float = 1.0,
+    fused_experts: bool,
+    capacity: float = 1.0,
 ) -> float:
-    """Bytes a token that the backward pass of one layer takes beside what is saved: the widest gradients at a time."""
+    """Bytes a token that the backward pass of one layer takes next to what is saved: the widest gradients at a time."""
     spread = layout.tp if sequence_parallel else 1
     if not sizes.is_sparse(layer):
         return 2 * sizes.ffn / layout.tp * itemsize
-    rows = sizes.experts_per_token / spread * room
-    if not one_step:
+    rows = sizes.experts_per_token / spread * capacity
+    if not fused_experts:
         return 2 * rows * sizes.hidden * itemsize
     gathered = layout.ep / spread * sizes.hidden
     of_activation = gathered + rows * (sizes.hidden + 4 * sizes.expert_ffn)
@@ -106,13 +147,13 @@ def gradients_of_layer(
 
 
 def made_by_experts(
-    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, room: float = 1.0
+    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, capacity: float = 1.0
 ) -> float:
-    """Bytes a token that a layer's experts, in one step, take beside what is saved while the layer computes."""
+    """Bytes a token of a layer's fused experts while the layer computes, without what it saves."""
     if not sizes.is_sparse(layer):
         return 0.0
     spread = layout.tp if sequence_parallel else 1
-    gathered, rows = layout.ep / spread * sizes.hidden, sizes.experts_per_token / spread * room
+    gathered, rows = layout.ep / spread * sizes.hidden, sizes.experts_per_token / spread * capacity
     return (rows * sizes.hidden + max(gathered, rows * sizes.expert_ffn)) * itemsize
 
 
@@ -138,6 +179,12 @@ def _grouped(sizes: Sizes, tp: int, heads: float) -> float:
     return turned + before + groups * sizes.head_dim
 
 
+def keys_and_values(sizes: Sizes, tp: int) -> float:
+    """Elements of a token's keys and values on a rank. Those from a latent are of every head."""
+    heads = sizes.heads if sizes.latent is not None else sizes.groups
+    return max(1, heads / tp) * (sizes.head_dim + sizes.value_dim)
+
+
 def _latent(sizes: Sizes, latent: Latent, tp: int) -> float:
     """Elements of multi-head latent attention, of which the ranks of a tensor-parallel group all make the latents."""
     to_queries = 2 * latent.query_rank if latent.query_rank is not None else 0  # before the norm and after it
@@ -158,20 +205,20 @@ def _dense_mlp(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> floa
 
 def _experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
     routed = sizes.experts_per_token / spread
-    # Each of the ranks that share an expert sees the tokens of all of them, and does its part of the width.
+    # Each of the ranks that share an expert sees the tokens of all of them, and computes its share of the width.
     given = routed * (layout.etp * sizes.hidden + 3 * sizes.expert_ffn)
     return itemsize * given + _FLOAT32 * routed + _beside_experts(sizes, layout, spread, itemsize)
 
 
-def _one_step_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int, room: float) -> float:
+def _saved_by_fused_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int, capacity: float) -> float:
     routed = sizes.experts_per_token / spread
-    # Of each row its token, its place and its score, with room for all tokens of all ranks; and of each token its rows.
+    # Token, index and score of each row, with capacity for all tokens of all ranks, and the rows of each token.
     rows = layout.ep * (_ROW_BYTES * routed + 4 * (routed + 1 / spread))
-    return itemsize * routed * room * 2 * sizes.expert_ffn + rows + _beside_experts(sizes, layout, spread, itemsize)
+    return itemsize * routed * capacity * 2 * sizes.expert_ffn + rows + _beside_experts(sizes, layout, spread, itemsize)
 
 
 def _beside_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
-    """Of the norm, the shared expert and the router."""
+    """Bytes a token of the norm, the shared expert and the router."""
     inputs = 2 * sizes.hidden / spread
     shared = 3 * sizes.shared_ffn / layout.tp
     router = (_ROUTER_COPIES * _FLOAT32 + 1) * sizes.experts / spread

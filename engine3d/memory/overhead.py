@@ -1,31 +1,34 @@
-"""What a GPU holds beside the tensors that are foreseen one by one: rounded figures, measured on H200 with NVML."""
+"""GPU memory next to the tensors that are predicted one by one: rounded sizes, measured on H200 with NVML."""
 
 from __future__ import annotations
 
 from engine3d.layout import Layout
 
 DRIVER_BYTES = 650 * 10**6
-"""Of every GPU, before a process uses it."""
+"""Memory of every GPU before a process uses it."""
 
 CONTEXT_BYTES = 620 << 20
-"""Of every process: CUDA's context, the kernels that were loaded, cuBLAS's workspace."""
+"""Memory of every process: CUDA's context, the loaded kernels, cuBLAS's workspace."""
 
 MODEL_BYTES = 2400 * 10**6
-"""Of every model's process beside that, once it was at work: kernels and workspaces of its libraries, and blocks that
-PyTorch's allocator cannot give back because something small is left in them."""
+"""Further memory of every model's process after its first step: kernels and workspaces of its libraries, and blocks
+that PyTorch's allocator cannot free because something small is left in them.
+"""
 
 TRAINING_PROCESS_BYTES = 600 * 10**6
-"""Of every model's process on a CPU beside its tensors: Python and the libraries. A demo run's, rounded up."""
+"""Memory of every model's process on a CPU next to its tensors: Python and the libraries. A demo run's, rounded up."""
 
 ENGINE_PROCESSES_BYTES = 1500 * 10**6
-"""The same of every rank of an engine: SGLang's processes, and the one that talks to them."""
+"""The same for every rank of an engine: SGLang's processes, and the one that talks to them."""
 
 RUN_PROCESSES_BYTES = 1200 * 10**6
-"""The same of the driver, the reward functions and Ray, which are on the first node."""
+"""The same for the driver, the reward functions and Ray, which are on the first node."""
 
 _COMMUNICATOR_BYTES = 484 << 20
+"""NCCL's memory for each group of ranks that communicates."""
+
 _PEER_BYTES = 640 << 20
-"""Of NCCL: for each group of ranks that communicates, and for each rank with which tokens are exchanged."""
+"""NCCL's memory for each rank with which tokens are exchanged."""
 
 _ENGINE_COMMUNICATION_BYTES = 1250 * 10**6
 _GRAPH_BYTES_OF_A_LAYER = 720 * 10**3
@@ -40,13 +43,13 @@ def communicators(layout: Layout) -> int:
     """
     if layout.world_size == 1:
         return 0
-    sizes = ((layout.dp, 2), (layout.tp, 2), (layout.pp, 2), (layout.ep * layout.etp, 3))
+    sizes = ((layout.dp * layout.cp, 2), (layout.cp, 1), (layout.tp, 2), (layout.pp, 2), (layout.ep * layout.etp, 3))
     groups = 1 + sum(count for size, count in sizes if size > 1)
     return groups * _COMMUNICATOR_BYTES + (layout.ep * layout.etp - 1) * _PEER_BYTES
 
 
 def engine_workspace(*, requests: int, vocabulary: int, layers: int, graphs: int, tp: int) -> int:
-    """Bytes that an engine takes on a rank beside weights and KV cache.
+    """Bytes that an engine takes on a rank next to weights and KV cache.
 
     Args:
         requests: that it runs at once.

@@ -1,4 +1,4 @@
-"""What one rank of a rollout engine holds: its weights, and what its KV cache takes for each token."""
+"""Memory of one rank of a rollout engine: its weights, and its KV cache for each token."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from math import prod
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.models.family import ModelSpec
+from engine3d.models.precision import served_tensors
 from engine3d.models.sizes import Sizes
-from engine3d.reshard.describe.shards import Buffer, Place, Shards
+from engine3d.reshard.describe.shards import Buffer, Location, RankShards
 from engine3d.reshard.plan.aliases import find_aliases
 from engine3d.rollout.config import RolloutConfig
 from engine3d.startup.imports import quick_imports
@@ -19,14 +20,14 @@ PREFIX_TOKENS = 128 * 1024
 """Tokens of a prefix whose keys and values SGLang makes at a time: its SGLANG_MAX_KV_CHUNK_CAPACITY."""
 
 _PROMPT_TOKENS = {35: 2048, 60: 4096, 160: 8192}
-"""Tokens of prompts that SGLang reads at a time on GPUs of less than so many GiB: its `chunked_prefill_size`."""
+"""Tokens of prompts that SGLang reads at a time on GPUs of less than these GiB: its `chunked_prefill_size`."""
 
 _MOST_PROMPT_TOKENS = 16384
 """On larger ones; and its `max_prefill_tokens`, which holds where prompts are not cut."""
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingBytes:
     """Bytes of a rank.
 
     Args:
@@ -35,6 +36,7 @@ class Serving:
         cache_of_a_token: in the KV cache.
         prefix_of_a_token: while a prompt is read, of a token of its prefix that is in the cache.
         prompt_of_a_token: while a prompt is read, of a token of it.
+        routes_of_a_token: in host memory, for each token that the KV cache has room for.
     """
 
     weights: int
@@ -42,19 +44,20 @@ class Serving:
     cache_of_a_token: int
     prefix_of_a_token: int
     prompt_of_a_token: int
+    routes_of_a_token: int = 0
 
 
 def serving_by_rank(
-    spec: ModelSpec, config: RolloutConfig, places: Sequence[Place], sources: Sequence[Shards] = ()
-) -> list[Serving]:
-    """What every rank of some engines of one kind holds, as SGLang's own loader lays it out.
+    spec: ModelSpec, config: RolloutConfig, locations: Sequence[Location], sources: Sequence[RankShards] = ()
+) -> list[ServingBytes]:
+    """Predict the memory of every rank of some engines of one kind, as SGLang's own loader lays it out.
 
     Takes half a minute, most of it to import SGLang.
 
     Args:
         spec: the model.
         config: of each engine.
-        places: of all ranks, engine after engine.
+        locations: of all ranks, engine after engine.
         sources: the trainer's ranks whose memory the engines may use.
 
     Raises:
@@ -66,25 +69,32 @@ def serving_by_rank(
     from engine3d.reshard.describe.simulate import trace_engine_layout
 
     dtype = getattr(torch, config.dtype)
-    tensors = {
-        name: (tensor.shape, torch.float32 if tensor.buffer else dtype) for name, tensor in spec.hf_tensors.items()
-    }
     traces = trace_engine_layout(
-        spec.hf_config, tensors, config.tp, config.ep, dtype, config.server_args, config.attention_dp
+        spec.hf_config,
+        served_tensors(spec, dtype, config.precision),
+        config.tp,
+        config.ep,
+        dtype,
+        config.server_args,
+        config.attention_dp,
+        config.precision,
     )
     cache = cache_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)
     prefix = prefix_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)
     prompt = prompt_of_a_token(spec.sizes, config.tp, config.ep, dtype.itemsize)
     absorbed = absorbed_weights(spec.sizes, config.attention_tp, dtype.itemsize)
-    found = []
-    for number, place in enumerate(places):
+    routes = routes_of_a_token(spec.sizes) if config.routes else 0
+    predicted = []
+    for number, location in enumerate(locations):
         trace = traces[number % config.tp]
-        target = Shards(f"engine rank {number}", number, place, trace.buffers, trace.holdings)
-        near = [source for source in sources if source.place == place]
+        target = RankShards(f"engine rank {number}", number, location, trace.buffers, trace.holdings)
+        near = [source for source in sources if source.location == location]
         aliases = find_aliases(near, target) if near else ()
         shared = sum(_nbytes(trace.buffers[alias.target_buffer]) for alias in aliases)
-        found.append(Serving(sum(map(_nbytes, trace.buffers)) + absorbed, shared, cache, prefix, prompt))
-    return found
+        responds = number % config.tp % config.attention_tp == 0
+        weights = sum(map(_nbytes, trace.buffers)) + absorbed
+        predicted.append(ServingBytes(weights, shared, cache, prefix, prompt, routes if responds else 0))
+    return predicted
 
 
 def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
@@ -97,11 +107,18 @@ def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
     return max(1, sizes.groups // tp) * (sizes.head_dim + sizes.value_dim) * sizes.layers * itemsize
 
 
+def routes_of_a_token(sizes: Sizes) -> int:
+    """Bytes of a token's routes in host memory, on each rank that sends responses (`RouteCapturer`)."""
+    from engine3d.models.experts.routes import RouteFormat
+
+    return RouteFormat.of(sizes).token_bytes
+
+
 def prefix_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
     """Bytes of a token of a prefix in one layer on one rank, where keys and values of its heads come from a latent.
 
-    They are made together; then keys are put beside their turned part. See `_chunked_prefix_attn_mha` in SGLang's
-    models/deepseek_common/attention_forward_methods/forward_mha.py.
+    They are made together. Then keys are joined with their rotated dimensions. See `_chunked_prefix_attn_mha` in
+    SGLang's models/deepseek_common/attention_forward_methods/forward_mha.py.
     """
     latent = sizes.latent
     if latent is None:
@@ -112,16 +129,16 @@ def prefix_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
 
 def prompt_tokens(config: RolloutConfig, gpu_bytes: int) -> int:
     """Tokens of prompts that an engine reads at a time on GPUs of that size, a single longer prompt aside."""
-    own = next((tokens for gib, tokens in _PROMPT_TOKENS.items() if gpu_bytes < gib << 30), _MOST_PROMPT_TOKENS)
-    size = config.server_args.get("chunked_prefill_size") or own
+    default = next((tokens for gib, tokens in _PROMPT_TOKENS.items() if gpu_bytes < gib << 30), _MOST_PROMPT_TOKENS)
+    size = config.server_args.get("chunked_prefill_size") or default
     return size if size > 0 else config.server_args.get("max_prefill_tokens") or _MOST_PROMPT_TOKENS
 
 
 def prompt_of_a_token(sizes: Sizes, tp: int, ep: int, itemsize: int) -> int:
-    """Bytes of a token of a prompt on one rank in the widest layer: what goes in and beside it, and what its MLP makes.
+    """Bytes of a token of a prompt on one rank in the widest layer: its input, the residual, and what its MLP makes.
 
     Gate and up together, their product, and of experts what each of a token's gives: each a block that PyTorch's
-    allocator keeps for the next layer. SGLang has room for all of a token's experts on every rank. See its
+    allocator keeps for the next layer. SGLang allocates for all of a token's experts on every rank. See its
     layers/moe/moe_runner/triton_utils/fused_moe.py.
     """
     dense = 3 * sizes.ffn // tp

@@ -1,7 +1,9 @@
-"""What a rank takes while it computes: at most, and for how long as a call takes."""
+"""Memory that a rank takes during a call, at its peak."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine3d.dtypes import ITEMSIZES
@@ -9,9 +11,12 @@ from engine3d.layout import Coordinates, Layout
 from engine3d.memory.activations import (
     gradients_of_experts,
     gradients_of_layer,
+    gradients_of_ring,
     hidden_state,
     made_again_by_layer,
     made_by_experts,
+    made_by_ring,
+    saved_by_attention,
     saved_by_layer,
     saved_for_balance,
 )
@@ -20,13 +25,13 @@ from engine3d.training.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Working:
+class WorkingBytes:
     """Bytes that a rank takes at the worst moment of a call.
 
     Args:
         activations: what layers have saved for the backward pass.
-        logits: with what is held beside them: the hidden states, and the gradient of the output layer's weight.
-        layer: the largest of what a single layer takes beside what is saved.
+        logits: with what is live next to them: the hidden states, and the gradient of the output layer's weight.
+        layer: the most that a single layer takes next to what is saved.
     """
 
     activations: int
@@ -39,44 +44,83 @@ class Working:
         return self.activations + max(self.logits, self.layer)
 
 
-def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int) -> Working:
-    """Of an update.
+def update_peak(
+    spec: ModelSpec,
+    layout: Layout,
+    at: Coordinates,
+    config: TrainConfig,
+    *,
+    tokens: int,
+    micro_batches: int | None = None,
+) -> WorkingBytes:
+    """Predict the peak of an update.
 
     Args:
         spec: the model.
         layout: must pass the model's `check_layout`.
         at: the rank.
         config: dtype, recomputation, sequence parallelism.
-        tokens: of the largest micro-batch.
+        tokens: of the largest micro-batch. The ranks of a context-parallel group have an equal share of them each, of
+            split sequences, which need more than complete ones.
+        micro_batches: of an update, if that is known: no more are in flight on a pipeline stage.
     """
+    rank_tokens = -(-tokens // layout.cp)
+    chunks = [_chunk_bytes(spec, layout, layers, config) for layers in spec.rules.rank_layers(layout, at.pp)]
+    most = math.inf if micro_batches is None else micro_batches
+    kept = max(
+        sum(min(count, most) * chunk.kept for count, chunk in zip(moment, chunks, strict=True))
+        for moment in layout.in_flight(at.pp)
+    )
+    sparse = any(spec.sizes.is_sparse(layer) for layers in spec.rules.rank_layers(layout, at.pp) for layer in layers)
+    of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype]) if sparse else 0
+    return WorkingBytes(
+        activations=round(kept * rank_tokens),
+        logits=_head(spec, layout, at, config, rank_tokens, backward=True),
+        layer=round(max(chunk.layer_peak for chunk in chunks) * rank_tokens) + of_experts,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkBytes:
+    """Bytes a token of a model chunk.
+
+    Args:
+        kept: from the forward pass of a micro-batch until its backward pass.
+        layer_peak: the most that a single layer takes next to that.
+    """
+
+    kept: float
+    layer_peak: float
+
+
+def _chunk_bytes(spec: ModelSpec, layout: Layout, layers: Sequence[int], config: TrainConfig) -> _ChunkBytes:
+    sizes = spec.sizes
     itemsize, cut = ITEMSIZES[config.dtype], {"sequence_parallel": config.sequence_parallel}
-    layers = spec.rules.stage_layers(layout, at.pp)
-    how, room = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}, _room(spec, layout, config)
-    saved = [
-        saved_by_layer(spec.sizes, layout, layer, itemsize, **how, fused_query_key=config.fused_query_key, room=room)
-        for layer in layers
-    ]
+    how = cut | {"fused_experts": config.has_fused_experts(sizes, layout)}
+    capacity, query_key = _capacity_factor(spec, layout, config), {"fused_query_key": config.fused_query_key}
+    saved = [saved_by_layer(sizes, layout, layer, itemsize, **how, **query_key, capacity=capacity) for layer in layers]
     if config.balances_experts:
-        balance = [saved_for_balance(spec.sizes, layout, layer, **cut) for layer in layers]
+        balance = [saved_for_balance(sizes, layout, layer, **cut) for layer in layers]
         saved = [one + other for one, other in zip(saved, balance, strict=True)]
-    gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **how, room=room) for layer in layers]
-    under_way = layout.pp - at.pp  # micro-batches of a stage whose backward pass has not begun
+    of_ring, in_ring = gradients_of_ring(sizes, layout, itemsize), made_by_ring(sizes, layout, itemsize)
+    gradients = [
+        max(of_ring, gradients_of_layer(sizes, layout, layer, itemsize, **how, capacity=capacity)) for layer in layers
+    ]
     again = len(layers) if config.recompute_layers is None else min(config.recompute_layers, len(layers))
     if config.recompute != "full":
         again = 0
-    kept = again * hidden_state(spec.sizes, layout, itemsize, **cut) + sum(saved[again:])
+    kept = again * hidden_state(sizes, layout, itemsize, **cut) + sum(saved[again:])
     if config.recompute == "selective":
-        kept -= sum(made_again_by_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers)
+        kept -= sum(made_again_by_layer(sizes, layout, layer, itemsize, **how) for layer in layers)
     # A layer is computed again once all that was saved by those after it has been used.
     computed_again = max(map(sum, zip(saved[:again], gradients[:again], strict=True)), default=0.0)
-    layer_peak = max(max(gradients[again:], default=0.0), computed_again - sum(saved[again:]))
-    sparse = any(spec.sizes.is_sparse(layer) for layer in layers)
-    of_experts = gradients_of_experts(spec.sizes, layout, itemsize) if sparse else 0
-    return Working(
-        activations=round(under_way * kept * tokens),
-        logits=_head(spec, layout, at, config, tokens, backward=True),
-        layer=round(layer_peak * tokens) + of_experts,
-    )
+    if again:
+        attention = saved_by_attention(sizes, layout, itemsize, **cut, **query_key)
+        computed_again = max(computed_again, attention + in_ring)
+    # In the forward pass the last layer's attention is at work before its MLP has saved anything.
+    last = saved[-1] - saved_by_attention(sizes, layout, itemsize, **cut, **query_key) if again < len(layers) else 0.0
+    layer_peak = max(max(gradients[again:], default=0.0), computed_again - sum(saved[again:]), in_ring - last)
+    return _ChunkBytes(kept, layer_peak)
 
 
 def peer_memory(spec: ModelSpec, layout: Layout, config: TrainConfig, *, tokens: int) -> int:
@@ -85,43 +129,47 @@ def peer_memory(spec: ModelSpec, layout: Layout, config: TrainConfig, *, tokens:
     Args:
         tokens: of the largest micro-batch of any call.
     """
-    if not config.has_expert_copies(spec.sizes, layout):
+    if not config.has_copy_engine_dispatcher(spec.sizes, layout):
         return 0
-    from engine3d.models.experts.ways import CopyingWay  # imports torch
+    from engine3d.models.experts.token_dispatcher import CopyEngineDispatcher  # imports torch
 
-    of_rank = -(-tokens // layout.tp)  # experts in one step have their tokens cut over tp
-    of_piece = -(-of_rank // CopyingWay.PIECES)
-    return CopyingWay.TENSORS * layout.ep * of_piece * spec.sizes.hidden * ITEMSIZES[config.dtype]
+    rank_tokens = -(-tokens // (layout.cp * layout.tp))  # fused experts have their tokens cut over tp
+    chunk_tokens = -(-rank_tokens // CopyEngineDispatcher.CHUNKS)
+    return CopyEngineDispatcher.TENSORS * layout.ep * chunk_tokens * spec.sizes.hidden * ITEMSIZES[config.dtype]
 
 
-def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int) -> Working:
-    """Of log-probs or values without gradients; arguments as in `update_peak`."""
+def inference_peak(
+    spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int
+) -> WorkingBytes:
+    """Predict the peak of log-probs or values without gradients. Arguments are those of `update_peak`."""
     itemsize, cut = ITEMSIZES[config.dtype], {"sequence_parallel": config.sequence_parallel}
-    layers = spec.rules.stage_layers(layout, at.pp)
-    one_step, room = config.has_one_step_experts(spec.sizes, layout), _room(spec, layout, config)
+    rank_tokens = -(-tokens // layout.cp)
+    layers = [layer for chunk in spec.rules.rank_layers(layout, at.pp) for layer in chunk]
+    fused_experts, capacity = config.has_fused_experts(spec.sizes, layout), _capacity_factor(spec, layout, config)
     saved = [
-        saved_by_layer(spec.sizes, layout, layer, itemsize, **cut, one_step=one_step, room=room)
-        + (made_by_experts(spec.sizes, layout, layer, itemsize, **cut, room=room) if one_step else 0)
+        saved_by_layer(spec.sizes, layout, layer, itemsize, **cut, fused_experts=fused_experts, capacity=capacity)
+        + (made_by_experts(spec.sizes, layout, layer, itemsize, **cut, capacity=capacity) if fused_experts else 0)
         for layer in layers
     ]
-    return Working(
+    ring = saved_by_attention(spec.sizes, layout, itemsize, **cut) + made_by_ring(spec.sizes, layout, itemsize)
+    return WorkingBytes(
         activations=0,
-        logits=_head(spec, layout, at, config, tokens, backward=False),
-        layer=round(max(saved, default=0.0) * tokens),
+        logits=_head(spec, layout, at, config, rank_tokens, backward=False),
+        layer=round(max([ring, *saved]) * rank_tokens),
     )
 
 
-def _room(spec: ModelSpec, layout: Layout, config: TrainConfig) -> float:
-    """For rows of experts, over those that there are where ranks have as many each."""
-    if not config.has_rows_ahead(spec.sizes, layout):
+def _capacity_factor(spec: ModelSpec, layout: Layout, config: TrainConfig) -> float:
+    """Capacity for rows of experts over the rows of an even load."""
+    if not config.has_predicted_capacity(spec.sizes, layout):
         return 1.0
-    from engine3d.models.experts.room import SLACK  # imports torch
+    from engine3d.models.experts.row_capacity import SLACK  # imports torch
 
     return 1 + SLACK
 
 
 def _head(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, tokens: int, *, backward: bool) -> int:
-    """The end of the last stage; the gradient of the logits takes their place."""
+    """Bytes of the last stage's head on a rank's tokens. The gradient of the logits overwrites them."""
     if at.pp != layout.pp - 1 or spec.value_head:
         return 0
     itemsize = ITEMSIZES[config.dtype]

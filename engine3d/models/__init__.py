@@ -15,7 +15,7 @@ from engine3d.models.family import Family, ModelSpec
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.quantised import QUANTISATION_KEYS
 from engine3d.models.rope import read_rope
-from engine3d.models.rules import Box, LocalParameter, Piece
+from engine3d.models.rules import Box, LocalParameter, TensorSlice
 from engine3d.models.sizes import Sizes
 from engine3d.startup.lazy_imports import attributes_later
 
@@ -30,8 +30,8 @@ __all__ = [
     "Family",
     "LocalParameter",
     "ModelSpec",
-    "Piece",
     "Sizes",
+    "TensorSlice",
     "build_model",
     "check_finite_weights",
     "check_weights",
@@ -68,13 +68,13 @@ def __getattr__(name: str) -> Any:
 
 
 _MOST_EXPERTS = 131_072
-"""Over all layers, five times those of the largest models: each has tensors of its own to be counted through."""
+"""Experts over all layers, five times those of the largest models, because each adds tensors to every pass."""
 
 FAMILIES = (QWEN3_MOE, QWEN3, LLAMA, DEEPSEEK_V3)
 
 
 def load_model_spec(directory: str | Path, *, value_head: bool = False) -> ModelSpec:
-    """What `directory/config.json` describes.
+    """Read the specification of a model from `directory/config.json`.
 
     Args:
         directory: a HuggingFace model directory.
@@ -89,19 +89,19 @@ def load_model_spec(directory: str | Path, *, value_head: bool = False) -> Model
 
 
 def model_spec(hf_config: dict[str, Any], *, value_head: bool = False) -> ModelSpec:
-    """What a parsed `config.json` describes. Raises UserError as `load_model_spec` does."""
+    """Build a specification from a parsed `config.json`. Raises UserError as `load_model_spec` does."""
     return _spec(HFConfig(hf_config, "config"), None, value_head)
 
 
 def sglang_overrides(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of a `config.json`, and the values with which SGLang serves the model that is trained.
 
-    Those that it needs and files saved by transformers lack, and no quantisation, which `check_weights` refuses where
-    it is real. Keys of a family are there only for one that is known here.
+    They are the keys that SGLang needs and files saved by transformers lack, and null for quantisation, which
+    `check_weights` refuses where weights are quantised. Keys of a family exist only for supported ones.
     """
     named = hf_config.get("architectures") or []
     known = [family for family in FAMILIES if family.architecture in named]
-    known = known if named else [family for family in FAMILIES if family.name == hf_config.get("model_type")]
+    known = known if named else [family for family in FAMILIES if hf_config.get("model_type") in family.model_types]
     needed = {"architectures": [known[0].architecture], **known[0].published} if known else {}
     lacking = {key: value for key, value in needed.items() if not hf_config.get(key)}
     return lacking | {key: None for key in QUANTISATION_KEYS if hf_config.get(key) is not None}
@@ -114,8 +114,8 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
         if value_head:
             accepted += [family.value_architecture, family.biased_value_architecture]
         named = any(architecture in accepted for architecture in architectures)
-        if named or (not architectures and config.get("model_type") == family.name):
-            config.require("model_type", (family.name,))  # by which transformers and SGLang read the config
+        if named or (not architectures and config.get("model_type") in family.model_types):
+            config.require("model_type", family.model_types)  # by which transformers and SGLang read the config
             config.check_others()
             rope, sizes = read_rope(config, family.ropes), family.sizes(config)
             if sizes.layers * max(1, sizes.experts) > _MOST_EXPERTS:
@@ -125,5 +125,7 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
                 )
             return ModelSpec(family, config, sizes, rope, directory, value_head)
     supported = ", ".join(family.architecture for family in FAMILIES)
-    found = ", ".join(architectures) or str(config.get("model_type", "none"))
-    raise UserError(f"{config.source}: architecture {shortened(found)} is not supported; supported are {supported}")
+    architecture = ", ".join(architectures) or str(config.get("model_type", "none"))
+    raise UserError(
+        f"{config.source}: architecture {shortened(architecture)} is not supported; supported are {supported}"
+    )

@@ -7,13 +7,13 @@ and `{expert}` the expert's number in the HuggingFace model on one side and on t
 from __future__ import annotations
 
 from engine3d.models.rules import (
-    Column,
+    ColumnParallel,
     ExpertRows,
     GateUp,
     HFTensor,
     QueryGroups,
     Replicated,
-    Row,
+    RowParallel,
     Rule,
     Vocabulary,
 )
@@ -73,13 +73,16 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
         Rule(
             megatron + "linear_qkv.weight",
             QueryGroups(
-                HFTensor(hf + "q_proj.weight", (queries, sizes.hidden)),
-                HFTensor(hf + "k_proj.weight", (keys, sizes.hidden)),
-                HFTensor(hf + "v_proj.weight", (keys, sizes.hidden)),
+                HFTensor(hf + "q_proj.weight", (queries, sizes.hidden), fp8=True),
+                HFTensor(hf + "k_proj.weight", (keys, sizes.hidden), fp8=True),
+                HFTensor(hf + "v_proj.weight", (keys, sizes.hidden), fp8=True),
                 sizes.groups,
             ),
         ),
-        Rule(megatron + "linear_proj.weight", Row(HFTensor(hf + "o_proj.weight", (sizes.hidden, queries)))),
+        Rule(
+            megatron + "linear_proj.weight",
+            RowParallel(HFTensor(hf + "o_proj.weight", (sizes.hidden, queries), fp8=True)),
+        ),
     ]
     if sizes.attention_bias:
         biases = QueryGroups(
@@ -89,8 +92,8 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
             sizes.groups,
         )
         rules.append(Rule(megatron + "linear_qkv.bias", biases))
-        whole = Replicated(HFTensor(hf + "o_proj.bias", (sizes.hidden,), "zeros"))
-        rules.append(Rule(megatron + "linear_proj.bias", whole))
+        replicated = Replicated(HFTensor(hf + "o_proj.bias", (sizes.hidden,), "zeros"))
+        rules.append(Rule(megatron + "linear_proj.bias", replicated))
     if sizes.qk_norm:
         rules.append(norm(megatron + "q_layernorm.weight", hf + "q_norm.weight", sizes.head_dim))
         rules.append(norm(megatron + "k_layernorm.weight", hf + "k_norm.weight", sizes.head_dim))
@@ -100,18 +103,19 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
 def latent_attention(sizes: Sizes, latent: Latent) -> tuple[Rule, ...]:
     """Multi-head latent attention.
 
-    The projections to the latent elements, whose norm needs all of them, are whole on every rank with Transformer
-    Engine. Megatron-Core's own layers cut their rows and gather what comes out.
+    The projections to the latent elements, whose norm needs all of them, are complete on every rank with Transformer
+    Engine. Megatron-Core's own layers cut their rows and gather the outputs.
     """
     megatron, hf = MEGATRON + "self_attention.", HF + "self_attn."
     queries, values = sizes.heads * sizes.head_dim, sizes.heads * sizes.value_dim
 
     def down(name: str, hf_name: str, rows: int) -> Rule:
-        tensor = HFTensor(f"{hf}{hf_name}.weight", (rows, sizes.hidden))
-        return Rule(f"{megatron}{name}.weight", Column(tensor), transformer_engine_cut=Replicated(tensor))
+        tensor = HFTensor(f"{hf}{hf_name}.weight", (rows, sizes.hidden), fp8=True)
+        return Rule(f"{megatron}{name}.weight", ColumnParallel(tensor), transformer_engine_cut=Replicated(tensor))
 
-    def up(name: str, hf_name: str, rows: int, columns: int) -> Rule:
-        return Rule(f"{megatron}{name}.weight", Column(HFTensor(f"{hf}{hf_name}.weight", (rows, columns))))
+    def up(name: str, hf_name: str, rows: int, columns: int, fp8: bool = True) -> Rule:
+        tensor = HFTensor(f"{hf}{hf_name}.weight", (rows, columns), fp8=fp8)
+        return Rule(f"{megatron}{name}.weight", ColumnParallel(tensor))
 
     def latent_norm(name: str, hf_name: str, length: int, linear: str) -> Rule:
         fused = f"{megatron}{linear}.layer_norm_weight"
@@ -129,8 +133,11 @@ def latent_attention(sizes: Sizes, latent: Latent) -> tuple[Rule, ...]:
         *query_rules,
         down("linear_kv_down_proj", "kv_a_proj_with_mqa", latent.key_value_rank + latent.rotary_dim),
         latent_norm("kv_layernorm", "kv_a_layernorm", latent.key_value_rank, "linear_kv_up_proj"),
-        up("linear_kv_up_proj", "kv_b_proj", sizes.from_latent, latent.key_value_rank),
-        Rule(megatron + "linear_proj.weight", Row(HFTensor(hf + "o_proj.weight", (sizes.hidden, values)))),
+        up("linear_kv_up_proj", "kv_b_proj", sizes.from_latent, latent.key_value_rank, fp8=False),
+        Rule(
+            megatron + "linear_proj.weight",
+            RowParallel(HFTensor(hf + "o_proj.weight", (sizes.hidden, values), fp8=True)),
+        ),
     )
 
 
@@ -166,13 +173,13 @@ def routed_experts(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def expert_bias(sizes: Sizes) -> tuple[Rule, ...]:
-    """What is added to the experts' scores when a token's experts are chosen, and not to their weights."""
+    """Expert bias (auxiliary-loss-free load balancing), added to the scores that choose experts alone."""
     bias = HFTensor(HF + "mlp.gate.e_score_correction_bias", (sizes.experts,), buffer=True)
     return (Rule(MEGATRON + "mlp.router.expert_bias", ExpertRows(bias)),)
 
 
 def shared_expert(sizes: Sizes) -> tuple[Rule, ...]:
-    """A gated MLP beside the routed experts, cut over tp as a dense one."""
+    """A gated MLP next to the routed experts, cut over tp as a dense one."""
     megatron, hf = MEGATRON + "mlp.shared_experts.", HF + "mlp.shared_experts."
     fc1, fc2 = megatron + "linear_fc1.weight", megatron + "linear_fc2.weight"
     return _gated(fc1, fc2, hf, sizes.hidden, sizes.shared_ffn)
@@ -191,8 +198,11 @@ def _gated(
     fc1_transformer_engine: str | None = None,
     fc2_transformer_engine: str | None = None,
 ) -> tuple[Rule, ...]:
-    gate_up = GateUp(HFTensor(hf + "gate_proj.weight", (ffn, hidden)), HFTensor(hf + "up_proj.weight", (ffn, hidden)))
-    down = Row(HFTensor(hf + "down_proj.weight", (hidden, ffn)))
+    gate_up = GateUp(
+        HFTensor(hf + "gate_proj.weight", (ffn, hidden), fp8=True),
+        HFTensor(hf + "up_proj.weight", (ffn, hidden), fp8=True),
+    )
+    down = RowParallel(HFTensor(hf + "down_proj.weight", (hidden, ffn), fp8=True))
     return (Rule(fc1, gate_up, fc1_transformer_engine), Rule(fc2, down, fc2_transformer_engine))
 
 

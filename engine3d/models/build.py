@@ -1,4 +1,4 @@
-"""A rank's part of a model, as a Megatron-Core GPTModel."""
+"""A rank's part of a model, as Megatron-Core GPTModels: one for each of its virtual pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
@@ -27,46 +29,80 @@ def build_model(
     pre_process: bool | None = None,
     post_process: bool | None = None,
     overrides: Mapping[str, Any] | None = None,
-    one_step_experts: bool = False,
-    expert_copies_s: float | None = None,
+    fused_experts: bool = False,
+    copy_engine_timeout_s: float | None = None,
     fused_query_key: bool = False,
-) -> GPTModel:
+) -> torch.nn.Module:
     """Build this rank's part of the model. Its parameters hold nothing yet: `load_weights` fills them.
 
     Megatron's process groups must have been started for the layout. The output is logits of this tp rank's part of the
     padded vocabulary, [b, s, padded_vocabulary / tp] in `dtype`, or with a value head float32 [b, s, 1].
 
+    With virtual stages the result is a ModuleList of the rank's GPTModels (`model_chunks`).
+
     Args:
         spec: the model.
         layout: how it is cut.
         dtype: of the parameters.
-        pre_process: whether this rank embeds tokens; the first pipeline stage unless given.
-        post_process: whether this rank has the output layer; the last pipeline stage unless given.
+        pre_process: whether this rank embeds tokens, in its first chunk; the first pipeline stage unless given.
+        post_process: whether this rank has the output layer, in its last chunk; the last pipeline stage unless given.
         overrides: arguments of Megatron's TransformerConfig.
-        one_step_experts, expert_copies_s, fused_query_key: see `layer_spec`.
+        fused_experts, copy_engine_timeout_s, fused_query_key: see `layer_spec`.
 
     Raises:
         UserError: the layout does not divide the model, Megatron refuses an argument, or `fused_query_key` cannot be.
     """
     config = transformer_config(spec, layout, dtype, **(overrides or {}))
+    pre_process = parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process
     post_process = parallel_state.is_pipeline_last_stage() if post_process is None else post_process
+    chunks = [
+        _build_chunk(
+            spec,
+            layout,
+            config,
+            layer_spec(
+                spec,
+                config,
+                chunk=chunk,
+                fused_experts=fused_experts,
+                copy_engine_timeout_s=copy_engine_timeout_s,
+                fused_query_key=fused_query_key,
+            ),
+            pre_process and chunk == 0,
+            post_process and chunk == layout.vpp - 1,
+            chunk,
+        )
+        for chunk in range(layout.vpp)
+    ]
+    return torch.nn.ModuleList(chunks) if layout.vpp > 1 else chunks[0]
+
+
+def model_chunks(model: torch.nn.Module) -> list[Any]:
+    """The GPTModels of a rank's part of a model, by virtual stage."""
+    return list(model) if isinstance(model, torch.nn.ModuleList) else [model]
+
+
+def _build_chunk(
+    spec: ModelSpec,
+    layout: Layout,
+    config: TransformerConfig,
+    layers: TransformerBlockSubmodules,
+    pre_process: bool,
+    post_process: bool,
+    chunk: int,
+) -> GPTModel:
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(
-            spec,
-            config,
-            one_step_experts=one_step_experts,
-            expert_copies_s=expert_copies_s,
-            fused_query_key=fused_query_key,
-        ),
+        transformer_layer_spec=layers,
         vocab_size=spec.padded_vocabulary(layout),
         max_sequence_length=spec.sizes.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,
+        pre_process=pre_process,
         post_process=post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.sizes.tied and not spec.value_head,
         position_embedding_type="rope",
         rotary_base=spec.rope.base,
+        vp_stage=chunk if layout.vpp > 1 else None,
     )
     if spec.sizes.latent is None:
         frequencies = model.rotary_pos_emb.inv_freq

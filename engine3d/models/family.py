@@ -1,4 +1,4 @@
-"""What is known of a model before anything is built: its family, its sizes, its rules."""
+"""Specification of a model before anything is built: its family, its sizes, its rules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from engine3d.models import blocks
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.rope import KINDS, Rope
 from engine3d.models.rules import (
+    ExpertNumbering,
     ExpertOrder,
     HFTensor,
     LocalParameter,
     ModelRules,
     Rule,
     local_parameters,
+    multiplications,
     padded_vocabulary,
 )
 from engine3d.models.sizes import Sizes
@@ -38,6 +40,7 @@ class Family:
         ropes: the kinds of rotary embeddings that it may have.
         published: keys of published configs, and their only value here, which SGLang needs and transformers leaves out
             of what it saves.
+        other_names: further values of model_type of the same layers, of which transformers has no class.
     """
 
     name: str
@@ -47,6 +50,12 @@ class Family:
     megatron: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     ropes: tuple[str, ...] = KINDS
     published: Mapping[str, Any] = field(default_factory=dict)
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Values of model_type in a config."""
+        return (self.name, *self.other_names)
 
     @property
     def value_architecture(self) -> str:
@@ -88,17 +97,22 @@ class ModelSpec:
 
     @property
     def value_bias(self) -> bool:
-        """Whether the value head has a bias; a new one has none."""
+        """True if the value head has a bias; a new one has none."""
         return self.value_head and self.family.biased_value_architecture in self.config.texts("architectures")
 
     @cached_property
     def rules(self) -> ModelRules:
         """The model's weight rules, used in both directions."""
+        layers = tuple(self.family.layer(self.sizes, number) for number in range(self.sizes.layers))
+        last = blocks.head(self.sizes, self.value_head, self.value_bias)
+        per_token = self.sizes.experts_per_token
         return ModelRules(
             first=blocks.embedding(self.sizes),
-            layers=tuple(self.family.layer(self.sizes, number) for number in range(self.sizes.layers)),
-            last=blocks.head(self.sizes, self.value_head, self.value_bias),
+            layers=layers,
+            last=last,
             experts=self.sizes.experts,
+            layer_costs=tuple(multiplications(rules, per_token) for rules in layers),
+            head_cost=multiplications(last, per_token),
         )
 
     @property
@@ -113,7 +127,7 @@ class ModelSpec:
     def local_parameters(
         self, layout: Layout, coordinates: Coordinates, *, transformer_engine: bool
     ) -> list[LocalParameter]:
-        """Every parameter of a rank with its pieces, from shapes alone. The layout must pass `check_layout`."""
+        """Every parameter of a rank with its slices, from shapes alone. The layout must pass `check_layout`."""
         return local_parameters(
             self.rules,
             layout,
@@ -134,6 +148,10 @@ class ModelSpec:
         """
         return padded_vocabulary(self.sizes.vocabulary, layout.tp)
 
+    def expert_numbering(self, layout: Layout) -> ExpertNumbering:
+        """Numbering of a layer's experts in files; of a model with experts."""
+        return ExpertNumbering(self.sizes.experts // layout.ep, self.expert_order)
+
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that does not divide the model.
 
@@ -141,8 +159,7 @@ class ModelSpec:
             UserError: names the size of the layout, its value, and what would be accepted.
         """
         sizes = self.sizes
-        if layout.pp > sizes.layers:
-            raise UserError(f"layout: pp={layout.pp}: expected at most num_hidden_layers={sizes.layers}")
+        _check_stages(layout, sizes.layers)
         _divides("tp", layout.tp, "num_attention_heads", sizes.heads)
         if sizes.groups % layout.tp and layout.tp % sizes.groups:
             raise UserError(
@@ -171,15 +188,15 @@ class ModelSpec:
 
         Megatron-Core's buffers are filled from the last parameter to the first. Transformer Engine's layers, as they
         are used here, register the last expert first; else the experts of a rank are numbered from the last to the
-        first, where groups of experts stay whole.
+        first, where groups of experts stay complete.
         """
         sizes = self.sizes
         per_rank, per_group = sizes.experts // layout.ep, sizes.experts // sizes.expert_groups
-        whole = sizes.expert_groups == 1 or per_rank % per_group == 0 or per_group % per_rank == 0
-        return replace(self, expert_order="descending" if whole and not transformer_engine else "ascending")
+        keeps_groups = sizes.expert_groups == 1 or per_rank % per_group == 0 or per_group % per_rank == 0
+        return replace(self, expert_order="descending" if keeps_groups and not transformer_engine else "ascending")
 
     def parameter_count(self) -> int:
-        """Parameters of the whole model; a tied output layer counts once, and buffers do not."""
+        """Parameters of the complete model; a tied output layer counts once, and buffers do not."""
         return sum(_elements(tensor) for tensor in self.hf_tensors.values() if not tensor.buffer)
 
     def active_parameter_count(self) -> int:
@@ -195,6 +212,21 @@ def _elements(tensor: HFTensor) -> int:
     for size in tensor.shape:
         count *= size
     return count
+
+
+def _check_stages(layout: Layout, layers: int) -> None:
+    if layout.pp > layers:
+        raise UserError(f"layout: pp={layout.pp}: expected at most num_hidden_layers={layers}")
+    if layout.virtual_stages > layers:
+        raise UserError(
+            f"layout: pp*vpp = {layout.pp}*{layout.vpp} = {layout.virtual_stages} stages: expected at most "
+            f"num_hidden_layers={layers}"
+        )
+    if layout.stages is not None and sum(layout.stages) != layers:
+        raise UserError(
+            f"layout: stages={','.join(map(str, layout.stages))} add up to {sum(layout.stages)} layers, expected "
+            f"num_hidden_layers={layers}"
+        )
 
 
 def _divides(key: str, value: int, what: str, size: int) -> None:

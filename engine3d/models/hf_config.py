@@ -92,7 +92,7 @@ class HFConfig:
     def texts(self, key: str) -> list[str]:
         """A list of texts; empty where it is absent."""
         value = self.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise self.error(key, "a list of texts")
         return value
 
@@ -126,5 +126,5 @@ class HFConfig:
             raise self.error("text_config", "an object")
 
     def error(self, key: str, expected: str) -> UserError:
-        found = json.dumps(self.values[key], default=repr) if key in self.values else "nothing"
-        return UserError(f"{self.source}: {key}: expected {expected}, found {shortened(found)}")
+        value = json.dumps(self.values[key], default=repr) if key in self.values else "nothing"
+        return UserError(f"{self.source}: {key}: expected {expected}, found {shortened(value)}")

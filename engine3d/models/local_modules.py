@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -17,6 +19,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from engine3d.models.attention.context_parallel import rank_order
+from engine3d.models.attention.split_on_demand import SplitOnDemand
 
 _LATENT_MODULES = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
@@ -47,8 +53,8 @@ class RMSNorm(torch.nn.Module):
 class CoreAttention(MegatronModule):
     """Causal attention with grouped queries over fixed-length or packed sequences.
 
-    Raises:
-        ValueError: context parallelism, which only Transformer Engine's attention has.
+    Where packed sequences are split over context-parallel ranks, each has queries in the order of `rank_order`. It
+    gathers the keys and values of all.
     """
 
     def __init__(
@@ -65,8 +71,6 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism needs Transformer Engine's attention")
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -85,7 +89,8 @@ class CoreAttention(MegatronModule):
             query: [s, b, heads, head_dim], or packed [t, heads, head_dim].
             key: [s, b, groups, head_dim], or packed [t, groups, head_dim]; `value` likewise, with its own head_dim.
             attention_mask: not looked at, the mask is causal; `attn_mask_type` and `attention_bias` likewise.
-            packed_seq_params: where the packed sequences begin and end.
+            packed_seq_params: bounds of the packed sequences; of split ones those of all ranks of `cp_group`, where t
+                is a rank's share.
 
         Returns:
             [s, b, heads * head_dim], or packed [t, heads * head_dim], of the value's head_dim.
@@ -96,22 +101,41 @@ class CoreAttention(MegatronModule):
         bounds = packed_seq_params.cu_seqlens_q_padded
         if bounds is None:
             bounds = packed_seq_params.cu_seqlens_q
-        lengths = bounds.diff().tolist()
+        group = packed_seq_params.cp_group
+        lengths, ranks = bounds.diff().tolist(), 1 if group is None else group.size()
+        if group is not None:
+            in_sequence = rank_order(bounds, len(key) * ranks, ranks).argsort()
+            key, value = (
+                gather_from_sequence_parallel_region(tensor, group=group)[in_sequence] for tensor in (key, value)
+            )
+        shares = query.split([length // ranks for length in lengths])
+        masks = {length: _mask(length, group, bounds.device) for length in set(lengths)}
         outputs = [
-            self._attend(*(tensor.transpose(0, 1) for tensor in sequence)).transpose(0, 1).flatten(1)
-            for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-            if len(sequence[0])
+            self._attend(queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), mask=masks[len(keys)])
+            .transpose(0, 1)
+            .flatten(1)
+            for queries, keys, values in zip(shares, key.split(lengths), value.split(lengths), strict=True)
+            if len(keys)
         ]
         return torch.cat(outputs)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """[..., heads, s, head_dim] with key and value [..., groups, s, head_dim] -> as the query, of value's width."""
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
         )
 
 
-class LatentAttention(MLASelfAttention):
+def _mask(length: int, group: ProcessGroup | None, device: torch.device) -> Tensor | None:
+    """(length / ranks, length) bool: the keys of a sequence that this rank's queries attend to; None for causal."""
+    if group is None:
+        return None
+    ranks = group.size()
+    positions = rank_order(torch.tensor([0, length], device=device), length, ranks).chunk(ranks)
+    return torch.arange(length, device=device) <= positions[group.rank()][:, None]
+
+
+class LatentAttention(SplitOnDemand, MLASelfAttention):
     """Megatron-Core's latent attention, with the modules that its specification names and with whole gradients.
 
     Megatron-Core's own puts a norm before the query projection where there are no latent queries. And where the
@@ -121,6 +145,21 @@ class LatentAttention(MLASelfAttention):
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         return {name: getattr(submodules, name) for name in _LATENT_MODULES}
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **others: Any,
+    ) -> Any:
+        """Megatron-Core's result. It refuses a `local_cp_size`, because it asks the layer's group (`SplitOnDemand`)."""
+        if packed_seq_params is not None and packed_seq_params.local_cp_size is not None:
+            packed_seq_params = replace(packed_seq_params, local_cp_size=None)
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, **others
+        )
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[s / tp, b, hidden] -> latent queries (or the hidden state) and latent keys and values, [s / tp, b, ...].
@@ -144,9 +183,9 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
-        place: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **place))
-        self.bias = torch.nn.Parameter(torch.zeros(1, **place)) if bias else None
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **options)) if bias else None
         for parameter in self.parameters():
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
             setattr(parameter, "is_embedding_or_output_parameter", True)  # noqa: B010
@@ -154,12 +193,10 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[s, b, hidden], or this tp rank's part of the sequence -> float32 [s, b, 1] of the whole sequence."""
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
+        """[s, b, hidden], or this tp rank's shard of the sequence -> float32 [s, b, 1] of the complete sequence."""
         values = F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         if self.sequence_parallel:
-            # Every tp rank computes the same loss from all values, so each takes back the gradient of its own part.
+            # Every tp rank computes the same loss from all values, so each takes back the gradient of its own shard.
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )

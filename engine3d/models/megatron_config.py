@@ -20,7 +20,8 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.attention.requirements import check_fused_query_key
 from engine3d.models.attention.self_attention import FusedSelfAttention
-from engine3d.models.experts.moe_layer import MoELayerInOneStep, MoELayerOfSequences
+from engine3d.models.attention.split_on_demand import SplitSelfAttention
+from engine3d.models.experts.moe_layer import FusedMoELayer, SequenceMoELayer
 from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
@@ -35,8 +36,6 @@ def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype, **ov
         UserError: the layout does not divide the model, or Megatron refuses the arguments.
     """
     spec.check_layout(layout)
-    if layout.cp > 1 and not platform.has_transformer_engine:
-        raise UserError(f"layout: cp={layout.cp}: expected 1, because context parallelism needs Transformer Engine")
     arguments = {**_model(spec), **_experts(spec), **_parallel(layout, dtype), **_stages(spec, layout), **_kernels()}
     config_class = TransformerConfig
     if spec.sizes.latent is not None:
@@ -130,11 +129,19 @@ def _parallel(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _stages(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Which stage has which layers, where Megatron-Core cannot cut them evenly."""
-    if spec.sizes.layers % layout.pp == 0:
+    """The layers of each virtual stage, in pipeline order, and messages between stages."""
+    if layout.pp == 1:
         return {}
-    stages = [["decoder"] * len(spec.rules.stage_layers(layout, pp)) for pp in range(layout.pp)]
-    return {"pipeline_model_parallel_layout": [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]}
+    stages = [["decoder"] * layers for layers in spec.rules.stage_layers(layout)]
+    arguments = {"pipeline_model_parallel_layout": [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]}
+    if layout.vpp == 1:
+        return arguments
+    # A batch of messages in both directions would mix them up where the next stage is also the previous one (pp=2).
+    return arguments | {
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
 
 
 def _kernels() -> dict[str, Any]:
@@ -156,36 +163,44 @@ def layer_spec(
     spec: ModelSpec,
     config: TransformerConfig,
     *,
-    one_step_experts: bool = False,
-    expert_copies_s: float | None = None,
+    chunk: int = 0,
+    fused_experts: bool = False,
+    copy_engine_timeout_s: float | None = None,
     fused_query_key: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own.
+    """Megatron's layers for a model chunk of this rank: Transformer Engine where it is present, else Megatron's own.
 
     Megatron's process groups must have been started.
 
     Args:
         spec: the model.
         config: Megatron's configuration.
-        one_step_experts: make one step of what experts do, which needs Transformer Engine.
-        expert_copies_s: with that, ranks copy tokens into each other's memory: limit of each wait for another rank.
-        fused_query_key: make queries and keys in one step, which passes `check_fused_query_key`.
+        chunk: the rank's virtual stage.
+        fused_experts: compute a layer's experts as one fused operation, which needs Transformer Engine.
+        copy_engine_timeout_s: limit of each wait of the copy-engine dispatcher for another rank; None for Megatron-
+            Core's dispatcher. Needs `fused_experts`.
+        fused_query_key: fuse the computation of queries and keys, which passes `check_fused_query_key`.
 
     Raises:
         UserError: they cannot be made in one.
     """
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=platform.has_transformer_engine, normalization="RMSNorm"
+        config,
+        use_transformer_engine=platform.has_transformer_engine,
+        normalization="RMSNorm",
+        vp_stage=None if config.virtual_pipeline_model_parallel_size is None else chunk,
     )
     layers = block.layer_specs
+    if fused_query_key:
+        check_fused_query_key(spec, tp=config.tensor_model_parallel_size)
     if spec.sizes.latent is not None:
         layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
-    if fused_query_key:
-        check_fused_query_key(spec, tp=config.tensor_model_parallel_size, cp=config.context_parallel_size)
-        layers = [_with_attention(layer, module=FusedSelfAttention) for layer in layers]
+    elif fused_query_key or config.context_parallel_size > 1:
+        attention = FusedSelfAttention if fused_query_key else SplitSelfAttention
+        layers = [_with_attention(layer, module=attention) for layer in layers]
     layers = [_with_router(layer) for layer in layers]
     if platform.has_transformer_engine:
-        layers = [_with_lean_modules(layer, config, one_step_experts, expert_copies_s) for layer in layers]
+        layers = [_with_lean_modules(layer, config, fused_experts, copy_engine_timeout_s) for layer in layers]
     else:
         layers = [_with_local_modules(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
@@ -206,12 +221,12 @@ def _with_router(layer: ModuleSpec) -> ModuleSpec:
     if not (isinstance(mlp, partial) and mlp.func is MoELayer):
         return layer
     submodules = replace(mlp.keywords["submodules"], router=Router)
-    mlp = partial(MoELayerOfSequences, *mlp.args, **mlp.keywords | {"submodules": submodules})
+    mlp = partial(SequenceMoELayer, *mlp.args, **mlp.keywords | {"submodules": submodules})
     return replace(layer, submodules=replace(layer.submodules, mlp=mlp))
 
 
 def _with_lean_modules(
-    layer: ModuleSpec, config: TransformerConfig, one_step: bool, copies_s: float | None
+    layer: ModuleSpec, config: TransformerConfig, fused_experts: bool, copies_s: float | None
 ) -> ModuleSpec:
     """Transformer Engine's layers, but for the norms that are not part of a linear layer, and for experts."""
     from engine3d.models import transformer_engine_modules as lean
@@ -219,16 +234,16 @@ def _with_lean_modules(
     if not (config.layernorm_zero_centered_gamma or config.fused_residual_rmsnorm):
         layer = _with_norms(layer, lean.KernelRMSNorm)
     mlp = layer.submodules.mlp
-    if isinstance(mlp, partial) and mlp.func is MoELayerOfSequences and lean.may_group(config):
+    if isinstance(mlp, partial) and mlp.func is SequenceMoELayer and lean.may_group(config):
         moe = mlp.keywords["submodules"]
         linear = {"linear_fc1": lean.GroupedColumns, "linear_fc2": lean.GroupedRows}
         experts = replace(moe.experts.keywords["submodules"], **linear)
         moe = replace(moe, experts=partial(moe.experts, submodules=experts))
         of_layer = mlp.keywords | {"submodules": moe}
-        if one_step:
-            mlp = partial(MoELayerInOneStep, *mlp.args, **of_layer, copies_timeout_s=copies_s)
+        if fused_experts:
+            mlp = partial(FusedMoELayer, *mlp.args, **of_layer, copies_timeout_s=copies_s)
         else:
-            mlp = partial(MoELayerOfSequences, *mlp.args, **of_layer)
+            mlp = partial(SequenceMoELayer, *mlp.args, **of_layer)
         layer = replace(layer, submodules=replace(layer.submodules, mlp=mlp))
     return layer
 

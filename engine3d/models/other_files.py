@@ -26,15 +26,15 @@ def no_directory(path: Path) -> UserError:
 
 
 def no_config(directory: Path) -> UserError:
-    """The error of a directory without config.json: what it holds in its place."""
-    found = _form(directory)
-    if found is None:
+    """The error of a directory without config.json: what it has in its place."""
+    form = _form(directory)
+    if form is None:
         below = sorted(path.parent.name for path in directory.glob("*/config.json"))
         if below:
-            found = f"its folders {', '.join(below[:3])} have" if len(below) > 1 else f"its folder {below[0]} has"
+            form = f"its folders {', '.join(below[:3])} have" if len(below) > 1 else f"its folder {below[0]} has"
         elif not any(directory.iterdir()):
-            found = "it is empty"
-    because = f" ({found})" if found else ""
+            form = "it is empty"
+    because = f" ({form})" if form else ""
     return UserError(f"model {directory}: has no config.json{because}; expected {_EXPECTED}")
 
 
@@ -53,15 +53,15 @@ def check_no_adapter(directory: Path) -> None:
 
 def other_weights(directory: Path) -> str:
     """Weights of a directory that has none of the expected files, for an error; empty where it has none at all."""
-    found = _form(directory)
-    if found is None and (shards := sorted(directory.glob("*.safetensors"))):
-        found = f"found {shards[0].name}" + (f" and {len(shards) - 1} more without an index" if shards[1:] else "")
-    if found is None and (pickled := sorted((*directory.glob("*.bin"), *directory.glob("*.pt")))):
-        found = (
+    form = _form(directory)
+    if form is None and (shards := sorted(directory.glob("*.safetensors"))):
+        form = f"found {shards[0].name}" + (f" and {len(shards) - 1} more without an index" if shards[1:] else "")
+    if form is None and (pickled := sorted((*directory.glob("*.bin"), *directory.glob("*.pt")))):
+        form = (
             f"found {pickled[0].name}, which is not read: load it with transformers and save it again "
             "(save_pretrained writes safetensors)"
         )
-    return f"; {found}" if found else ""
+    return f"; {form}" if form else ""
 
 
 def _form(directory: Path) -> str | None:

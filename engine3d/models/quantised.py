@@ -1,16 +1,19 @@
-"""Quantised weights, which are refused, and a quantisation that a config names of weights that are not quantised."""
+"""Quantised weights of files: fp8 in blocks is read, others are refused. A config may name one that is not there."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.models.safetensors_files import DTYPES, StoredTensor, TensorFiles
+from engine3d.models.precision import BLOCK, QUANTISATION_CONFIG, scale_name
+from engine3d.models.safetensors_files import DTYPES, FP8, StoredTensor, TensorFiles
 
-QUANTISATION_KEYS = ("quantization_config", "compression_config")
+QUANTISATION_KEY = "quantization_config"
+QUANTISATION_KEYS = (QUANTISATION_KEY, "compression_config")
 """Keys of a config.json by which SGLang and transformers build quantised layers."""
 _OTHER_FILE = "hf_quant_config.json"
 _SCALES = re.compile(
@@ -45,10 +48,10 @@ def unquantised_overrides(directory: Path, config: Mapping[str, Any]) -> dict[st
         return {} if _quantised(files.tensors, files.tensors) else named
 
 
-def check_not_quantised(
+def check_quantisation(
     directory: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], read: Collection[str]
 ) -> None:
-    """Refuse quantised weights, and a second file that makes SGLang take the weights for quantised ones.
+    """Refuse quantised weights but those in fp8 blocks, and a second file that makes SGLang take weights for quantised.
 
     Args:
         directory: of the model.
@@ -57,23 +60,55 @@ def check_not_quantised(
         read: names of the tensors that the model is made of.
 
     Raises:
-        UserError: names a tensor or the file.
+        UserError: names a tensor, the file, or the key of config.json.
     """
+    in_fp8 = fp8_tensors(stored)
     method = named_method(config)
-    if (found := _quantised(stored, read)) is not None:
+    if (name := _quantised(stored, read, in_fp8)) is not None:
         by = f" ({method})" if method else ""
         raise UserError(
-            f"tensor {found} in {stored[found].path}: dtype {stored[found].dtype} of quantised weights{by}, expected "
-            f"{', '.join(DTYPES)}; quantised weights must be converted first"
+            f"tensor {name} in {stored[name].path}: dtype {stored[name].dtype} of quantised weights{by}, expected "
+            f"{', '.join(DTYPES)}, or {FP8} with a scale for each block of {BLOCK} x {BLOCK}; quantised weights of "
+            "other formats must be converted first"
         )
     if (directory / _OTHER_FILE).exists():
         raise UserError(
-            f"{directory / _OTHER_FILE}: names a quantisation, and the weights are not quantised; expected no such "
-            "file, by which SGLang would build quantised layers"
+            f"{directory / _OTHER_FILE}: names a quantisation, which SGLang would take for that of the weights, "
+            "expected no such file"
         )
+    if in_fp8 & set(read):
+        _check_fp8_config(directory / "config.json", config)
 
 
-def _quantised(stored: Mapping[str, StoredTensor], read: Collection[str]) -> str | None:
-    """The name of a tensor of quantised weights, among those `read` or the scales of any; None where there is none."""
-    found = next((name for name in read if name in stored and stored[name].dtype not in DTYPES), None)
-    return next(filter(_SCALES.fullmatch, stored), None) if found is None else found
+def fp8_tensors(stored: Mapping[str, StoredTensor]) -> set[str]:
+    """Names of the tensors in fp8."""
+    return {name for name, tensor in stored.items() if tensor.dtype == FP8}
+
+
+def _check_fp8_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config that describes another quantisation than fp8 in blocks: SGLang would read the weights by it."""
+    settings = config.get(QUANTISATION_KEY)
+    if not isinstance(settings, dict) or config.get(QUANTISATION_KEYS[1]) is not None:
+        raise UserError(
+            f"{path}: weights are {FP8}, and {' or '.join(QUANTISATION_KEYS)} describes no fp8, expected "
+            f"{QUANTISATION_KEY} {json.dumps(dict(QUANTISATION_CONFIG))}"
+        )
+    for key, expected in QUANTISATION_CONFIG.items():
+        absent = expected if key in ("fmt", "activation_scheme") else None
+        if (value := settings.get(key, absent)) != expected:
+            raise UserError(
+                f"{path}: {QUANTISATION_KEY}.{key}: expected {json.dumps(expected)}, found "
+                f"{shortened(json.dumps(value, default=repr))}"
+            )
+
+
+def _quantised(stored: Mapping[str, StoredTensor], read: Collection[str], in_fp8: Collection[str] = ()) -> str | None:
+    """The name of a tensor of quantised weights, among those `read` or the scales of any; None where there is none.
+
+    Tensors `in_fp8` and their scales do not count.
+    """
+    for name in read:
+        if name in stored and stored[name].dtype not in DTYPES and name not in in_fp8:
+            return name
+    known = {scale_name(name) for name in in_fp8}
+    return next((name for name in stored if _SCALES.fullmatch(name) and name not in known), None)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from math import prod
 from typing import ClassVar, Literal
 
-from engine3d.layout import Coordinates, Layout
+from engine3d.layout import Coordinates, Layout, balanced_stages
 
 Box = tuple[tuple[int, int], ...]
 """A range (start, stop) for each dimension of a tensor."""
 
 ExpertOrder = Literal["ascending", "descending"]
-"""How the experts of one rank are numbered: as in the HuggingFace model, or from the last to the first."""
+"""Order of the experts of one rank: as in the HuggingFace model, or from the last to the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,10 @@ class HFTensor:
         name: its name, which may contain `{layer}` and `{expert}`.
         shape: its shape.
         init: how random weights fill it.
-        optional: whether files may lack it; `init` then fills it.
-        buffer: whether it is a buffer of the model and not a parameter: never trained by the optimizer, and float32 in
+        optional: True if files may lack it; `init` then fills it.
+        buffer: True if it is a buffer of the model and not a parameter: never trained by the optimizer, and float32 in
             every model and file, whatever the dtype of the rest.
+        fp8: True if a model in fp8 has it quantised (`precision`).
     """
 
     name: str
@@ -41,6 +44,7 @@ class HFTensor:
     init: Literal["normal", "ones", "zeros"] = "normal"
     optional: bool = False
     buffer: bool = False
+    fp8: bool = False
 
     @property
     def dtype(self) -> str | None:
@@ -49,11 +53,12 @@ class HFTensor:
 
     def at(self, layer: int, expert: int) -> HFTensor:
         """The tensor of one layer and one expert, numbered as in the HuggingFace model."""
-        return replace(self, name=self.name.format(layer=layer, expert=expert))
+        name = self.name.format(layer=layer, expert=expert)
+        return HFTensor(name, self.shape, self.init, self.optional, self.buffer, self.fp8)  # `replace` is slow
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """The elements `hf_box` of a HuggingFace tensor are the elements `local_box` of a local parameter.
 
     The boxes have the same extent in every dimension.
@@ -66,7 +71,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNumbering:
-    """Which expert of the HuggingFace model is Megatron's expert i (numbered over all ranks)."""
+    """Numbering of Megatron's experts (over all ranks) in the HuggingFace model."""
 
     per_rank: int
     order: ExpertOrder = "ascending"
@@ -80,20 +85,20 @@ class ExpertNumbering:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a cut a rank holds."""
+    """Shard of a cut parameter on one rank."""
 
     rank: int
     count: int
     experts: ExpertNumbering
 
-    def part(self, length: int) -> tuple[int, int]:
+    def bounds(self, length: int) -> tuple[int, int]:
         """This rank's range of `length` elements cut evenly."""
         size = length // self.count
         return self.rank * size, (self.rank + 1) * size
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Segment:
     """A run of elements along the axis of a cut: elements [hf_start, hf_start + length) of one HuggingFace tensor."""
 
     tensor: HFTensor
@@ -103,7 +108,7 @@ class Span:
 
 
 class Cut(ABC):
-    """How a parameter is made of HuggingFace tensors. All of it happens along one axis."""
+    """Composition of a parameter from HuggingFace tensors, along one axis."""
 
     axis: ClassVar[int] = 0
     replicated: ClassVar[bool] = False
@@ -114,8 +119,8 @@ class Cut(ABC):
         """The tensors that the parameter is made of."""
 
     @abstractmethod
-    def spans(self, shard: Shard) -> Iterator[Span]:
-        """What the shard holds."""
+    def segments(self, shard: Shard) -> Iterator[Segment]:
+        """Segments of the shard."""
 
     def local_length(self, count: int) -> int:
         """Elements of the local parameter along the axis, with the cut over `count` ranks."""
@@ -128,7 +133,7 @@ class Cut(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Replicated(Cut):
-    """Whole on every rank."""
+    """Complete on every rank."""
 
     tensor: HFTensor
     replicated: ClassVar[bool] = True
@@ -137,8 +142,8 @@ class Replicated(Cut):
     def tensors(self) -> tuple[HFTensor, ...]:
         return (self.tensor,)
 
-    def spans(self, shard: Shard) -> Iterator[Span]:
-        yield Span(self.tensor, 0, 0, self.tensor.shape[0])
+    def segments(self, shard: Shard) -> Iterator[Segment]:
+        yield Segment(self.tensor, 0, 0, self.tensor.shape[0])
 
     def local_length(self, count: int) -> int:
         return self.tensor.shape[0]
@@ -146,19 +151,19 @@ class Replicated(Cut):
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows(Replicated):
-    """Whole on every rank, one row an expert, in the order in which Megatron numbers the experts."""
+    """Complete on every rank, one row an expert, in the order in which Megatron numbers the experts."""
 
-    def spans(self, shard: Shard) -> Iterator[Span]:
+    def segments(self, shard: Shard) -> Iterator[Segment]:
         rows = self.tensor.shape[0]
         if shard.experts.order == "ascending":
-            yield Span(self.tensor, 0, 0, rows)
+            yield Segment(self.tensor, 0, 0, rows)
         else:
             for row in range(rows):
-                yield Span(self.tensor, shard.experts.hf(row), row, 1)
+                yield Segment(self.tensor, shard.experts.hf(row), row, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Cut):
+class ColumnParallel(Cut):
     """Cut along the output dimension, the first."""
 
     tensor: HFTensor
@@ -167,28 +172,28 @@ class Column(Cut):
     def tensors(self) -> tuple[HFTensor, ...]:
         return (self.tensor,)
 
-    def spans(self, shard: Shard) -> Iterator[Span]:
-        start, stop = shard.part(self.tensor.shape[self.axis])
-        yield Span(self.tensor, start, 0, stop - start)
+    def segments(self, shard: Shard) -> Iterator[Segment]:
+        start, stop = shard.bounds(self.tensor.shape[self.axis])
+        yield Segment(self.tensor, start, 0, stop - start)
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Column):
+class RowParallel(ColumnParallel):
     """Cut along the input dimension, the second."""
 
     axis: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary(Column):
+class Vocabulary(ColumnParallel):
     """Cut along the vocabulary, padded with rows that the HuggingFace model does not have."""
 
-    def spans(self, shard: Shard) -> Iterator[Span]:
+    def segments(self, shard: Shard) -> Iterator[Segment]:
         size = self.local_length(shard.count)
         start = shard.rank * size
         stop = min(start + size, self.tensor.shape[0])
         if start < stop:
-            yield Span(self.tensor, start, 0, stop - start)
+            yield Segment(self.tensor, start, 0, stop - start)
 
     def local_length(self, count: int) -> int:
         return padded_vocabulary(self.tensor.shape[0], count) // count
@@ -210,17 +215,17 @@ class GateUp(Cut):
     def tensors(self) -> tuple[HFTensor, ...]:
         return (self.gate, self.up)
 
-    def spans(self, shard: Shard) -> Iterator[Span]:
-        start, stop = shard.part(self.gate.shape[0])
-        yield Span(self.gate, start, 0, stop - start)
-        yield Span(self.up, start, stop - start, stop - start)
+    def segments(self, shard: Shard) -> Iterator[Segment]:
+        start, stop = shard.bounds(self.gate.shape[0])
+        yield Segment(self.gate, start, 0, stop - start)
+        yield Segment(self.up, start, stop - start, stop - start)
 
 
 @dataclass(frozen=True, slots=True)
 class QueryGroups(Cut):
     """Query, key and value, interleaved per query group: the group's query heads, its key head, its value head.
 
-    The rows of the interleaved matrix are cut evenly. With more ranks than groups a rank holds part of a group, as
+    The rows of the interleaved matrix are cut evenly. With more ranks than groups a rank has a part of a group, as
     Megatron's attention expects.
     """
 
@@ -233,16 +238,16 @@ class QueryGroups(Cut):
     def tensors(self) -> tuple[HFTensor, ...]:
         return (self.query, self.key, self.value)
 
-    def spans(self, shard: Shard) -> Iterator[Span]:
+    def segments(self, shard: Shard) -> Iterator[Segment]:
         sizes = [tensor.shape[0] // self.groups for tensor in self.tensors]
         group_size = sum(sizes)
-        start, stop = shard.part(group_size * self.groups)
+        start, stop = shard.bounds(group_size * self.groups)
         for group in range(start // group_size, -(-stop // group_size)):
             row = group * group_size
             for tensor, size in zip(self.tensors, sizes, strict=True):
                 first, last = max(row, start), min(row + size, stop)
                 if first < last:
-                    yield Span(tensor, group * size + first - row, first - start, last - first)
+                    yield Segment(tensor, group * size + first - row, first - start, last - first)
                 row += size
 
 
@@ -252,10 +257,10 @@ class Rule:
 
     Args:
         name: the parameter's name in a model built from Megatron-Core's own layers.
-        cut: what it is made of. Cut over tp, or over etp where the name contains `{expert}`.
+        cut: its composition. Cut over tp, or over etp where the name contains `{expert}`.
         transformer_engine: its name in a model built from Transformer Engine's layers, where that differs.
         transformer_engine_cut: its cut in such a model, where that differs.
-        shared: it holds the same tensor as another rule's parameter: present only where the two lie on different
+        shared: True if it is the same tensor as another rule's parameter: present only where the two lie on different
             pipeline stages, and never written out.
     """
 
@@ -283,39 +288,57 @@ class Rule:
 
 @dataclass(frozen=True)
 class ModelRules:
-    """All rules of a model: first stage, each layer, last stage, in the order in which files list the tensors."""
+    """All rules of a model: first stage, each layer, last stage, in the order in which files list the tensors.
+
+    Args:
+        first, layers, last: the rules.
+        experts: of a layer that has experts.
+        layer_costs: `multiplications` of each layer. They balance pipeline stages, also of some of the rules.
+        head_cost: the same of the output layer.
+    """
 
     first: tuple[Rule, ...]
     layers: tuple[tuple[Rule, ...], ...]
     last: tuple[Rule, ...]
     experts: int = 0
+    layer_costs: tuple[int, ...] = ()
+    head_cost: int = 0
 
     @cached_property
     def hf_tensors(self) -> dict[str, HFTensor]:
         """Every tensor of the HuggingFace model by name."""
-        found: dict[str, HFTensor] = {}
+        tensors: dict[str, HFTensor] = {}
         for layer, rules in [(0, self.first), *enumerate(self.layers), (0, self.last)]:
             for rule in rules:
                 for expert in range(self.experts if rule.per_expert else 1):
                     for template in rule.cut.tensors:
                         tensor = template.at(layer, expert)
-                        found[tensor.name] = tensor
-        return found
+                        tensors[tensor.name] = tensor
+        return tensors
 
-    def stage_layers(self, layout: Layout, pp: int) -> range:
-        """The layers of a pipeline stage: as many in each as in any other, or one fewer.
+    def stage_layers(self, layout: Layout) -> tuple[int, ...]:
+        """The number of layers of each virtual stage, in the order in which layers pass through them.
 
-        Stages with one fewer are, as far as there are any, the last, which has the output layer, the first, which has
-        the embedding, and then those before the last. Megatron-Core builds uneven stages by an explicit
-        `pipeline_model_parallel_layout`; its `account_for_embedding_in_pipeline_split` and
-        `account_for_loss_in_pipeline_split` spare the same two stages, but only where a layer fewer in these makes
-        the rest divide.
+        They are the layout's `stages`, or stages that cost about the same (`balanced_stages`).
         """
-        larger, spare = divmod(len(self.layers), layout.pp)
-        larger += spare > 0
-        fewer = [layout.pp - 1, 0, *range(layout.pp - 2, 0, -1)][: layout.pp * larger - len(self.layers)]
-        counts = [larger - (stage in fewer) for stage in range(pp + 1)]
-        return range(sum(counts) - counts[pp], sum(counts))
+        if layout.stages is not None:
+            return layout.stages
+        return balanced_stages(self.layer_costs or (1,) * len(self.layers), self.head_cost, layout.virtual_stages)
+
+    def rank_layers(self, layout: Layout, pp: int) -> tuple[range, ...]:
+        """The layers of each model chunk of the ranks of a pipeline stage, numbered as in the HuggingFace model."""
+        ends = list(accumulate(counts := self.stage_layers(layout)))
+        return tuple(range(ends[stage] - counts[stage], ends[stage]) for stage in range(pp, len(counts), layout.pp))
+
+
+def multiplications(rules: tuple[Rule, ...], experts_per_token: int) -> int:
+    """Multiplications of a token by the matrices of some rules: of experts, by those that the token is routed to."""
+    return sum(
+        (experts_per_token if rule.per_expert else 1) * prod(tensor.shape)
+        for rule in rules
+        for tensor in rule.cut.tensors
+        if len(tensor.shape) == 2
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,21 +346,23 @@ class LocalParameter:
     """A parameter of one rank, or a buffer that is part of the model.
 
     Args:
-        name: its name in the rank's Megatron model.
+        name: its name in the rank's Megatron model; of several model chunks, begun with the number of its chunk.
         shape: its local shape.
-        pieces: where its elements lie in the HuggingFace model. Elements in no piece are padding.
-        owner: whether this rank, of all that hold the same elements, is the one that writes them out.
-        primary: whether it is among the data-parallel copies of which one is the owner: the elements are not those of a
-            copy on another tensor-parallel rank or pipeline stage.
-        buffer: whether it is a float32 buffer and not a parameter.
+        slices: location of its elements in the HuggingFace model. Elements in no slice are padding.
+        owner: True if this rank, of all that have the same elements, writes them.
+        primary: True if it is among the data-parallel copies of which one is the owner. Copies on other tensor-parallel
+            ranks or pipeline stages are not.
+        buffer: True if it is a float32 buffer and not a parameter.
+        chunk: number of its model chunk on the rank.
     """
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    slices: tuple[TensorSlice, ...]
     owner: bool
     primary: bool
     buffer: bool = False
+    chunk: int = 0
 
 
 def local_parameters(
@@ -353,40 +378,48 @@ def local_parameters(
     dense = Shard(coordinates.tp, layout.tp, experts)
     expert = Shard(coordinates.etp, layout.etp, experts)
     dense_copy, dense_copies = coordinates.dp * layout.cp + coordinates.cp, layout.dp * layout.cp
-    found: list[LocalParameter] = []
+    parameters: list[LocalParameter] = []
 
-    def add(rule: Rule, hf_layer: int = 0, local_layer: int = 0) -> None:
+    def add(rule: Rule, chunk: int, hf_layer: int = 0, local_layer: int = 0) -> None:
         shard = expert if rule.per_expert else dense
         cut = rule.local_cut(transformer_engine)
         shape = cut.local_shape(shard.count)
         copy, copies = (coordinates.edp, layout.edp) if rule.per_expert else (dense_copy, dense_copies)
+        # Of all experts alike, of which there are thousands.
+        segments = [
+            (
+                segment.tensor.name,
+                _box(cut, shape, segment.hf_start, segment),
+                _box(cut, shape, segment.local_start, segment),
+            )
+            for segment in cut.segments(shard)
+        ]
         for index in range(experts.per_rank if rule.per_expert else 1):
             hf_expert = experts.hf(coordinates.ep * experts.per_rank + index)
-            name = rule.local_name(transformer_engine, local_layer, index)
+            name = f"{chunk}." * (layout.vpp > 1) + rule.local_name(transformer_engine, local_layer, index)
             # The copies share the writing: a parameter's name says which of them writes it.
             primary = not rule.shared and not (cut.replicated and shard.rank)
             owner = primary and zlib.crc32(name.encode()) % copies == copy
-            pieces = tuple(_piece(cut, shape, span, hf_layer, hf_expert) for span in cut.spans(shard))
-            found.append(LocalParameter(name, shape, pieces, owner, primary, rule.buffer))
+            slices = tuple(
+                TensorSlice(hf_name.format(layer=hf_layer, expert=hf_expert), hf_box, local_box)
+                for hf_name, hf_box, local_box in segments
+            )
+            parameters.append(LocalParameter(name, shape, slices, owner, primary, rule.buffer, chunk))
 
-    last = coordinates.pp == layout.pp - 1
-    if coordinates.pp == 0:
-        for rule in rules.first:
-            add(rule)
-    for local_layer, layer in enumerate(rules.stage_layers(layout, coordinates.pp)):
-        for rule in rules.layers[layer]:
-            add(rule, layer, local_layer)
-    for rule in rules.last if last else ():
+    for rule in rules.first if coordinates.pp == 0 else ():
+        add(rule, 0)
+    for chunk, layers in enumerate(rules.rank_layers(layout, coordinates.pp)):
+        for local_layer, layer in enumerate(layers):
+            for rule in rules.layers[layer]:
+                add(rule, chunk, layer, local_layer)
+    for rule in rules.last if coordinates.pp == layout.pp - 1 else ():
         if not (rule.shared and layout.pp == 1):
-            add(rule)
-    return found
+            add(rule, layout.vpp - 1)
+    return parameters
 
 
-def _piece(cut: Cut, local_shape: tuple[int, ...], span: Span, layer: int, expert: int) -> Piece:
-    def box(start: int) -> Box:
-        return tuple(
-            (start, start + span.length) if dimension == cut.axis else (0, size)
-            for dimension, size in enumerate(local_shape)
-        )
-
-    return Piece(span.tensor.name.format(layer=layer, expert=expert), box(span.hf_start), box(span.local_start))
+def _box(cut: Cut, local_shape: tuple[int, ...], start: int, segment: Segment) -> Box:
+    return tuple(
+        (start, start + segment.length) if dimension == cut.axis else (0, size)
+        for dimension, size in enumerate(local_shape)
+    )

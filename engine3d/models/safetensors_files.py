@@ -11,12 +11,12 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -34,6 +34,7 @@ from engine3d.input_files import (
     read_json_object,
 )
 from engine3d.models.other_files import other_weights
+from engine3d.models.precision import BLOCK, dequantise, scale_box, scale_name, scale_shape
 from engine3d.models.rules import Box
 from engine3d.startup.lazy_imports import torch
 
@@ -41,9 +42,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PUBLISHERS_FILE = "consolidated.safetensors"
 DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Types of weights that are read, by their names in the files, with the bytes of an element."""
+"""Types of weights that are not quantised, by their names in the files, with the bytes of an element."""
+FP8 = "F8_E4M3"
+"""Type of weights that are dequantised when they are read (`precision`), of one byte an element."""
 _MOST_HEADER_BYTES = 32 << 20
-"""Of one file, some 200,000 tensors. The format itself allows 100 MB."""
+"""Largest header of a file, some 200,000 tensors. The format itself allows 100 MB."""
 _BUFFER_BYTES = 64 << 20
 _SAMPLED_TENSORS, _SAMPLED_ELEMENTS = 1024, 4096
 
@@ -62,7 +65,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises:
         UserError: the file does not exist, is not a safetensors file, is shorter or longer than its header says, or has
-            dtypes or places of tensors that the format does not know.
+            dtypes or offsets of tensors that the format does not know.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -102,7 +105,7 @@ def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     numbers = entry.get("shape"), entry.get("data_offsets")
-    if not all(isinstance(each, list) and all(type(size) is int and size >= 0 for size in each) for each in numbers):
+    if not all(isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes) for sizes in numbers):
         return False
     return len(entry["data_offsets"]) == 2
 
@@ -178,15 +181,41 @@ class TensorFiles:
         stored = self.tensors[name]
         if stored.shape != shape:
             raise UserError(f"tensor {name} in {stored.path}: expected shape {list(shape)}, found {list(stored.shape)}")
-        if stored.dtype not in DTYPES:
+        if stored.dtype == FP8:
+            self._check_scales(name, stored)
+        elif stored.dtype not in DTYPES:
             accepted = ", ".join(DTYPES)
             raise UserError(
                 f"tensor {name} in {stored.path}: dtype {stored.dtype}, expected {accepted}; "
                 "quantised weights must be converted first"
             )
 
+    def _check_scales(self, name: str, stored: StoredTensor) -> None:
+        scales, shape = self.tensors.get(scale_name(name)), scale_shape(stored.shape)
+        if len(shape) != 2:
+            raise UserError(
+                f"tensor {name} in {stored.path}: dtype {FP8} of {len(shape)} dimensions, expected a matrix"
+            )
+        if scales is None:
+            raise UserError(
+                f"tensor {name} in {stored.path}: dtype {FP8} without {scale_name(name)}, expected its scales of shape "
+                f"{list(shape)}, a number for each block of {BLOCK} x {BLOCK}"
+            )
+        if scales.shape != shape or scales.dtype not in DTYPES:
+            raise UserError(
+                f"tensor {scale_name(name)} in {scales.path}: {scales.dtype} of shape {list(scales.shape)}, expected "
+                f"{', '.join(DTYPES)} of shape {list(shape)}: a scale for each block of {BLOCK} x {BLOCK}"
+            )
+
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The elements `box` of a tensor, on the CPU, in the file's dtype."""
+        """The elements `box` of a tensor, on the CPU, in the file's dtype, or dequantised to float32."""
+        values = self.stored(name, box)
+        if self.tensors[name].dtype != FP8:
+            return values
+        return dequantise(values, self.stored(scale_name(name), scale_box(box)), box)
+
+    def stored(self, name: str, box: Box) -> torch.Tensor:
+        """The elements `box` of a tensor, on the CPU, as they are in the file."""
         path = self.tensors[name].path
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
@@ -203,36 +232,36 @@ class TensorFiles:
         return False
 
     def not_finite(self, name: str) -> tuple[int, ...] | None:
-        """The place of the first element of a tensor that is nan or infinite; None if there is none."""
+        """Indices of the first element of a tensor that is nan or infinite; None if there is none."""
         rows, *others = self.tensors[name].shape
         step = max(1, _BUFFER_BYTES // (4 * max(1, prod(others))))
         for first in range(0, rows, step):
             values = self.read(name, ((first, min(first + step, rows)), *((0, size) for size in others)))
             if not bool(values.isfinite().all()):
-                row, *place = (~values.isfinite()).nonzero()[0].tolist()
-                return (first + row, *place)
+                row, *indices = (~values.isfinite()).nonzero()[0].tolist()
+                return (first + row, *indices)
         return None
 
     def fingerprint(self) -> str:
-        """What tells these weights from others, in seconds for a model of any size, however they are cut into files.
+        """Compute a fingerprint of the weights, in seconds for a model of any size, however they are cut into files.
 
-        Made of every tensor's name, dtype and shape, and of some thousand elements from the middle of each, or of a
+        It hashes every tensor's name, dtype and shape, and some thousand elements from the middle of each, or of a
         thousand tensors evenly chosen where there are more.
         """
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         names = sorted(self.tensors)
         sampled = set(names[:: -(-len(names) // _SAMPLED_TENSORS)])
         for name in names:
             stored = self.tensors[name]
-            found.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
+            digest.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
             if name in sampled and 0 not in stored.shape:
-                values = self.read(name, _middle(stored.shape, _SAMPLED_ELEMENTS)).contiguous()
-                found.update(values.flatten().view(torch.uint8).numpy().tobytes())
-        return f"sampled-sha256:{found.hexdigest()}"
+                values = self.stored(name, _middle(stored.shape, _SAMPLED_ELEMENTS)).contiguous()
+                digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+        return f"sampled-sha256:{digest.hexdigest()}"
 
 
 def _middle(shape: tuple[int, ...], elements: int) -> Box:
-    """A box around the middle of a tensor, of about so many elements at most: whole in its last dimensions."""
+    """A box around the middle of a tensor, of about `elements` at most: complete in its last dimensions."""
     box: list[tuple[int, int]] = []
     for size in reversed(shape):
         count = max(1, min(size, elements))
@@ -275,30 +304,31 @@ class ExportPlan:
 
 @cache
 def _dtype_names() -> dict[torch.dtype, str]:
-    return {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    names = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    return names | {torch.float8_e4m3fn: FP8}
 
 
 def plan_export(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     max_shard_bytes: float,
-    float32: Collection[str] = (),
+    others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> ExportPlan:
     """Spread tensors over files of at most max_shard_bytes each, in order; a larger tensor has a file of its own.
 
     Args:
         shapes: of the tensors, by name.
-        dtype: of all tensors but those of `float32`.
+        dtype: of all tensors but `others`.
         max_shard_bytes: largest file.
-        float32: names of the tensors that are float32 whatever the others are.
+        others: dtypes of tensors that have another.
 
     Raises:
         UserError: a dtype that the files cannot hold.
     """
-    names_of = _dtype_names()
-    if dtype not in names_of:
-        raise UserError(f"export: dtype {dtype}: expected one of {', '.join(map(str, names_of))}")
-    dtypes = {name: torch.float32 if name in float32 else dtype for name in shapes}
+    accepted = [known for known, name in _dtype_names().items() if name in DTYPES]
+    if dtype not in accepted:
+        raise UserError(f"export: dtype {dtype}: expected one of {', '.join(map(str, accepted))}")
+    dtypes = {name: others.get(name, dtype) for name in shapes}
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -364,12 +394,12 @@ class ExportFiles:
         row = prod(values.shape[1:]) * itemsize
         step = max(1, _BUFFER_BYTES // max(1, row))
         for first in range(0, values.shape[0], step):
-            part = values[first : first + step].detach().to(device="cpu", dtype=dtype).contiguous()
+            rows = values[first : first + step].detach().to(device="cpu", dtype=dtype).contiguous()
             start = box[0][0] + first
-            part_box = ((start, start + part.shape[0]), *box[1:])
-            data = memoryview(part.view(-1).view(torch.uint8).numpy())
+            row_box = ((start, start + rows.shape[0]), *box[1:])
+            data = memoryview(rows.view(-1).view(torch.uint8).numpy())
             position = 0
-            for offset, length in _runs(self.plan.shapes[name], part_box):
+            for offset, length in _runs(self.plan.shapes[name], row_box):
                 end = position + length * itemsize
                 with naming(self.directory / file.name):
                     _write_all(descriptor, data[position:end], file.offsets[name] + offset * itemsize)

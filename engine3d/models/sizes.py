@@ -8,7 +8,7 @@ from typing import Any
 from engine3d.models.hf_config import HFConfig
 
 ROW_ELEMENTS = 8
-"""Rows of bf16 that grouped matrix products read are multiples of so many elements: whole 16 bytes."""
+"""Grouped GEMMs need rows of bf16 that are multiples of these elements, that is of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Layers in place of Transformer Engine's where those keep a GPU waiting for Python. Needs Transformer Engine.
 
 Its grouped layer multiplies the weights' gradients expert by expert, with a launch for each; its RMSNorm goes through a
-fuser of operations. The kernels of the norm, the parameters and all else are its.
+fuser of operations. The kernels of the norm, the parameters and everything else are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.module.base import get_dummy_wgrad
 from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
-from engine3d.models.experts.grouped_products import CAPABILITY, are_one, as_one, grouped_product
-from engine3d.models.experts.routed_experts import Weights
+from engine3d.models.experts.fused_experts import Weights
+from engine3d.models.experts.grouped_gemm import CAPABILITY, are_adjacent, grouped_linear, stacked_view
 from engine3d.models.local_modules import RMSNorm
 from engine3d.models.sizes import ROW_ELEMENTS
 
 
 def may_group(config: TransformerConfig) -> bool:
-    """Whether experts may be `GroupedColumns` and `GroupedRows`: with nothing that only Transformer Engine's have."""
+    """True if experts may be `GroupedColumns` and `GroupedRows`: without what only Transformer Engine's have."""
     other = config.add_bias_linear or config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
     quantized = config.fp8 or config.fp4 or config.quant_recipe is not None
     return not (other or quantized or getattr(config, "moe_single_grouped_weight", False))
 
 
 class _Grouped:
-    """Mixed into a grouped linear layer of bf16 weights: its products are one kernel for all experts.
+    """Mixin of a grouped linear layer of bf16 weights that is a grouped GEMM: one kernel for all experts.
 
     Megatron-Core's buffers are filled from the last registered parameter to the first, so the last expert is registered
     first: then experts ascend in memory, there as here.
@@ -42,12 +42,12 @@ class _Grouped:
         self._names = [f"weight{number}" for number in range(self.num_gemms)]  # type: ignore[attr-defined]
         parameters = self._parameters  # type: ignore[attr-defined]
         block = torch.stack([parameters[name].detach() for name in self._names])
-        for name, place in zip(reversed(self._names), reversed(block.unbind()), strict=True):
+        for name, weight in zip(reversed(self._names), reversed(block.unbind()), strict=True):
             parameters[name] = parameters.pop(name)
-            parameters[name].data = place
-        # Where they were found to be one block, with gradients and without: looking at each expert takes as long as
-        # launching several kernels.
-        self._places: dict[bool, tuple[object, ...]] = {}
+            parameters[name].data = weight
+        # Addresses that were checked to be one block, with gradients and without: a check of each expert takes as long
+        # as the launch of several kernels.
+        self._addresses: dict[bool, tuple[object, ...]] = {}
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
         """(tokens of all experts, in) and the number of each one's -> (tokens of all experts, out), and no bias."""
@@ -55,39 +55,41 @@ class _Grouped:
         if weights is None:
             return super().forward(x, m_splits)  # type: ignore[misc, no-any-return]
         tokens = x.reshape(-1, x.shape[-1])
-        return grouped_product(tokens, m_splits, weights.values, weights.gradients, weights.parameter), None
+        return grouped_linear(tokens, m_splits, weights.values, weights.gradients, weights.parameter), None
 
     def together(self, dtype: torch.dtype) -> Weights | None:
         """The weights of all experts as one tensor, and their gradients.
 
         Args:
-            dtype: of what they are multiplied with.
+            dtype: of their inputs.
 
         Returns:
-            None where either is in pieces, or there is no kernel for such a product.
+            None where either is not one block, or there is no kernel for such a product.
         """
         first, last = (self._parameters[self._names[end]] for end in (0, -1))  # type: ignore[attr-defined]
         trained = torch.is_grad_enabled() and first.requires_grad
         if trained and not hasattr(first, "main_grad"):
             return None
         ends = [first, last, first.main_grad, last.main_grad] if trained else [first, last]
-        place = (dtype, *(each.data_ptr() for each in ends))
-        if place != self._places.get(trained) and not self._are_one(dtype, trained):
+        addresses = (dtype, *(end.data_ptr() for end in ends))
+        if addresses != self._addresses.get(trained) and not self._are_adjacent(dtype, trained):
             return None
-        self._places[trained] = place
-        gradients = as_one(first.main_grad, len(self._names)) if trained else None
-        return Weights(as_one(first, len(self._names)), gradients, first)
+        self._addresses[trained] = addresses
+        gradients = stacked_view(first.main_grad, len(self._names)) if trained else None
+        return Weights(stacked_view(first, len(self._names)), gradients, first)
 
-    def _are_one(self, dtype: torch.dtype, trained: bool) -> bool:
-        """Whether all weights lie one after another, and their gradients, and can be multiplied together."""
+    def _are_adjacent(self, dtype: torch.dtype, trained: bool) -> bool:
+        """True if all weights, and their gradients, are adjacent in memory, and a grouped GEMM can multiply them."""
         parameters = [self._parameters[name] for name in self._names]  # type: ignore[attr-defined]
-        gradients = not trained or are_one([parameter.main_grad for parameter in parameters])
-        return self._may_group(dtype, parameters[0]) and gradients and are_one(parameters)
+        gradients = not trained or are_adjacent([parameter.main_grad for parameter in parameters])
+        return self._may_group(dtype, parameters[0]) and gradients and are_adjacent(parameters)
 
     def _may_group(self, dtype: torch.dtype, weight: Tensor) -> bool:
-        """Whether PyTorch has a kernel that can be relied on: for bf16, whole rows, and this GPU."""
-        whole = all(size % ROW_ELEMENTS == 0 for size in weight.shape)
-        return whole and dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == CAPABILITY
+        """True if PyTorch has a reliable kernel: for bf16, complete rows, and this GPU."""
+        complete = all(size % ROW_ELEMENTS == 0 for size in weight.shape)
+        return (
+            complete and dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == CAPABILITY
+        )
 
 
 class GroupedColumns(_Grouped, TEColumnParallelGroupedLinear):  # type: ignore[misc]
@@ -99,9 +101,9 @@ class GroupedRows(_Grouped, TERowParallelGroupedLinear):  # type: ignore[misc]
 
 
 def take_dummy_gradients(model: torch.nn.Module) -> None:
-    """Have what Transformer Engine hands autograd in place of a weight's gradient, which it adds to a buffer itself.
+    """Allocate the placeholders that Transformer Engine gives autograd for gradients that it adds to a buffer itself.
 
-    That is a tensor for each shape of a weight, which it would make in the first backward pass, and keeps.
+    It would allocate one for each shape of a weight in the first backward pass, and keeps it.
     """
     for module in model.modules():
         if getattr(module, "fuse_wgrad_accumulation", False) and not isinstance(module, _Grouped):

@@ -16,7 +16,17 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.blocks import EMBEDDING, OUTPUT_LAYER
 from engine3d.models.family import ModelSpec
-from engine3d.models.quantised import QUANTISATION_KEYS, check_not_quantised, named_method
+from engine3d.models.precision import (
+    Precision,
+    check_shards,
+    joined_slices,
+    joined_values,
+    quantisation_config,
+    scale_name,
+    served_tensors,
+    stored_tensors,
+)
+from engine3d.models.quantised import QUANTISATION_KEY, QUANTISATION_KEYS, check_quantisation, fp8_tensors, named_method
 from engine3d.models.rules import Box, LocalParameter
 from engine3d.models.safetensors_files import DTYPES, INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
 from engine3d.platform import platform
@@ -54,12 +64,16 @@ def check_weights(spec: ModelSpec, directory: str | Path, *, needs_head: bool = 
 
 
 def weight_notes(spec: ModelSpec, directory: str | Path) -> list[str]:
-    """Notes on files that pass `check_weights`, a line each: what of them is not read."""
+    """Notes on files that pass `check_weights`, a line each, about tensors that are not read."""
     notes = []
-    if (method := named_method(spec.hf_config)) is not None:
-        notes.append(f"config.json names a quantisation ({method}), and the weights are not quantised: it is ignored")
     with TensorFiles(Path(directory)) as files:
-        unread = [name for name in files.tensors if name not in spec.hf_tensors and not _is_known(spec, name)]
+        in_fp8 = fp8_tensors(files.tensors)
+        known = spec.hf_tensors.keys() | map(scale_name, in_fp8)
+        unread = [name for name in files.tensors if name not in known and not _is_known(spec, name)]
+    if count := len(in_fp8 & spec.hf_tensors.keys()):
+        notes.append(f"{count:,} tensors of the files are in fp8: they are dequantised when they are read")
+    elif (method := named_method(spec.hf_config)) is not None:
+        notes.append(f"config.json names a quantisation ({method}), and the weights are not quantised: it is ignored")
     if unread:
         more = f" and {len(unread) - 1} more" if unread[1:] else ""
         notes.append(f"tensor {unread[0]}{more} of the files: not part of {spec.family.architecture}, and not read")
@@ -108,21 +122,21 @@ def check_finite_weights(spec: ModelSpec, directory: str | Path, *, limit_s: flo
         Bytes that were looked at, and bytes of all tensors.
 
     Raises:
-        UserError: names the tensor, the file and the place.
+        UserError: names the tensor, the file and the element.
     """
     began = time.monotonic()
     with TensorFiles(Path(directory)) as files:
         stored = {name: files.tensors[name] for name in spec.hf_tensors if name in files.tensors}
         by_file = sorted(stored.items(), key=lambda item: str(item[1].path))
-        sizes = {name: prod(each.shape) * DTYPES[each.dtype] for name, each in by_file}
+        sizes = {name: prod(tensor.shape) * DTYPES.get(tensor.dtype, 1) for name, tensor in by_file}
         looked_at = 0
         for name, size in sizes.items():
             if time.monotonic() - began > limit_s:
                 break
-            if (place := files.not_finite(name)) is not None:
+            if (indices := files.not_finite(name)) is not None:
                 raise UserError(
-                    f"tensor {name} in {files.tensors[name].path}: element {list(place)} is nan or infinite, expected "
-                    "finite weights"
+                    f"tensor {name} in {files.tensors[name].path}: element {list(indices)} is nan or infinite, "
+                    "expected finite weights"
                 )
             looked_at += size
     return looked_at, sum(sizes.values())
@@ -137,7 +151,7 @@ def load_weights(
     *,
     needs_head: bool = False,
 ) -> tuple[str, ...]:
-    """Fill a rank's parameters from safetensors files, reading only the slices that it holds.
+    """Fill a rank's parameters from safetensors files, reading only its slices.
 
     Values are cast to each parameter's dtype. Rows that pad the vocabulary become zero. A value head that the files
     lack becomes zero too: every value is then 0, until the head is trained.
@@ -158,20 +172,20 @@ def load_weights(
         if needs_head:
             _check_head(spec, files, directory)
         for local, parameter in parameters:
-            if sum(_elements(piece.local_box) for piece in local.pieces) < parameter.numel():
+            if sum(_elements(tensor_slice.local_box) for tensor_slice in local.slices) < parameter.numel():
                 parameter.zero_()
-            for piece in local.pieces:
-                target = parameter[_slices(piece.local_box)]
-                if piece.hf_name in files.tensors:
-                    target.copy_(files.read(piece.hf_name, piece.hf_box))
+            for tensor_slice in local.slices:
+                target = parameter[_slices(tensor_slice.local_box)]
+                if tensor_slice.hf_name in files.tensors:
+                    target.copy_(files.read(tensor_slice.hf_name, tensor_slice.hf_box))
                     if not bool(target.isfinite().all()):
                         raise UserError(
-                            f"tensor {piece.hf_name} in {files.tensors[piece.hf_name].path}: a weight is nan or "
-                            f"infinite as {str(target.dtype).removeprefix('torch.')}, expected finite weights"
+                            f"tensor {tensor_slice.hf_name} in {files.tensors[tensor_slice.hf_name].path}: a weight is "
+                            f"nan or infinite as {str(target.dtype).removeprefix('torch.')}, expected finite weights"
                         )
                 else:
-                    target.fill_(1.0 if spec.hf_tensors[piece.hf_name].init == "ones" else 0.0)
-                    initialised.append(piece.hf_name)
+                    target.fill_(1.0 if spec.hf_tensors[tensor_slice.hf_name].init == "ones" else 0.0)
+                    initialised.append(tensor_slice.hf_name)
     return tuple(initialised)
 
 
@@ -183,31 +197,35 @@ def export_weights(
     directory: str | Path,
     dtype: torch.dtype,
     *,
+    precision: Precision | None = None,
     max_shard_bytes: float = 5e9,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the model as a HuggingFace directory; every rank of the layout calls this together.
 
-    Nothing is gathered: the ranks write their own elements into the same files. They are written beside `directory` and
-    renamed at the end, so that a half-written export is never taken for a whole one.
+    Nothing is gathered: the ranks write their own elements into the same files. They are written next to `directory`
+    and renamed at the end, so that a half-written export is never taken for a complete one.
 
     Args:
         model: the rank's model.
-        spec: what it is; config.json comes from it, and the tokenizer's files from the directory it was read from.
-        layout: how it is cut.
-        coordinates: this rank's place.
-        directory: where to write; must not exist.
-        dtype: of the written tensors.
+        spec: of the model. It gives config.json, and its directory the tokenizer's files.
+        layout: of the model.
+        coordinates: of this rank.
+        directory: target, which must not exist.
+        dtype: of the written tensors, those in fp8 aside.
+        precision: fp8 quantises the tensors of the contract (`precision`).
         max_shard_bytes: largest file, unless a single tensor is larger.
         group: the ranks of the layout, if they are not all ranks.
 
     Raises:
-        UserError: the directory exists already.
+        UserError: the directory exists already, or the layout divides blocks of fp8.
         EngineError: writing failed, on this rank or on another.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
-    plan = plan_model_export(spec, dtype, max_shard_bytes)
+    if precision is not None:
+        check_shards(spec, layout, transformer_engine=platform.has_transformer_engine)
+    plan = plan_model_export(spec, dtype, max_shard_bytes, precision)
     files = ExportFiles(plan, partial)
     leader = not dist.is_initialized() or dist.get_rank(group) == 0
 
@@ -218,23 +236,25 @@ def export_weights(
 
     def write() -> None:
         for local, parameter in rank_parameters(model, spec, layout, coordinates):
-            for piece in local.pieces if local.owner else ():
-                files.write(piece.hf_name, piece.hf_box, parameter.data[_slices(piece.local_box)])
+            for name, (box, slices) in joined_slices(local.slices if local.owner else ()).items():
+                values = joined_values(parameter.data, box, slices)
+                for stored in stored_tensors(spec.hf_tensors[name], box, values, dtype, precision):
+                    files.write(*stored)
         files.close()
 
     def finish() -> None:
         if leader:
             write_index(plan, partial)
-            finish_export(spec, dtype, partial, directory)
+            finish_export(spec, dtype, partial, directory, precision)
 
     for action in (create, write, finish):
-        _together(action, group)
+        _on_all_ranks(action, group)
 
 
 def rank_parameters(
     model: torch.nn.Module, spec: ModelSpec, layout: Layout, coordinates: Coordinates
 ) -> list[tuple[LocalParameter, torch.Tensor]]:
-    """A rank's parameters, each with what its rule says of it, and the buffers that have a rule.
+    """A rank's parameters, each with the result of its rule, and the buffers that have a rule.
 
     Wrappers around the model are looked through.
 
@@ -251,16 +271,19 @@ def rank_parameters(
         raise EngineError(f"model {spec.family.name}: the rules and the built model differ in {', '.join(difference)}")
     for local in expected:
         if local.shape != tuple(built[local.name].shape):
-            found = list(built[local.name].shape)
-            raise EngineError(f"parameter {local.name}: the rules say shape {list(local.shape)}, the model has {found}")
+            shape = list(built[local.name].shape)
+            raise EngineError(f"parameter {local.name}: the rules say shape {list(local.shape)}, the model has {shape}")
     return [(local, built[local.name]) for local in expected]
 
 
-def plan_model_export(spec: ModelSpec, dtype: torch.dtype, max_shard_bytes: float) -> ExportPlan:
-    """The files of a whole model."""
-    tensors = spec.hf_tensors
-    float32 = [name for name, tensor in tensors.items() if tensor.buffer]
-    return plan_export({name: tensor.shape for name, tensor in tensors.items()}, dtype, max_shard_bytes, float32)
+def plan_model_export(
+    spec: ModelSpec, dtype: torch.dtype, max_shard_bytes: float, precision: Precision | None = None
+) -> ExportPlan:
+    """The files of a complete model."""
+    tensors = served_tensors(spec, dtype, precision)
+    shapes = {name: shape for name, (shape, _) in tensors.items()}
+    others = {name: other for name, (_, other) in tensors.items() if other != dtype}
+    return plan_export(shapes, dtype, max_shard_bytes, others)
 
 
 def begin_export(directory: Path, partial: Path) -> None:
@@ -279,15 +302,19 @@ def write_index(plan: ExportPlan, partial: Path) -> None:
             (partial / INDEX_FILE).write_text(json.dumps(plan.index(), indent=2) + "\n")
 
 
-def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory: Path) -> None:
+def finish_export(
+    spec: ModelSpec, dtype: torch.dtype, partial: Path, directory: Path, precision: Precision | None = None
+) -> None:
     """Add config.json and the tokenizer's files, and give the directory its name."""
     for name in TOKENIZER_FILES:
         if spec.directory is not None and (spec.directory / name).is_file():
             shutil.copyfile(spec.directory / name, partial / name)
     config = exported_config(spec, str(dtype).removeprefix("torch."))
+    if precision is not None:
+        config[QUANTISATION_KEY] = quantisation_config(spec)
     with naming(partial / "config.json"):
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for path in (*partial.iterdir(), partial):  # else the name may be on the disk before what it holds
+    for path in (*partial.iterdir(), partial):  # else the name may be on the disk before its contents
         bring_to_disk(path)
     partial.rename(directory)
     bring_to_disk(directory.parent)
@@ -296,9 +323,9 @@ def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory:
 def exported_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """The config.json of an export: the model's own, with the dtype and the kind of head that the files have.
 
-    Exports are not quantised, and have no layers for multi-token prediction.
+    It names no quantisation, and none of the Python files of `auto_map`. It has no layers for multi-token prediction.
     """
-    absent = (*QUANTISATION_KEYS, "num_nextn_predict_layers")
+    absent = (*QUANTISATION_KEYS, "num_nextn_predict_layers", "auto_map")
     config = {key: value for key, value in spec.hf_config.items() if key not in absent}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if spec.value_head:
@@ -310,13 +337,13 @@ def exported_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 
 def _check(spec: ModelSpec, files: TensorFiles) -> None:
-    check_not_quantised(files.directory, spec.hf_config, files.tensors, spec.hf_tensors)
+    check_quantisation(files.directory, spec.hf_config, files.tensors, spec.hf_tensors)
     for name, tensor in spec.hf_tensors.items():
         if not (tensor.optional and name not in files.tensors):
             files.check(name, tensor.shape)
 
 
-def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Run an action on every rank and wait for all; if it fails on one, it fails on all and nobody waits in vain."""
     error: Exception | None = None
     try:
@@ -324,9 +351,9 @@ def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> No
     except Exception as caught:  # raised again below, once the other ranks know
         error = caught
     if dist.is_initialized():
-        found: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, str(error) if error else None, group=group)
-        failed = [(rank, message) for rank, message in enumerate(found) if message]
+        messages: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(messages, str(error) if error else None, group=group)
+        failed = [(rank, message) for rank, message in enumerate(messages) if message]
         if failed and error is None:
             raise EngineError(f"export: rank {failed[0][0]} failed: {failed[0][1]}")
     if isinstance(error, OSError):

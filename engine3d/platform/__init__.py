@@ -1,4 +1,4 @@
-"""What differs between CUDA and a CPU: one interface, two answers. Nothing else in the project asks for a GPU."""
+"""Differences between CUDA and a CPU: one interface, two implementations. No other package asks for a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many copies between tensors, as columns, and what each way of running them makes of them."""
+"""Many copies between tensors, as columns, and the tables and views that run them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from engine3d.startup.lazy_imports import torch
 Column = NDArray[np.int64]
 
 CopyMethod = Literal["mixed", "engines"]
-"""How a GPU copies: its copy engines the long runs and one kernel of its multiprocessors the rest, or its copy engines
-everything."""
+"""Copy method of a GPU: copy engines for long runs and one kernel for the rest, or copy engines for everything."""
 
 RunCopies = Callable[[], None]
 """Enqueues all copies on the device's current stream."""
@@ -36,9 +35,9 @@ class Copies:
 
     Args:
         sources, targets: flat tensors with stride 1.
-        route: which copies belong together; copies of different routes are interleaved.
+        route: the route of each copy. Copies of different routes are interleaved.
         source, target: index of the tensor.
-        near_routes: those whose targets lie on the copying device itself.
+        near_routes: routes whose targets lie on the copying device itself.
     """
 
     sources: Sequence[torch.Tensor]
@@ -61,7 +60,7 @@ class Copies:
         return replace(self, **{name: getattr(self, name)[which] for name in _COLUMNS})
 
     def near(self) -> NDArray[np.bool_]:
-        """Which copies stay on the copying device."""
+        """Mask of the copies that stay on the copying device."""
         return np.isin(self.route, list(self.near_routes))
 
     @property
@@ -71,7 +70,7 @@ class Copies:
 
     def itemsizes(self) -> Column:
         """Bytes of an element of each copy's target."""
-        return _each(self.targets, _itemsize)[self.target]
+        return _column(self.targets, _itemsize)[self.target]
 
     def simplified(self) -> Copies:
         """The same copies, without empty ones and with rows that are neighbours on both sides joined.
@@ -85,7 +84,7 @@ class Copies:
             (copies.targets, copies.target, copies.target_offset, copies.target_stride),
         ):
             last = offset + (copies.rows - 1) * stride + copies.length
-            if (offset < 0).any() or (last > _each(tensors, lambda tensor: tensor.numel())[index]).any():
+            if (offset < 0).any() or (last > _column(tensors, lambda tensor: tensor.numel())[index]).any():
                 raise ValueError("a copy reaches out of its source or target")
         joined = (copies.source_stride == copies.length) & (copies.target_stride == copies.length)
         length = np.where(joined, copies.rows * copies.length, copies.length)
@@ -110,9 +109,9 @@ class Copies:
         return self[_interleave(self.route, self.rows * self.length)]
 
     def casts(self) -> NDArray[np.bool_]:
-        """Which copies change the dtype."""
+        """Mask of the copies that change the dtype."""
         dtypes = sorted({tensor.dtype for tensor in (*self.sources, *self.targets)}, key=str)
-        source, target = (_each(tensors, lambda t: dtypes.index(t.dtype)) for tensors in (self.sources, self.targets))
+        source, target = (_column(tensors, lambda t: dtypes.index(t.dtype)) for tensors in (self.sources, self.targets))
         return source[self.source] != target[self.target]
 
     def views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -131,9 +130,9 @@ class Copies:
         Returns:
             word -> [tiles, TILE_COLUMNS] int64.
         """
-        itemsize = _each(self.sources, _itemsize)[self.source]
-        source = _each(self.sources, torch.Tensor.data_ptr)[self.source] + self.source_offset * itemsize
-        target = _each(self.targets, torch.Tensor.data_ptr)[self.target] + self.target_offset * itemsize
+        itemsize = _column(self.sources, _itemsize)[self.source]
+        source = _column(self.sources, torch.Tensor.data_ptr)[self.source] + self.source_offset * itemsize
+        target = _column(self.targets, torch.Tensor.data_ptr)[self.target] + self.target_offset * itemsize
         width = self.length * itemsize
         source_stride, target_stride = self.source_stride * itemsize, self.target_stride * itemsize
         # The strides of a single row are its length.
@@ -165,15 +164,15 @@ def _itemsize(tensor: torch.Tensor) -> int:
     return tensor.dtype.itemsize
 
 
-def _each(tensors: Sequence[torch.Tensor], fact: Callable[[torch.Tensor], int]) -> Column:
-    return np.array([fact(tensor) for tensor in tensors], dtype=np.int64)
+def _column(tensors: Sequence[torch.Tensor], measure: Callable[[torch.Tensor], int]) -> Column:
+    return np.array([measure(tensor) for tensor in tensors], dtype=np.int64)
 
 
 def _views(
     tensors: Sequence[torch.Tensor], index: Column, offset: Column, stride: Column, rows: list[int], length: list[int]
 ) -> list[torch.Tensor]:
     bases = [tensor.detach() for tensor in tensors]
-    start = (_each(bases, lambda base: int(base.storage_offset()))[index] + offset).tolist()
+    start = (_column(bases, lambda base: int(base.storage_offset()))[index] + offset).tolist()
     return [
         bases[i].as_strided((c,), (1,), o) if r == 1 else bases[i].as_strided((r, c), (s, 1), o)
         for i, o, s, r, c in zip(index.tolist(), start, stride.tolist(), rows, length, strict=True)
@@ -192,7 +191,7 @@ def _interleave(route: Column, size: Column) -> Column:
 
 
 def _cut(table: Column, route: Column, word: int, tile_bytes: int) -> Column:
-    """Cut rectangles of bytes into tiles: long rows into parts, short rows into groups."""
+    """Cut rectangles of bytes into tiles: long rows into segments, short rows into groups."""
     source, target, source_stride, target_stride, rows, width = table.T
     tile_width = np.minimum(width, tile_bytes)
     tile_rows = np.maximum(1, tile_bytes // width)

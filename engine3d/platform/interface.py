@@ -1,4 +1,4 @@
-"""What differs between a CUDA machine and a CPU, as one interface."""
+"""Interface of what differs between a CUDA machine and a CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.offload_memory import OffloadMemory
 from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 from engine3d.startup.lazy_imports import dist, torch
@@ -28,8 +28,8 @@ class DeviceMemory:
     Args:
         allocated: by tensors, now.
         peak: by tensors, at most so far.
-        peak_reserved: taken of the device for tensors, at most so far.
-        total: that the device has.
+        peak_reserved: reserved for tensors, at most so far.
+        total: of the device.
     """
 
     allocated: int
@@ -39,7 +39,7 @@ class DeviceMemory:
 
 
 class Platform(ABC):
-    """Answers for one kind of device. `engine3d.platform.platform` is the one of this machine."""
+    """One kind of device. `engine3d.platform.platform` is the one of this machine."""
 
     device_type: str
     collective_backend: str
@@ -75,14 +75,14 @@ class Platform(ABC):
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Give memory that the allocator holds unused back to the device."""
+        """Return unused memory of the allocator to the device."""
 
     @abstractmethod
     def take_workspaces(self) -> None:
-        """Take what libraries keep from their first use on, in this thread and in autograd's, as memory of its own.
+        """Allocate what libraries keep from their first use on, in this thread and in autograd's, as memory of its own.
 
-        PyTorch's allocator would cut it from what is free by then, such as the memory of a micro-batch's logits, none
-        of which could be given back after that.
+        Otherwise PyTorch's allocator cuts it from what is free by then, such as the memory of a micro-batch's logits,
+        none of which could be freed after that.
         """
 
     @abstractmethod
@@ -101,11 +101,11 @@ class Platform(ABC):
 
     @abstractmethod
     def host_scratch(self, nbytes: int) -> torch.Tensor:
-        """As `host_memory`, but from PyTorch's cache of such memory: soon there, and rounded up to a power of two."""
+        """`host_memory` from PyTorch's cache of such memory: quick to take, and rounded up to a power of two."""
 
     @abstractmethod
-    def away_memory(self, nbytes: int) -> AwayMemory:
-        """Memory for what the device is to hold no longer; no part of what `memory` counts while it rests.
+    def offload_memory(self, nbytes: int) -> OffloadMemory:
+        """Memory for what is offloaded from the device. `memory` does not count it while it rests.
 
         Raises:
             RuntimeError: there is not so much.
@@ -128,7 +128,7 @@ class Platform(ABC):
 
     @abstractmethod
     def prepare_deterministic(self) -> None:
-        """Let this process compute the same bits in every run, in an environment made for it.
+        """Make this process compute the same bits in every run, in an environment made for it.
 
         Raises:
             UserError: the environment is not made for it.
@@ -136,7 +136,7 @@ class Platform(ABC):
 
     @abstractmethod
     def rollout_server_arguments(self, most_requests: int) -> dict[str, Any]:
-        """SGLang engine arguments that this platform needs, for an engine that runs so many requests at once."""
+        """SGLang engine arguments that this platform needs, for an engine that runs at most `most_requests` at once."""
 
     @abstractmethod
     def grammar_arguments(self) -> dict[str, Any]:
@@ -144,19 +144,19 @@ class Platform(ABC):
 
     @abstractmethod
     def rollout_device_arguments(self) -> dict[str, Any]:
-        """More of them, by what the devices are that this process sees; called in SGLang's own main process."""
+        """More of them, for the devices that this process sees; called in SGLang's own main process."""
 
     @abstractmethod
     def rollout_environment(self, tp: int, *, memory_saver: bool = False) -> dict[str, str]:
         """Environment that SGLang's processes need on this platform, for a tensor parallel size.
 
         Args:
-            memory_saver: the engine is to give memory back.
+            memory_saver: the engine is to release memory.
         """
 
     @abstractmethod
     def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
-        """What takes the place of `TorchMemorySaverAdapter.create` in SGLang's processes; None where that works."""
+        """Replacement of `TorchMemorySaverAdapter.create` in SGLang's processes; None where that works."""
 
     @abstractmethod
     def draw_tokens(
@@ -179,23 +179,23 @@ class Platform(ABC):
 
     @abstractmethod
     def device_name(self, slot: int) -> str:
-        """What no other device of the node is called, in any process.
+        """Name of a device, unique in its node, for all processes.
 
         Args:
-            slot: tells the ranks of a node apart where they have no device of their own, as on a CPU.
+            slot: number of a rank of the node that has no device of its own, as on a CPU.
         """
 
     @abstractmethod
     def share_memory(self, storage: torch.UntypedStorage) -> MemoryHandle:
-        """Let other processes of the node map a storage, for as long as it lives. Twice gives the same handle.
+        """Share a storage with other processes of the node, for as long as it lives. Twice gives the same handle.
 
         Raises:
-            EngineError: there is no room for it, or its memory is of a kind that cannot be shared.
+            EngineError: shared memory is full, or its memory is of a kind that cannot be shared.
         """
 
     @abstractmethod
     def shareable_memory(self) -> AbstractContextManager[None]:
-        """What torch takes of the device in the block is of a kind that `share_memory` can share."""
+        """Make torch allocate device memory in the block that `share_memory` can share."""
 
     @abstractmethod
     def map_memory(self, handle: MemoryHandle) -> torch.UntypedStorage:
@@ -207,11 +207,11 @@ class Platform(ABC):
 
     @abstractmethod
     def copy_runner(self, copies: Copies, method: CopyMethod | None = None) -> RunCopies:
-        """What runs many copies at once, as often as wanted. It works on the current device.
+        """Return a function that runs many copies at once, on the current device, any number of times.
 
         Args:
-            copies: between memory that this process reaches. They have to be kept for as long as they may run.
-            method: how a GPU copies, instead of the way that was measured to be the fastest.
+            copies: between memory that this process reaches. The caller keeps them for as long as they may run.
+            method: of a GPU, instead of the one that was measured to be the fastest.
         """
 
     @abstractmethod
@@ -226,11 +226,11 @@ class Platform(ABC):
 
     @abstractmethod
     def peer_exchange(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
-        """Between all ranks of a group, of at most so many bytes of all parts together; called by all of them.
+        """Exchange between all ranks of a group; called by all of them.
 
         Args:
             group, timeout_s: as of `peer_memory`.
-            nbytes: of all ranks' parts together, at most.
+            nbytes: of all ranks' tensors together, at most.
         """
 
     @abstractmethod
@@ -249,7 +249,7 @@ class Platform(ABC):
 
     @cached_property
     def node(self) -> str:
-        """What no other node is called. Containers of one machine differ in it, because they map no shared memory."""
+        """Unique name of the node. Containers of one machine are different nodes, because they map no shared memory."""
         # Two machines may have the same host name, and two containers of one machine too. Memory is mapped through the
         # number of the process that shares it, which is the same for processes of one namespace.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -258,7 +258,7 @@ class Platform(ABC):
 
     @cached_property
     def has_transformer_engine(self) -> bool:
-        """Whether layers are built from Transformer Engine."""
+        """True if layers are built from Transformer Engine."""
         if self.device_type != "cuda" or importlib.util.find_spec("transformer_engine") is None:
             return False
         # The extension is a module of its own where it was built from source, and inside the package in a wheel.
@@ -267,22 +267,22 @@ class Platform(ABC):
 
     @cached_property
     def has_fused_weight_gradient(self) -> bool:
-        """Whether apex's fused weight gradient accumulation is there for Megatron-Core's own linear layers."""
+        """True if apex's fused weight gradient accumulation is installed for Megatron-Core's own linear layers."""
         return self.device_type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
     def libraries(self) -> dict[str, str]:
-        """The libraries found here that decide speed: distribution name to version, or "absent"."""
+        """Installed libraries that decide speed: distribution name to version, or "absent"."""
         names = ("torch", "megatron-core", "transformer-engine", "sglang", "ray")
-        found = {name: distribution_version(name) for name in names}
-        found["apex"] = "present" if importlib.util.find_spec("amp_C") else "absent"
+        versions_by_name = {name: distribution_version(name) for name in names}
+        versions_by_name["apex"] = "present" if importlib.util.find_spec("amp_C") else "absent"
         installed = ("flash-attn", "flash-attn-4") if importlib.util.find_spec("flash_attn") else ()
         versions = [version for name in installed if (version := distribution_version(name)) != "absent"]
-        found["flash-attn"] = versions[0] if versions else "absent"
-        return found
+        versions_by_name["flash-attn"] = versions[0] if versions else "absent"
+        return versions_by_name
 
 
 def distribution_version(distribution: str) -> str:
-    """Of what is installed here by that name; "absent" if nothing is."""
+    """Version of an installed distribution, or "absent"."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

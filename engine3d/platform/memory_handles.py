@@ -1,4 +1,4 @@
-"""What one process gives another of the same node so that it can map its memory."""
+"""Handles by which a process maps memory of another process of its node."""
 
 from __future__ import annotations
 

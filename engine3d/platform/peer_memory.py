@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 WORD_BYTES = 16
 
 type Copy = tuple[Tensor, Tensor]
-"""Of the second into the first, which are alike; one of them is of another rank."""
+"""Target and source of a copy, of one shape and dtype. One of them is of another rank."""
 
 
 class PeerMemory(ABC):
-    """As many bytes of each rank of a group, whose ranks are all on one host, mapped by all of them.
+    """Equal memory of each rank of a group on one host, mapped by all ranks.
 
-    Who copies into another rank's memory calls `meet` before, after which nobody reads any more what was there, and
-    after it, after which all that was copied may be read: the same calls in the same order on every rank.
+    A rank calls `meet` before it copies into another rank's memory, after which nobody reads the former contents, and
+    again afterwards, after which the copies may be read. Every rank makes the same calls in the same order.
 
     Args:
         rank: this one's, in the group.
@@ -31,7 +31,7 @@ class PeerMemory(ABC):
     """
 
     _VIEWS = 64
-    """Of so many kinds at most what `of` gave is kept."""
+    """Most views that are kept."""
 
     def __init__(self, rank: int, memory: Sequence[Tensor]) -> None:
         self.rank, self._memory = rank, memory
@@ -53,18 +53,18 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """What any rank queued before this is done before what this one queues from now on."""
+        """Order what any rank queued before this before what this one queues from now on."""
 
     @abstractmethod
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
-        """Copy in this order, after what is queued now and beside what is queued from now on.
+        """Copy in this order, after what is queued now and concurrently with what is queued from now on.
 
-        What is queued after a call of the function that is returned comes after the copies. It keeps their sources.
+        Work queued after a call of the returned function comes after the copies. The function keeps their sources.
         """
 
 
 class PeerExchange(ABC):
-    """Tensors of a few MB between the ranks of a group, all on one host, by memory that all of them have mapped.
+    """Exchange of tensors of a few MB between the ranks of a group on one host, through mapped memory.
 
     Every rank makes the same calls in the same order, with tensors of one size, which are contiguous.
 
@@ -77,20 +77,20 @@ class PeerExchange(ABC):
         self.rank, self.ranks = rank, ranks
 
     @abstractmethod
-    def gather(self, own: Tensor, into: Tensor) -> None:
-        """What every rank gives, in the order of ranks, into (ranks, ...): whole words of `WORD_BYTES` of each."""
+    def all_gather(self, tensor: Tensor, into: Tensor) -> None:
+        """Gather all ranks' tensors, of complete words of `WORD_BYTES`, into (ranks, ...), in the order of ranks."""
 
     @abstractmethod
-    def add_up(self, whole: Tensor, into: Tensor) -> None:
-        """The sum over ranks of what each has for this one: of (ranks, ...), whole words a rank, its index.
+    def reduce_scatter(self, tensor: Tensor, into: Tensor) -> None:
+        """Sum index `rank` of each rank's (ranks, ...), complete words a rank, into `into`.
 
-        It is in float32, in the order of ranks, and rounded to the dtype of `into` once.
+        The sum is in float32, in the order of ranks, and rounded to the dtype of `into` once.
         """
 
 
-def sum_in_order(parts: Iterable[Tensor], into: Tensor) -> Tensor:
-    """The sum of parts like `into`, in float32 and in their order, rounded once; it is written there."""
+def sum_in_order(terms: Iterable[Tensor], into: Tensor) -> Tensor:
+    """Write the sum of tensors like `into` there, in float32 and in their order, rounded once."""
     total = torch.zeros(into.shape, dtype=torch.float32)
-    for part in parts:
-        total += part.float()
+    for term in terms:
+        total += term.float()
     return into.copy_(total)

@@ -24,8 +24,8 @@ class WireError(EngineError):
         self.peers = tuple(peers)
 
 
-class Exchange(ABC):
-    """Messages under way. The tensors belong to the wire until they have been waited for."""
+class PendingExchange(ABC):
+    """Messages in flight. The wire owns the tensors until `wait` returns."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -57,7 +57,7 @@ class Wire(ABC):
 
     def exchange(
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
-    ) -> Exchange:
+    ) -> PendingExchange:
         """Begin to send to and receive from every participant. All participants call it equally often.
 
         Args:
@@ -73,13 +73,13 @@ class Wire(ABC):
         return self._exchange(outgoing, incoming, outgoing_sizes, incoming_sizes)
 
     def close(self) -> None:
-        """Let go of all connections, which the others notice. What is under way fails."""
+        """Close all connections. The others notice it, and exchanges in flight fail."""
         if self._failure is None:
             self._failure = "it was closed"
             self._abort()
 
     def fail(self, message: str, peers: Sequence[int]) -> WireError:
-        """The error to raise, after which nothing works any more. `peers`: whose messages are missing."""
+        """Break the wire and return the error to raise. `peers`: those whose messages are missing."""
         if self._failure is None:
             self._failure = message
             self._abort()
@@ -94,8 +94,8 @@ class Wire(ABC):
     @abstractmethod
     def _exchange(
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
-    ) -> Exchange:
-        """As `exchange`."""
+    ) -> PendingExchange:
+        """Begin an exchange; see `exchange`."""
 
     @abstractmethod
     def _abort(self) -> None:

@@ -1,1 +1,1 @@
-"""From Megatron-Core's shards straight into SGLang's: the plan, what carries it, and the proof that it is right."""
+"""Weight transfer from Megatron-Core's shards straight into SGLang's: plan, transport, and bitwise verification."""

@@ -1,4 +1,4 @@
-"""The proof: what an engine's rank holds is, bit for bit, what SGLang's own loader makes of an export."""
+"""Verification that an engine's rank holds, bit for bit, what SGLang's own loader makes of an export."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A buffer of a rank that is not what the loader makes of the export.
+class BufferDifference:
+    """Buffer of a rank that differs from what the loader makes of the export.
 
     Args:
         buffer: SGLang's name of the parameter, or of what it derives from one.
         tensor: the first HuggingFace tensor whose elements differ; None where they are of no tensor.
-        elements: how many differ.
-        of: how many there are.
+        elements: that differ.
+        of: elements of the buffer.
     """
 
     buffer: str
@@ -41,7 +41,7 @@ class Difference:
         return f"{self.buffer}{tensor}: {self.elements} of {self.of} elements differ"
 
 
-def differences(model: torch.nn.Module, trace: LoadTrace, directory: Path) -> list[Difference]:
+def differences(model: torch.nn.Module, trace: LoadTrace, directory: Path) -> list[BufferDifference]:
     """Compare a rank's memory with what `model.load_weights` makes of a HuggingFace directory.
 
     Layer by layer, the parameters are given other memory full of a pattern, the loader fills it, and the bits are
@@ -56,44 +56,46 @@ def differences(model: torch.nn.Module, trace: LoadTrace, directory: Path) -> li
         match = _LAYER.search(holding.tensor)
         by_group.setdefault(match[0] if match else "", []).append(holding)
     derived = {name: tensor.clone() for name, tensor in derived_tensors(model).items()}
-    found: list[Difference] = []
+    differing: list[BufferDifference] = []
     with TensorFiles(directory) as files, torch.no_grad():
         try:
             for holdings in by_group.values():
-                found += _compare(model, trace, holdings, files)
+                differing += _compare(model, trace, holdings, files)
             for name, tensor in derived_tensors(model).items():
                 if count := int(torch.ne(_bits(tensor), _bits(derived[name])).sum()):
-                    found.append(Difference(name, None, count, tensor.numel()))
+                    differing.append(BufferDifference(name, None, count, tensor.numel()))
         finally:
             for name, tensor in derived_tensors(model).items():
                 tensor.copy_(derived[name])
-    return found
+    return differing
 
 
 def _compare(
     model: torch.nn.Module, trace: LoadTrace, holdings: list[Holding], files: TensorFiles
-) -> Iterator[Difference]:
+) -> Iterator[BufferDifference]:
     indices = sorted({holding.buffer for holding in holdings})
     names = dict.fromkeys(holding.tensor for holding in holdings)
     memory = loadable_memory(model)
     tensors = {index: memory[trace.buffers[index].name] for index in indices}
-    own = {index: tensor.data for index, tensor in tensors.items()}
+    original = {index: tensor.data for index, tensor in tensors.items()}
     loaded: dict[int, torch.Tensor] = {}
     loader: Any = model
     try:
         for index in indices:
-            loaded[index] = torch.empty(trace.buffers[index].shape, dtype=own[index].dtype, device=own[index].device)
+            loaded[index] = torch.empty(
+                trace.buffers[index].shape, dtype=original[index].dtype, device=original[index].device
+            )
             loaded[index].view(torch.uint8).fill_(_POISON)
             tensors[index].data = loaded[index]
         loader.load_weights(_read(files, list(names)))
     finally:
         for index in indices:
-            tensors[index].data = own[index]
+            tensors[index].data = original[index]
     for index in indices:
-        differ = _bits(own[index]) != _bits(loaded[index])
+        differ = _bits(original[index]) != _bits(loaded[index])
         if count := int(differ.sum()):
             tensor = next((h.tensor for h in holdings if h.buffer == index and _within(differ, h).any()), None)
-            yield Difference(trace.buffers[index].name, tensor, count, differ.numel())
+            yield BufferDifference(trace.buffers[index].name, tensor, count, differ.numel())
 
 
 def loadable_memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -105,7 +107,7 @@ def _read(files: TensorFiles, names: list[str]) -> Iterator[tuple[str, torch.Ten
     for name in names:
         if name not in files.tensors:
             raise UserError(f"tensor {name}: missing in {files.directory}")
-        yield name, files.read(name, tuple((0, size) for size in files.tensors[name].shape))
+        yield name, files.stored(name, tuple((0, size) for size in files.tensors[name].shape))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from engine3d.rollout.config import RolloutConfig, SamplingConfig
     from engine3d.rollout.engine import RolloutEngine
     from engine3d.rollout.member import EngineMember
-    from engine3d.rollout.part import EnginePart
     from engine3d.rollout.requests import Request, Response
+    from engine3d.rollout.shard import EngineShard
 
-__all__ = ["EngineMember", "EnginePart", "Request", "Response", "RolloutConfig", "RolloutEngine", "SamplingConfig"]
+__all__ = ["EngineMember", "EngineShard", "Request", "Response", "RolloutConfig", "RolloutEngine", "SamplingConfig"]
 
 # Imported when first asked for: settings need no engine.
 __getattr__ = attributes_later(
     __name__,
     {
         "EngineMember": "member",
-        "EnginePart": "part",
+        "EngineShard": "shard",
         "Request": "requests",
         "Response": "requests",
         "RolloutConfig": "config",

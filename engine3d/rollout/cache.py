@@ -1,4 +1,4 @@
-"""How many tokens a KV cache needs room for, so that no request waits for it."""
+"""Size of a KV cache in tokens, such that no request waits for it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from engine3d.models.precision import Precision
 from engine3d.rollout.server_arguments import check_attention_backend, check_server_arguments
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 
@@ -19,11 +20,22 @@ MOST_REQUESTS = 1024
 """Most requests in flight in a group of ranks with `cascade_attention`: each is compared with all others."""
 
 _OTHER_GRAPHS = "cuda_graph_max_bs_decode"
-"""Of SGLang's arguments, the one that says other batch sizes for CUDA graphs than the platform's."""
+"""SGLang's argument that sets other batch sizes for CUDA graphs than the platform's."""
+
+_NOT_WITH_PRECISION = (
+    "deterministic",
+    "fused_sampling",
+    "peer_collectives",
+    "cascade_attention",
+    "local_experts_only",
+    "release_weights",
+)
+_WITH_PRECISION = {"load_format", "chunked_prefill_size", "max_prefill_tokens", _OTHER_GRAPHS}
+"""SGLang's arguments that do not choose its kernels."""
 
 
 class RolloutConfig(Settings):
-    """How one SGLang engine is started.
+    """Configuration of one SGLang engine.
 
     `context_length` counts prompt and response together; None takes the model's own.
 
@@ -45,6 +57,9 @@ class RolloutConfig(Settings):
     without. A rank holds more weights then."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of the weights and the KV cache."""
+    precision: Precision | None = None
+    """Precision of quantised weights: `fp8` for the matrices of attention and MLPs, in blocks of 128 x 128. The actor
+    quantises them for each version. All weights are in `dtype` if null."""
     context_length: int | None = Field(None, ge=2, le=MOST_TOKENS)
     """Most tokens of prompt and response together; the model's own limit if null."""
     mem_fraction_static: float = Field(0.7, gt=0, lt=1)
@@ -54,7 +69,7 @@ class RolloutConfig(Settings):
     max_total_tokens: int | None = Field(None, ge=16, le=1 << 40)
     """Size of the KV cache in tokens; as large as the requests need if null."""
     seed: int = Field(0, ge=0, lt=2**30)
-    """Of the sampled tokens; the run's seed is added to it."""
+    """Seed of the sampled tokens; the run's seed is added to it."""
     deterministic: bool = False
     """Sample with a seed for each response, so that a run can be repeated; slower. On CUDA with kernels whose results
     do not depend on the batch; on a CPU the same batch gives the same bits, another batch nearly the same log-probs."""
@@ -63,25 +78,30 @@ class RolloutConfig(Settings):
     The distribution is the same, the random numbers are others. Not with `deterministic`; a batch with a response of
     the most likely tokens, or by top_k, top_p or min_p, is drawn as without it."""
     peer_collectives: bool = False
-    """With `attention_dp`: ranks write a decoding step's tokens into each other's memory, by kernels, where NCCL takes
-    longer to start than to send them. Sums over ranks are in float32."""
+    """Write a decoding step's tokens into the memory of other ranks by kernels, where NCCL takes longer to start than
+    to send them; only with `attention_dp`. Sums over ranks are in float32.
+    """
     cascade_attention: bool = False
     """On GPUs of compute capability 8 and 9 (FlashAttention-3): a decoding step reads the pages of the KV cache that
     several requests share, as the samples of a prompt do, once for a tile of them."""
     local_experts_only: bool = False
-    """With `ep`, on GPUs: other ranks' experts get no rows, where SGLang computes zeros for them and adds them up. Sums
-    over a rank's experts are in float32."""
+    """Leave out rows of other ranks' experts, for which SGLang computes zeros and adds them up; only with `ep`, on
+    GPUs. Sums over a rank's experts are in float32.
+    """
     cuda_graph: bool = True
     """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
     """One of `server_arguments.ATTENTION_BACKENDS`; SGLang's own choice for the device and the model if null."""
     token_versions: bool = False
     """Note with each token which version of the weights drew it, as a stream of responses needs."""
+    routes: bool = False
+    """Return the experts of every token with the responses of a model with experts."""
     memory_saver: bool = False
-    """Let `release_memory` give the KV cache's memory back while the engine lives."""
+    """Release the KV cache's memory in `release_memory`, while the engine lives."""
     release_weights: bool = False
-    """With `memory_saver`: let it give the weights' memory back too. They come back with the next transfer, which the
-    engine's ranks read from the trainer's memory; nothing is generated before it is whole."""
+    """Release the weights' memory, too; only with `memory_saver`. The next transfer restores them: the engine's ranks
+    read them from the trainer's memory, and nothing is generated before it is complete.
+    """
     start_timeout_s: Seconds = 600
     """Limit of the start of an engine."""
     request_timeout_s: Seconds = 600
@@ -115,6 +135,8 @@ class RolloutConfig(Settings):
             raise ValueError("local_experts_only=true does nothing with ep=1, expected false")
         if self.local_experts_only and self.deterministic:
             raise ValueError("local_experts_only=true was not tried with deterministic=true, expected one of them")
+        if self.precision is not None:
+            self._check_precision()
         if self.cascade_attention:
             self._check_cascade_attention()
         if self.release_weights and not self.memory_saver:
@@ -122,7 +144,47 @@ class RolloutConfig(Settings):
         if self.fused_sampling and self.deterministic:
             raise ValueError("fused_sampling=true draws without the seeds that deterministic=true needs, expected one")
         check_server_arguments(self.server_args)
+        if self.routes and (errors := self.route_errors()):
+            raise ValueError(errors[0])
         return self
+
+    def route_errors(self) -> list[str]:
+        """Settings with which routes do not go."""
+        errors = []
+        if self.precision is not None:
+            errors.append(f"precision={self.precision} was not tried with routes=true, expected one of them")
+        if self.server_args.get("chunked_prefill_size") == -1:
+            errors.append(
+                "server_args.chunked_prefill_size=-1 with routes=true: there is memory for the routes of as many "
+                "tokens as are read at a time, expected a whole number of at least 1"
+            )
+        if self.server_args.get("enable_torch_compile"):
+            errors.append("server_args.enable_torch_compile=true was not tried with routes=true, expected one of them")
+        return errors
+
+    def _check_precision(self) -> None:
+        if self.dtype == "float32":
+            raise ValueError(f"precision={self.precision} with dtype=float32, expected bfloat16 or float16")
+        settings = {name: getattr(self, name) for name in _NOT_WITH_PRECISION}
+        settings["attention_dp"] = self.attention_dp > 1
+        for name, is_set in settings.items():
+            if is_set:
+                raise ValueError(
+                    f"precision={self.precision} was not tried with {name}={_text(getattr(self, name))}, expected one "
+                    "of them"
+                )
+        if others := sorted(self.server_args.keys() - _WITH_PRECISION):
+            raise ValueError(f"precision={self.precision} was not tried with server_args.{others[0]}, expected none")
+        if (given := self.server_args.get("load_format", "dummy")) != "dummy":
+            raise ValueError(
+                f"precision={self.precision} with server_args.load_format={given}: the actor quantises the weights, "
+                "expected dummy"
+            )
+
+    @property
+    def loads_weights(self) -> bool:
+        """True if the engine starts with the weights of its model's files."""
+        return self.precision is None and self.server_args.get("load_format") != "dummy"
 
     def _check_cascade_attention(self) -> None:
         for name in ("deterministic", "token_versions"):
@@ -130,9 +192,9 @@ class RolloutConfig(Settings):
                 raise ValueError(f"cascade_attention=true was not tried with {name}=true, expected one of them")
         if self.attention_dp > 1:
             uncaptured = {"cuda_graph=false": not self.cuda_graph, f"server_args.{_OTHER_GRAPHS}": self.has_own_graphs}
-            if found := [name for name, given in uncaptured.items() if given]:
+            if refused := [name for name, given in uncaptured.items() if given]:
                 raise ValueError(
-                    f"cascade_attention=true was not tried with attention_dp={self.attention_dp} and {found[0]}: "
+                    f"cascade_attention=true was not tried with attention_dp={self.attention_dp} and {refused[0]}: "
                     "expected CUDA graphs of all batches"
                 )
         if self.attention_backend not in (None, "fa3"):
@@ -147,7 +209,7 @@ class RolloutConfig(Settings):
 
     @property
     def has_own_graphs(self) -> bool:
-        """Whether the user says for which batches decoding is captured."""
+        """True if the user sets the batch sizes for which decoding is captured."""
         return _OTHER_GRAPHS in self.server_args
 
     @property
@@ -166,8 +228,12 @@ class RolloutConfig(Settings):
         return -(-self.max_running_requests // self.attention_dp)
 
 
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class Alterations(Settings):
-    """What changes the distribution that tokens are drawn from, beside the temperature; nothing does by default.
+    """Settings that change the distribution tokens are drawn from, besides the temperature; none does by default.
 
     An engine's log-probs are those of softmax(logits / temperature): what `top_p`, `top_k` and `min_p` cut off stays in
     them, and the penalties, which change logits, are in them too. So tokens that are drawn with any of these are drawn
@@ -200,15 +266,15 @@ class Alterations(Settings):
 
     @property
     def altered(self) -> dict[str, float]:
-        """Those that are set to what changes the distribution, with their values."""
+        """Settings whose values change the distribution, with these values."""
         return {name: value for name, neutral in NEUTRAL.items() if (value := getattr(self, name)) != neutral}
 
 
 class Sampling(Protocol):
-    """How responses are drawn, by their prompts."""
+    """Sampling of responses, by their prompts."""
 
     def for_prompt(self, tokens: int) -> SamplingConfig:
-        """For a prompt of so many tokens."""
+        """Sampling of a prompt of `tokens` tokens."""
 
 
 NEUTRAL: Mapping[str, float] = {name: field.default for name, field in Alterations.model_fields.items()}
@@ -216,14 +282,14 @@ NEUTRAL: Mapping[str, float] = {name: field.default for name, field in Alteratio
 
 
 class SamplingConfig(Alterations):
-    """How tokens are drawn. Temperature 0 takes the most likely token."""
+    """Sampling of tokens. Temperature 0 takes the most likely token."""
 
     temperature: float = Field(1.0, ge=0, le=100)
     """Divides the logits; 0 takes the most likely token, which only an evaluation may."""
     max_new_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
     """Most tokens of a response."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens at which a response ends, beside the model's own."""
+    """Tokens at which a response ends, besides the model's own."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts at which a response ends, with the token that completes one: it is a part of the response. They need a
     tokenizer in the model's directory."""
@@ -247,5 +313,5 @@ class SamplingConfig(Alterations):
         return self
 
     def for_prompt(self, tokens: int) -> SamplingConfig:
-        """For a prompt of so many tokens: as for any other."""
+        """Return the same sampling for every prompt."""
         return self

@@ -12,17 +12,17 @@ from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.messages import GivenLogprobs
 from engine3d.rollout.host.process import HostProcess
-from engine3d.rollout.host.stream import UnderWay
-from engine3d.rollout.part import WHOLE, EnginePart
+from engine3d.rollout.host.stream import InFlightPolicy
 from engine3d.rollout.scheduler.rank import Call
+from engine3d.rollout.shard import SINGLE_HOST, EngineShard
 from engine3d.rollout.streams import ResponseStreams
 
 if TYPE_CHECKING:
     from engine3d.reshard.describe.memory import SharedShards
-    from engine3d.reshard.describe.shards import Place
+    from engine3d.reshard.describe.shards import Location
     from engine3d.reshard.plan.coordinate import ReceiveOrder
     from engine3d.reshard.transport.sender import Sent, Transport
-    from engine3d.reshard.verify import Difference
+    from engine3d.reshard.verify import BufferDifference
 
 _RELEASED = "their memory was released, and they were not transferred since"
 _BOUND = "they are the trainer's, who committed none yet"
@@ -42,7 +42,7 @@ class RolloutEngine(ResponseStreams):
         devices: Sequence[int] = (),
         log_path: str | Path | None = None,
         weight_sources: Sequence[Path | None] = (),
-        part: EnginePart = WHOLE,
+        shard: EngineShard = SINGLE_HOST,
     ) -> None:
         """Check everything that can be checked without starting anything.
 
@@ -53,18 +53,17 @@ class RolloutEngine(ResponseStreams):
         where its weights lie (`WeightSender.publish`), or None. Parameters with the same bytes become the trainer's
         memory before CUDA graphs are captured; the start waits for the files. Such an engine generates nothing until
         the first transfer was committed.
-        `part`: the first of an engine on several hosts, whose others are an `EngineMember` each; the start waits for
+        `shard`: the first of an engine on several hosts, whose others are an `EngineMember` each; the start waits for
         them. Such an engine must not be asked for anything before all have been started.
         """
         super().__init__(config, log_path)
-        dummy = config.server_args.get("load_format") == "dummy"
-        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=not dummy)
+        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=config.loads_weights)
         self._context_length = launch.context_length(config, self._model)
         self._devices = tuple(devices)
-        launch.check_part(config, part, self._devices, weight_sources)
-        if part.index:
-            raise UserError(f"part {part.index} of a rollout engine is an EngineMember, expected part 0")
-        self._part = part
+        launch.check_shard(config, shard, self._devices, weight_sources)
+        if shard.index:
+            raise UserError(f"shard {shard.index} of a rollout engine is an EngineMember, expected shard 0")
+        self._shard = shard
         self._weight_sources = tuple(weight_sources)
         # Memory that is the trainer's holds whatever the trainer is at.
         self._stale: str | None = _BOUND if any(weight_sources) else None
@@ -80,7 +79,7 @@ class RolloutEngine(ResponseStreams):
         if self._host is not None:
             raise UserError("the rollout engine was started already")
         self._host = launch.start_host(
-            self.config, self._model, self._devices, self._weight_sources, self._part, self._log_path
+            self.config, self._model, self._devices, self._weight_sources, self._shard, self._log_path
         )
         limits = self._host.wait_until_up(self.config.start_timeout_s)
         assert limits is not None
@@ -101,7 +100,7 @@ class RolloutEngine(ResponseStreams):
         `firsts` has for each sequence the first token that is asked for, at least 1: nothing comes before token 0.
         `top`: how many of the most likely tokens, at least 1.
 
-        Raises UserError for arguments that are wrong; EngineError while the weights are not whole.
+        Raises UserError for arguments that are wrong; EngineError while the weights are incomplete.
         """
         host = self._able()
         if len(firsts) != len(sequences):
@@ -129,14 +128,16 @@ class RolloutEngine(ResponseStreams):
         return result
 
     def share_weights(
-        self, name: str = "engine", first_rank: int = 0, places: Sequence[Place] | None = None
+        self, name: str = "engine", first_rank: int = 0, locations: Sequence[Location] | None = None
     ) -> list[SharedShards]:
-        """For each rank, which elements of the model its memory holds, and handles by which trainers can map it.
+        """Share each rank's memory: the elements of the model in it, and handles by which trainers can map it.
 
-        `name`: how errors call the engine. `first_rank`: of its ranks among those of all engines. `places`: where each
-        rank's memory is, where the platform cannot know.
+        `name`: how errors call the engine. `first_rank`: of its ranks among those of all engines. `locations`: of each
+        rank's memory, where the platform cannot know.
         """
-        return self._call_ranks("description of weights", "share", name=name, first_rank=first_rank, places=places)
+        return self._call_ranks(
+            "description of weights", "share", name=name, first_rank=first_rank, locations=locations
+        )
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters in the memory of the engine's ranks, those in the trainer's memory left out."""
@@ -149,16 +150,16 @@ class RolloutEngine(ResponseStreams):
         self._receive_timeout_s = max(limits, default=None)
         self._call_ranks("connection for weights", "connect", self._receive_timeout_s, orders=list(orders))
 
-    def begin_weights(self, version: int, timeout_s: float | None = None, under_way: UnderWay = "wait") -> None:
+    def begin_weights(self, version: int, timeout_s: float | None = None, in_flight: InFlightPolicy = "wait") -> None:
         """Begin a transfer: nothing is generated, and the engine's memory may be written, until `commit_weights`.
 
-        `under_way`: the fate of responses in flight (see `UnderWay`). Requests that come now begin with the new
+        `in_flight`: the fate of responses in flight (see `InFlightPolicy`). Requests that come now begin with the new
         weights. A transfer that was never committed may be begun again.
         """
         self._check_weights_are_there()
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
         phase = f"begin of weights version {version}"
-        self._running().call(phase, "begin_weights", timeout_s, responses=0, under_way=under_way)
+        self._running().call(phase, "begin_weights", timeout_s, responses=0, in_flight=in_flight)
         self._stale = f"the transfer of version {version} was not committed"
         self._begun, self._sealed = version, False
 
@@ -192,6 +193,7 @@ class RolloutEngine(ResponseStreams):
         if not self._sealed:
             raise UserError(f"weights version {version} was not sealed")
         self._call(f"commit of weights version {version}", "commit_weights", version=version)
+        self._running().responses.resume()  # before stalls count again
         self._stale = self._begun = None
 
     def _check_begun(self, version: int) -> None:
@@ -199,8 +201,9 @@ class RolloutEngine(ResponseStreams):
             begun = f", but version {self._begun}" if self._begun is not None else ""
             raise UserError(f"the transfer of weights version {version} was not begun{begun}")
 
-    def verify_weights(self, directory: str | Path) -> list[list[Difference]]:
-        """For each rank, what differs between its memory and what SGLang's loader makes of a HuggingFace directory.
+    def verify_weights(self, directory: str | Path) -> list[list[BufferDifference]]:
+        """Compare each rank's memory with the weights that SGLang's loader makes of a HuggingFace directory. Returns
+        the differences.
 
         Empty lists prove that all bits are equal, what SGLang derives from its parameters included.
         """
@@ -224,14 +227,14 @@ class RolloutEngine(ResponseStreams):
 
     @property
     def log_path(self) -> Path | None:
-        """Where the engine's processes print; None before `start` where no path was given."""
+        """File of the engine's output; None before `start` where no path was given."""
         return self._host.log_path if self._host is not None else self._log_path
 
     def release_memory(self) -> None:
-        """Give the KV cache's memory back and drop what it held; needs `RolloutConfig.memory_saver`.
+        """Release the KV cache's memory and drop its contents; needs `RolloutConfig.memory_saver`.
 
         With `RolloutConfig.release_weights` that of the weights too: then nothing is generated until `restore_memory`
-        and a whole transfer. Otherwise weights stay, and nothing is generated until `restore_memory`.
+        and a complete transfer. Otherwise weights stay, and nothing is generated until `restore_memory`.
         """
         self._check_memory_saver()
         self._released = True
@@ -249,7 +252,7 @@ class RolloutEngine(ResponseStreams):
 
     @property
     def _saved_memory(self) -> list[str]:
-        """What SGLang calls it."""
+        """SGLang's names of the memory that is released."""
         return ["kv_cache", "weights"] if self.config.release_weights else ["kv_cache"]
 
     def _check_weights_are_there(self) -> None:
@@ -266,7 +269,7 @@ class RolloutEngine(ResponseStreams):
 
         Raises:
             UserError: no steps are asked for.
-            EngineError: a trace is under way. One that waits for its first step is replaced instead.
+            EngineError: a trace is in progress. One that waits for its first step is replaced instead.
         """
         if steps < 1:
             raise UserError(f"a trace of {steps} steps of a rollout engine; expected at least 1")

@@ -1,4 +1,4 @@
-"""What a rollout engine is started with: the facts of its model directory, SGLang's arguments, and the environment."""
+"""Inputs of a rollout engine's start: sizes of its model, SGLang's arguments, and the environment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
-from engine3d.models import sglang_overrides
+from engine3d.models import load_model_spec, sglang_overrides
+from engine3d.models.precision import quantisation_config
+from engine3d.models.quantised import QUANTISATION_KEY
 from engine3d.models.safetensors_files import read_header
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.process import HostProcess
-from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.plugin import (
     CASCADE_VARIABLE,
     FUSED_SAMPLING_VARIABLE,
@@ -29,9 +30,11 @@ from engine3d.rollout.scheduler.plugin import (
     PEERS_VARIABLE,
 )
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
+from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
-from engine3d.rollout.served import check_device
+from engine3d.rollout.served import check_device, check_unquantised
 from engine3d.rollout.server_arguments import check_against_platform
+from engine3d.rollout.shard import SINGLE_HOST, EngineShard
 from engine3d.sglang_source import attention_arguments, sglang_directory
 
 # Of a launcher's own process group, which SGLang's processes are no part of.
@@ -45,8 +48,8 @@ _OTHER_RESULTS = frozenset({"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MO
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the client needs to know of a HuggingFace model directory."""
+class ModelDirectory:
+    """Sizes and names in a HuggingFace model directory."""
 
     directory: Path
     architectures: tuple[str, ...]
@@ -56,7 +59,7 @@ class ModelFacts:
     """Keys of the config that SGLang is to read otherwise than the file has them, and their values."""
 
 
-def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
+def read_model(directory: Path, weights_needed: bool) -> ModelDirectory:
     """Read a model directory's config.json and the headers of its weights. Raises UserError naming what is missing."""
     config_path = directory / "config.json"
     if not config_path.is_file():
@@ -71,12 +74,13 @@ def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
     files = sorted(directory.glob("*.safetensors"))
     if weights_needed and not files:
         raise UserError(f"model directory {directory} holds no *.safetensors")
-    for file in files:
-        read_header(file)
-    return ModelFacts(directory, architectures, vocab_size, max_positions, overrides)
+    stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
+    if weights_needed:
+        check_unquantised(directory, stored)
+    return ModelDirectory(directory, architectures, vocab_size, max_positions, overrides)
 
 
-def context_length(config: RolloutConfig, model: ModelFacts) -> int:
+def context_length(config: RolloutConfig, model: ModelDirectory) -> int:
     """Tokens of prompt and response together. Raises UserError when the model cannot have that many."""
     if config.context_length is None:
         return model.max_positions
@@ -92,20 +96,26 @@ def most_requests(config: RolloutConfig) -> int:
     return config.requests_of_a_group + (0 if config.has_own_graphs else SPARE_REQUESTS)
 
 
-def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart = WHOLE) -> dict[str, Any]:
+def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: EngineShard = SINGLE_HOST) -> dict[str, Any]:
     """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang.
 
     Args:
         config: of the engine.
         model: that it serves.
-        part: of the engine that is on this host.
+        shard: of the engine on this host.
 
     Raises:
         UserError: names a setting that this platform cannot have.
     """
     requests, groups = most_requests(config), config.attention_dp
-    if groups > 1 and part.count > 1:
-        raise UserError(f"attention_dp={groups} was not tried with an engine on {part.count} hosts, expected 1")
+    untried = (
+        (groups > 1, f"attention_dp={groups}", "1"),
+        (config.routes, "routes=true", "false"),
+        (config.precision is not None, f"precision={config.precision}", "null"),
+    )
+    for used, setting, expected in untried:
+        if used and shard.count > 1:
+            raise UserError(f"{setting} was not tried with an engine on {shard.count} hosts, expected {expected}")
     arguments: dict[str, Any] = {
         "model_path": str(model.directory),
         "skip_tokenizer_init": True,
@@ -119,6 +129,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
         "enable_deterministic_inference": config.deterministic,
         "disable_cuda_graph": not config.cuda_graph,
         "enable_memory_saver": config.memory_saver,
+        "enable_return_routed_experts": config.routes,
         "weight_version": "0",
         "grammar_backend": "none",
         "skip_server_warmup": True,
@@ -136,10 +147,14 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
         # A group that sleeps until it is asked for something keeps those waiting that were. They sleep while memory is
         # released (`engine3d.rollout.scheduler.released`).
         arguments |= attention_arguments(groups) | {"sleep_on_idle": False}
-    if part.count > 1:
-        arguments |= {"nnodes": part.count, "node_rank": part.index}
-    if model.overrides:
-        arguments["json_model_override_args"] = json.dumps(model.overrides)
+    if shard.count > 1:
+        arguments |= {"nnodes": shard.count, "node_rank": shard.index}
+    overrides = dict(model.overrides)
+    if config.precision is not None:
+        overrides[QUANTISATION_KEY] = quantisation_config(load_model_spec(model.directory))
+        arguments["load_format"] = "dummy"
+    if overrides:
+        arguments["json_model_override_args"] = json.dumps(overrides)
     needed = tokens_needed(
         requests=config.requests_of_a_group,
         sequence_tokens=context_length(config, model),
@@ -152,10 +167,10 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
 
 def environment(
     config: RolloutConfig,
-    model: ModelFacts,
+    model: ModelDirectory,
     devices: tuple[int, ...],
     weight_sources: tuple[Path | None, ...] = (),
-    part: EnginePart = WHOLE,
+    shard: EngineShard = SINGLE_HOST,
 ) -> dict[str, str]:
     """The environment of the engine's processes on one host.
 
@@ -164,21 +179,24 @@ def environment(
         model: that it serves.
         devices: of its ranks here, by index among those that this process sees; empty for all of them.
         weight_sources: of all of its ranks.
-        part: of the engine that is on this host.
+        shard: of the engine on this host.
     """
     variables = server_environment(config.tp, model.architectures, devices, memory_saver=config.memory_saver)
     for name in _OTHER_RESULTS:
         variables.pop(name, None)
     if platform.gpus and not _compiles(config):
-        # A handful of operations beside the large kernels, which CUDA graphs hold anyway: half a minute of every first
+        # A handful of operations next to the large kernels, which CUDA graphs hold anyway: half a minute of every first
         # start.
         variables.setdefault("TORCH_COMPILE_DISABLE", "1")
-    if part.count > 1:
-        variables[MEETING_VARIABLE] = part.store
+    if shard.count > 1:
+        variables[MEETING_VARIABLE] = shard.store
         variables[MEETING_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
-        # Without it a part that is not the first would serve HTTP, and the first one listen for others' objects.
+        # Without it a shard that is not the first would serve HTTP, and the first one listen for others' objects.
         variables["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         variables["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
+    if platform.gpus and config.precision is not None:
+        # It runs its kernels with every number of rows up to 16,384 otherwise: 10 to 20 minutes of a start.
+        variables.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
     if config.release_weights:
         variables[RELEASE_VARIABLE] = "1"
     if config.token_versions:
@@ -191,6 +209,8 @@ def environment(
         variables[CASCADE_VARIABLE] = "1"
     if config.local_experts_only:
         variables[LOCAL_EXPERTS_VARIABLE] = "1"
+    if config.routes:
+        variables[ROUTES_VARIABLE] = "1"
     if any(weight_sources):
         variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
@@ -223,47 +243,47 @@ def server_environment(
 
 def start_host(
     config: RolloutConfig,
-    model: ModelFacts,
+    model: ModelDirectory,
     devices: tuple[int, ...],
     weight_sources: tuple[Path | None, ...],
-    part: EnginePart,
+    shard: EngineShard,
     log_path: Path | None,
 ) -> HostProcess:
-    """Start the process that owns this host's part of an engine.
+    """Start the process that owns this host's shard of an engine.
 
     Args:
         config: of the engine.
         model: that it serves.
         devices: of its ranks here, by index among those that this process sees; empty for all of them.
         weight_sources: of all of its ranks; empty for none.
-        part: of the engine that is on this host.
+        shard: of the engine on this host.
         log_path: for all that its processes print; a temporary file if None.
     """
     return HostProcess(
-        server_arguments(config, model, part),
-        environment(config, model, devices, weight_sources, part),
+        server_arguments(config, model, shard),
+        environment(config, model, devices, weight_sources, shard),
         log_path or Path(tempfile.mkstemp(prefix="rollout-", suffix=".log")[1]),
     )
 
 
-def check_part(
-    config: RolloutConfig, part: EnginePart, devices: Sequence[int], weight_sources: Sequence[Path | None]
+def check_shard(
+    config: RolloutConfig, shard: EngineShard, devices: Sequence[int], weight_sources: Sequence[Path | None]
 ) -> None:
-    """Check what an engine's part on a host is given.
+    """Check the devices and weight sources of an engine's shard.
 
     Raises:
-        UserError: it is not that of so many ranks.
+        UserError: their number is not that of the ranks.
     """
-    ranks = part.ranks(config)
+    ranks = shard.ranks(config)
     if devices and len(devices) != ranks:
-        here = f", of which {ranks} are on this host" if part.count > 1 else ""
+        here = f", of which {ranks} are on this host" if shard.count > 1 else ""
         raise UserError(f"{len(devices)} devices for a rollout engine of tp {config.tp}{here}")
     if weight_sources and len(weight_sources) != config.tp:
         raise UserError(f"{len(weight_sources)} weight sources for a rollout engine of tp {config.tp}")
 
 
 def _compiles(config: RolloutConfig) -> bool:
-    """Whether an engine does what is slow, or nothing, without torch.compile: deterministic sampling, among others."""
+    """True if torch.compile speeds the engine up, or it needs it: deterministic sampling, among others."""
     asks = config.deterministic or config.attention_backend == "flex_attention"
     return asks or bool(config.server_args.get("enable_torch_compile"))
 

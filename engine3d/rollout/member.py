@@ -1,4 +1,4 @@
-"""A part of a rollout engine on another host than its first, as its client sees it: start, follow, shut down."""
+"""A shard of a rollout engine on another host than its first, as its client sees it: start, follow, shut down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine3d.errors import UserError
 from engine3d.rollout import launch
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.owner import HostOwner
-from engine3d.rollout.part import EnginePart
+from engine3d.rollout.shard import EngineShard
 
 
 class EngineMember(HostOwner):
@@ -24,19 +24,18 @@ class EngineMember(HostOwner):
         log_path: str | Path | None = None,
         weight_sources: Sequence[Path | None] = (),
         *,
-        part: EnginePart,
+        shard: EngineShard,
     ) -> None:
         """Check everything that can be checked without starting anything. The arguments are those of `RolloutEngine`.
 
-        `part`: any but the first.
+        `shard`: any but the first.
         """
-        if part.index == 0:
-            raise UserError("part 0 of a rollout engine is a RolloutEngine, expected another part")
-        launch.check_part(config, part, devices, weight_sources)
+        if shard.index == 0:
+            raise UserError("shard 0 of a rollout engine is a RolloutEngine, expected another shard")
+        launch.check_shard(config, shard, devices, weight_sources)
         super().__init__(config, log_path)
-        self._part, self._devices = part, tuple(devices)
-        dummy = config.server_args.get("load_format") == "dummy"
-        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=not dummy)
+        self._shard, self._devices = shard, tuple(devices)
+        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=config.loads_weights)
         self._weight_sources = tuple(weight_sources)
 
     def start(self) -> Self:
@@ -46,9 +45,9 @@ class EngineMember(HostOwner):
             EngineError: after `start_timeout_s` at the latest.
         """
         if self._host is not None:
-            raise UserError("this part of the rollout engine was started already")
+            raise UserError("this shard of the rollout engine was started already")
         self._host = launch.start_host(
-            self.config, self._model, self._devices, self._weight_sources, self._part, self._log_path
+            self.config, self._model, self._devices, self._weight_sources, self._shard, self._log_path
         )
         self._host.wait_until_up(self.config.start_timeout_s)
         return self

@@ -24,7 +24,7 @@ _NAME = re.compile(r"E=(\d+),(N=.*)")
 
 
 def environment(directory: Path, server_arguments: Mapping[str, Any]) -> dict[str, str]:
-    """What SGLang's processes need in their environment to find the files of a whole model for a part of its experts.
+    """Environment by which SGLang's processes find the files of all experts for a share of them.
 
     Args:
         directory: for links to SGLang's files; taken only where there are experts to spread.
@@ -49,18 +49,18 @@ def link(tuned: Path, target: Path, experts: int, local: int) -> None:
     files = [path for path in tuned.rglob("*.json") if path.parent != tuned]
     there = {path.name for path in files}
     for path in files:
-        place = target / path.relative_to(tuned)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(path)
-        found = _NAME.fullmatch(path.name)
-        if found and int(found[1]) == experts and (name := f"E={local},{found[2]}") not in there:
-            place.with_name(name).symlink_to(path)
+        destination = target / path.relative_to(tuned)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        destination.symlink_to(path)
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) == experts and (name := f"E={local},{match[2]}") not in there:
+            destination.with_name(name).symlink_to(path)
 
 
 def tuned_tables(name: str) -> list[Path]:
     """SGLang's files of this name, those for the newest version of Triton first."""
-    found = [path for path in (sglang_directory() / _TUNED).rglob("*.json") if path.name == name]
-    return sorted(found, key=lambda path: [int(part) for part in path.parent.name.split("_")[1:]], reverse=True)
+    paths = [path for path in (sglang_directory() / _TUNED).rglob("*.json") if path.name == name]
+    return sorted(paths, key=lambda path: [int(number) for number in path.parent.name.split("_")[1:]], reverse=True)
 
 
 def _experts(model: Path) -> int:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine3d.rollout.config import SamplingConfig
 
+if TYPE_CHECKING:
+    import numpy as np
+
 FinishReason = Literal["stop", "length", "abort"]
+
+GIVEN = -1
+"""Version of tokens of a response that no weights drew: an environment has added them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,22 +22,37 @@ class Response:
     """A response, complete or as far as it is.
 
     Args:
-        token_ids: sampled tokens, a sampled stop token and the token that completed a text stop included.
+        token_ids: sampled tokens, a sampled stop token and the token that completed a text stop included; between them
+            those of an environment.
         logprobs: natural log-probability of each token under the sampling temperature, of the forward pass that drew
-            it. See `Alterations` for what is drawn from another distribution than that.
-        versions: version of the weights that drew each token.
+            it; 0 of tokens that were not drawn. See `Alterations` for what is drawn from another distribution than
+            that.
+        versions: version of the weights that drew each token; `GIVEN` of tokens that were not drawn.
         finish_reason: why it ended; None while it is in flight.
+        error: why the engine could not make it, in one line. It has finish reason "abort" then. None otherwise.
+        routes: (rows, columns) integers in the format of `RouteFormat`: a row for each token of prompt and response but
+            the last, of the forward pass that drew the token after it. None of an engine without `RolloutConfig.routes`
+            and of a response without tokens.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    routes: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest weights that drew a token; -1 without tokens."""
-        return min(self.versions, default=-1)
+        """Version of the oldest weights that drew a token; -1 if none was drawn."""
+        return min((version for version in self.versions if version != GIVEN), default=-1)
+
+    def extended(self, tokens: Sequence[int]) -> Response:
+        """The response with tokens that were not drawn at its end, and no reason for which it ended."""
+        count = len(tokens)
+        return Response(
+            [*self.token_ids, *tokens], [*self.logprobs, *[0.0] * count], [*self.versions, *[GIVEN] * count]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +67,7 @@ class Request:
         index: of the sample in its group. A deterministic engine draws the same tokens again for the same group, index
             and `RolloutConfig.seed`.
         prefix: tokens that the response has already, and continues from.
+        turn_start: index of the first token of its turn: none of the text stops begins before it.
     """
 
     sample: int
@@ -54,3 +76,4 @@ class Request:
     group: int = 0
     index: int = 0
     prefix: Response | None = None
+    turn_start: int = 0

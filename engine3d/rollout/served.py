@@ -1,9 +1,15 @@
-"""What SGLang refuses of a model after a minute of starting, or serves as another model without a word."""
+"""Models that SGLang refuses after a minute of starting, or serves as another model without an error."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
+from engine3d.models.precision import BLOCK
+from engine3d.models.quantised import fp8_tensors
+from engine3d.models.safetensors_files import StoredTensor, TensorFiles
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.scheduler.local_experts import LEAST_EXPERTS
 
@@ -22,6 +28,8 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         UserError: names the setting or the key of the model's config, its value, and what would be accepted.
     """
     _check_architecture(spec)
+    if spec.directory is not None and config.server_args.get("load_format", "dummy") != "dummy":
+        check_files(spec.directory)
     sizes, tp, ep = spec.sizes, config.tp, config.ep
     if config.attention_dp > 1 and not sizes.experts:
         raise UserError(
@@ -33,17 +41,23 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
             f"rollout.engine.cascade_attention=true: expected false, because {spec.family.architecture} has latent "
             "attention, with which it was not tried"
         )
+    if config.routes and not sizes.experts:
+        raise UserError(
+            f"rollout.engine.routes=true: expected false, because {spec.family.architecture} has no experts"
+        )
     attention_tp = config.attention_tp
     if config.attention_dp > 1 < attention_tp and spec.vocab_size % (_VOCABULARY_ROWS * attention_tp):
         raise UserError(
             f"rollout.engine.attention_dp={config.attention_dp} with tp={tp}: expected tp, because vocab_size="
             f"{spec.vocab_size} is no multiple of {_VOCABULARY_ROWS * attention_tp}, and SGLang fails then"
         )
-    each = "tp" if config.attention_dp == 1 else "tp/attention_dp"
-    _divides(each, attention_tp, "attention heads (num_attention_heads)", sizes.heads)
+    if config.precision is not None:
+        _check_blocks(spec, config)
+    setting = "tp" if config.attention_dp == 1 else "tp/attention_dp"
+    _divides(setting, attention_tp, "attention heads (num_attention_heads)", sizes.heads)
     if sizes.latent is None and sizes.groups % attention_tp and attention_tp % sizes.groups:
         raise UserError(
-            f"rollout.engine.{each}={attention_tp}: expected a divisor or a multiple of "
+            f"rollout.engine.{setting}={attention_tp}: expected a divisor or a multiple of "
             f"num_key_value_heads={sizes.groups}"
         )
     if not sizes.sparse or not all(sizes.sparse):
@@ -65,6 +79,33 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         raise UserError(
             f"rollout.engine.ep={ep}: expected 1, because {spec.family.architecture} has no experts to cut over ranks"
         )
+
+
+def check_unquantised(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse files in fp8, which SGLang would load into an engine of 16 bits without their scales.
+
+    Args:
+        directory: of the model.
+        stored: the tensors of its files.
+
+    Raises:
+        UserError: names a tensor.
+    """
+    if in_fp8 := sorted(fp8_tensors(stored)):
+        raise UserError(
+            f"model {directory}: {in_fp8[0]} is in fp8, which engines load without its scales; expected bfloat16, or "
+            "server_args.load_format=dummy where a trainer's weights come before anything is generated"
+        )
+
+
+def check_files(directory: Path) -> None:
+    """Refuse the files of a model that an engine is to load, as `check_unquantised` does."""
+    with TensorFiles(directory) as files:
+        try:
+            stored = files.tensors
+        except UserError:  # of which `check_weights` says what is wrong
+            return
+        check_unquantised(directory, stored)
 
 
 def check_deterministic(spec: ModelSpec, config: RolloutConfig, *, on_gpu: bool) -> None:
@@ -109,6 +150,27 @@ def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
         )
 
 
+def check_input_blocks(spec: ModelSpec, config: RolloutConfig) -> None:
+    """Refuse engines in fp8 on GPUs whose kernels cannot quantise inputs, in groups as long as a block.
+
+    Source: SGLang's `per_token_group_quant_fp8`.
+
+    Raises:
+        UserError: names the size.
+    """
+    if config.precision is None:
+        return
+    inputs = {"hidden_size": spec.sizes.hidden}
+    if spec.sizes.latent is not None:
+        inputs["num_attention_heads * v_head_dim"] = spec.sizes.heads * spec.sizes.value_dim
+    for key, size in inputs.items():
+        if size % BLOCK:
+            raise UserError(
+                f"rollout.engine.precision={config.precision} on GPUs: {key}={size}, expected a multiple of {BLOCK}, "
+                "of which SGLang's kernels quantise inputs"
+            )
+
+
 def _check_architecture(spec: ModelSpec) -> None:
     """SGLang's classes that pass over a key of the config which transformers and Megatron-Core obey."""
     sizes, name = spec.sizes, spec.family.architecture
@@ -120,6 +182,44 @@ def _check_architecture(spec: ModelSpec) -> None:
         )
     if sizes.mlp_bias:
         raise UserError(f"model: mlp_bias=true: SGLang builds {name} without biases in its MLPs; expected false")
+
+
+def _check_blocks(spec: ModelSpec, config: RolloutConfig) -> None:
+    """Refuse ranks that would have a part of a block (SGLang's `validate_block_quant_shapes`).
+
+    Matrices that SGLang joins, such as gate and up, need complete blocks without parallel sizes too.
+    """
+    sizes, tp = spec.sizes, config.tp
+    if spec.family.name == "llama":
+        raise UserError(
+            f"rollout.engine.precision={config.precision}: SGLang loads no scales of blocks into "
+            f"{spec.family.architecture}; expected null"
+        )
+    queries = sizes.heads * sizes.head_dim // tp
+    lengths = {
+        "rows of gate and up of an expert (moe_intermediate_size)": sizes.expert_ffn // (tp // config.ep),
+        "rows of gate and up of the shared expert": sizes.shared_ffn // tp,
+    }
+    if not sizes.sparse or not all(sizes.sparse):
+        lengths["rows of gate and up of a dense MLP (intermediate_size)"] = sizes.ffn // tp
+    if sizes.latent is None:
+        lengths |= {
+            "rows of queries": queries,
+            "rows of keys": sizes.head_dim * max(1, sizes.groups // tp),
+        }
+    else:
+        lengths["rows of q_a_proj (q_lora_rank)"] = sizes.latent.query_rank or 0
+        if tp > 1:
+            lengths |= {
+                "rows of queries": queries,
+                "columns of o_proj (v_head_dim)": sizes.heads * sizes.value_dim // tp,
+            }
+    for what, length in lengths.items():
+        if length % BLOCK:
+            raise UserError(
+                f"rollout.engine.precision={config.precision} with tp={tp} ep={config.ep}: a rank has {length} {what}, "
+                f"expected a multiple of {BLOCK}, the rows and columns of a block"
+            )
 
 
 def _divides(key: str, value: int, what: str, size: int) -> None:

@@ -33,7 +33,7 @@ class Accepted:
     accepts: Callable[[Any], bool]
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -41,8 +41,8 @@ def _one_of(why: str, *values: str) -> Accepted:
     return Accepted(why, " or ".join(values), lambda value: isinstance(value, str) and value in values)
 
 
-def _whole(why: str) -> Accepted:
-    return Accepted(why, "a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
+def _count(why: str) -> Accepted:
+    return Accepted(why, "a whole number of at least 1", lambda value: _is_integer(value) and value >= 1)
 
 
 def _seconds(why: str) -> Accepted:
@@ -66,10 +66,10 @@ ACCEPTED: Mapping[str, Accepted] = {
     "chunked_prefill_size": Accepted(
         "tokens of prompts that are read at a time; the memory estimate goes by it",
         "a whole number of at least 1, or -1 for prompts in one piece",
-        lambda value: _is_whole(value) and (value >= 1 or value == -1),
+        lambda value: _is_integer(value) and (value >= 1 or value == -1),
     ),
-    "max_prefill_tokens": _whole("the same where prompts are not cut; the memory estimate goes by it"),
-    "cuda_graph_max_bs_decode": _whole("the largest batch with a CUDA graph; larger ones run kernel by kernel"),
+    "max_prefill_tokens": _count("the same where prompts are not cut; the memory estimate goes by it"),
+    "cuda_graph_max_bs_decode": _count("the largest batch with a CUDA graph; larger ones run kernel by kernel"),
     "enable_torch_compile": _flag("the same operations, compiled"),
     "disable_shared_experts_fusion": _flag("how the shared expert lies in memory, which the transfer finds out"),
     "enforce_shared_experts_fusion": _flag("how the shared expert lies in memory, which the transfer finds out"),
@@ -79,10 +79,10 @@ ACCEPTED: Mapping[str, Accepted] = {
         "the kernel of experts: this one leaves their weights where they are written", "triton"
     ),
     "watchdog_timeout": _seconds("seconds after which SGLang ends itself if a batch has not ended"),
-    "decode_log_interval": _whole("batches between two lines of the log"),
+    "decode_log_interval": _count("batches between two lines of the log"),
     "log_level": _one_of("what goes to the log", "debug", "info", "warning", "error"),
 }
-"""What was tried, and is known to keep log-probs, weights and memory right."""
+"""Arguments that were tried, and keep log-probs, weights and memory right."""
 
 _OWNED = {
     "model_path": "the model directory given to the engine",
@@ -105,6 +105,7 @@ _OWNED = {
     "decode_attention_backend": "attention_backend",
     "enable_memory_saver": "memory_saver",
     "skip_tokenizer_init": "nothing: the engine works in token ids",
+    "enable_return_routed_experts": "routes",
     "weight_version": "nothing: the version is given with the weights",
 }
 """SGLang's argument -> what to set instead."""
@@ -155,7 +156,9 @@ _REASONS = {
 _NOT_TRIED = "it was not tried, so that nobody knows whether log-probs, weights and memory stay right"
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "flex_attention", "torch_native")
-"""Those that were tried: they read the keys and values that SGLang's own pools hold, in the engine's dtype."""
+"""Attention backends that were tried: they read the keys and values that SGLang's own pools hold, in the engine's
+dtype.
+"""
 
 
 @cache
@@ -194,8 +197,8 @@ def check_server_arguments(arguments: Mapping[str, Any]) -> None:
 
 def refusal(name: str) -> str:
     """Why an argument of SGLang's is not accepted."""
-    found = (reason for pattern, reason in _REASONS.items() if re.fullmatch(pattern, name))
-    return next(found, _NOT_TRIED)
+    reasons = (reason for pattern, reason in _REASONS.items() if re.fullmatch(pattern, name))
+    return next(reasons, _NOT_TRIED)
 
 
 def check_attention_backend(name: str) -> str:

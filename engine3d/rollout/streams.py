@@ -6,15 +6,15 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from engine3d.engine_figures import EngineFigures
-from engine3d.errors import UserError
+from engine3d.engine_stats import EngineStats
+from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.host.owner import HostOwner
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.requests import Request, Response
 
 if TYPE_CHECKING:
-    from engine3d.rollout.launch import ModelFacts
+    from engine3d.rollout.launch import ModelDirectory
 
 _WAIT_S = 0.5
 """Seconds between two looks at the engine's progress in a wait for several responses."""
@@ -23,7 +23,7 @@ _WAIT_S = 0.5
 class ResponseStreams(HostOwner):
     """The part of an engine's client that takes prompts. Its other part knows whether the engine can compute."""
 
-    _model: ModelFacts
+    _model: ModelDirectory
     _context_length: int
     _cache_tokens: int
 
@@ -53,7 +53,7 @@ class ResponseStreams(HostOwner):
             UserError: an empty prompt, a token id outside the vocabulary, a prompt that leaves no room for
                 `max_new_tokens` in the context, settings of sampling that the engine does not have, or a sample that is
                 in flight.
-            EngineError: the weights are not whole, or the KV cache was released.
+            EngineError: the weights are incomplete, or the KV cache was released.
         """
         host = self._running() if self._changing and not together else self._able()
         if not (together or self.config.token_versions):
@@ -79,13 +79,14 @@ class ResponseStreams(HostOwner):
     def take_ended(self, timeout_s: float, samples: Collection[int] | None = None) -> dict[int, Response]:
         """Responses that have ended since the last call, by sample; waits up to `timeout_s` for one.
 
+        One that the engine could not make is among them, with its `error`.
+
         Args:
             timeout_s: limit of the wait.
             samples: ids of the only ones to take; all if None.
 
         Raises:
-            EngineError: the engine has died, could not make a response, or came no further for `request_timeout_s` with
-                responses in flight.
+            EngineError: the engine has died, or came no further for `request_timeout_s` with responses in flight.
         """
         # While weights change it may stand still, for as long as their transfer may take.
         stalled_s = float("inf") if self._changing else self.config.request_timeout_s
@@ -97,7 +98,7 @@ class ResponseStreams(HostOwner):
         Where that fails, as when it is interrupted, they are aborted, and nobody takes them any more.
 
         Raises:
-            EngineError: as `take_ended`, or for a sample that is not in flight.
+            EngineError: as `take_ended`, for a response that could not be made, or a sample that is not in flight.
         """
         left, ended = set(samples), dict[int, Response]()
         try:
@@ -105,6 +106,10 @@ class ResponseStreams(HostOwner):
                 self._running().responses.check_known(left)
                 ended |= (new := self.take_ended(_WAIT_S, left))
                 left.difference_update(new)
+                for sample, response in new.items():
+                    if response.error is not None:
+                        log = self._running().log_path
+                        raise EngineError(f"rollout engine: sample {sample}: {response.error}; log: {log}")
         except BaseException:
             host = self._running()
             host.notify("abort", samples=sorted(left))
@@ -124,9 +129,9 @@ class ResponseStreams(HostOwner):
         return responses
 
     @property
-    def figures(self) -> EngineFigures:
-        """The engine's figures as it has reported them last, with what ended or within a second."""
-        return self._running().responses.figures or EngineFigures(self._cache_tokens)
+    def stats(self) -> EngineStats:
+        """Latest stats of the engine, reported with responses that end, or within a second."""
+        return self._running().responses.stats or EngineStats(self._cache_tokens)
 
     def _check_requests(self, requests: Sequence[Request], together: bool) -> None:
         for sampling in {id(request.sampling): request.sampling for request in requests}.values():

@@ -43,7 +43,7 @@ _OWNED = {
 
 
 class ServerConfig(Settings):
-    """How an SGLang server is started. Its weights are those of its directory throughout."""
+    """Settings of an SGLang server. Its weights stay those of its directory."""
 
     tp: int = Field(1, ge=1, le=MOST_RANKS)
     """Tensor parallel size: the devices of one server."""

@@ -1,4 +1,4 @@
-"""What a server needs to know of a HuggingFace directory before SGLang reads it."""
+"""Properties of a HuggingFace directory that a server needs before SGLang reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine3d.serving.config import ServerConfig
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _TEMPLATE = "chat_template"
 _NESTED = ("text_config", "llm_config", "language_config")
-"""Where models of several kinds of input have the sizes of their language model."""
+"""Keys under which multimodal models have the sizes of their language model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _has_template(directory: Path) -> bool:
 
 
 def _positions(settings: dict[str, Any]) -> int | None:
-    for found in (settings, *(settings.get(name) for name in _NESTED)):
-        if isinstance(found, dict) and isinstance(positions := found.get("max_position_embeddings"), int):
+    for level in (settings, *(settings.get(name) for name in _NESTED)):
+        if isinstance(level, dict) and isinstance(positions := level.get("max_position_embeddings"), int):
             return positions
     return None

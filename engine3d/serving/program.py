@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, remove_run_files
-from engine3d.stacks import write_stacks_when_asked
+from engine3d.stacks import write_stacks_on_request
 from engine3d.startup.imports import quick_imports
 
 _PARENT_POLL_S = 1.0
@@ -61,7 +61,7 @@ def _watch(client: int) -> None:
 
 def main() -> None:
     """Serve until the client goes."""
-    write_stacks_when_asked()
+    write_stacks_on_request()
     launch = json.loads(sys.stdin.buffer.readline())
     _watch(launch["client"])
     logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_WithoutKey(launch["arguments"]["api_key"]))

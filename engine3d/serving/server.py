@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
-from engine3d.rollout.host.log import told_death
+from engine3d.rollout.host.log import describe_death
 from engine3d.rollout.host.run_environment import run_environment
 from engine3d.rollout.launch import server_environment
 from engine3d.rollout.scheduler.plugin import ALONE_VARIABLE
@@ -69,7 +69,7 @@ class CompletionServer:
         self._key, self._address, self._devices = key, address, tuple(devices)
         self._log_path = Path(log_path) if log_path is not None else None
         self._port = 0
-        self._held: socket.socket | None = None
+        self._reserved_port: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._run_directory: tuple[Path, IO[bytes]] | None = None
         self._turn = threading.Lock()
@@ -82,7 +82,7 @@ class CompletionServer:
 
     @property
     def log_path(self) -> Path | None:
-        """Where the server's processes print; None before `start` where no path was given."""
+        """Log file of the server's processes; None before `start` where no path was given."""
         return self._log_path
 
     def start(self) -> Self:
@@ -96,9 +96,9 @@ class CompletionServer:
             if self.is_alive:
                 raise UserError("the server was started already")
             self._bury()
-            if self._held is None:
-                self._held = _held_port(self._address)
-                self._port = self._held.getsockname()[1]
+            if self._reserved_port is None:
+                self._reserved_port = _reserve_port(self._address)
+                self._port = self._reserved_port.getsockname()[1]
             if self._log_path is None:
                 self._log_path = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
             process = self._process = self._launch(self._log_path)
@@ -177,7 +177,7 @@ class CompletionServer:
         raise EngineError(f"SGLang server did not generate within {limit_s:g} s; log: {self._log_path}")
 
     def _answers(self) -> bool:
-        """Whether it has generated a token now, or generates."""
+        """True if it has just generated a token, or is generating."""
         url = f"{self.url.removesuffix('/v1')}/health_generate"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
@@ -188,7 +188,7 @@ class CompletionServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs. True too while it is busy or stuck."""
+        """True while its process runs, even if it is busy or stuck."""
         if self._process is None or self._process.returncode is not None:
             return False
         try:  # it is not reaped here, so that its process group stays its own
@@ -205,7 +205,7 @@ class CompletionServer:
     def _death(self) -> str:
         if self._process is None or self._log_path is None:
             return "it was not started"
-        return told_death(self._process.returncode or 0, self._log_path)
+        return describe_death(self._process.returncode or 0, self._log_path)
 
     def shutdown(self) -> None:
         """End it and everything that it started, by force after `shutdown_timeout_s`. Idempotent."""
@@ -217,12 +217,12 @@ class CompletionServer:
             time.sleep(0.01)
         with self._turn:
             self._bury()
-            if self._held is not None:
-                self._held.close()
-                self._held = None
+            if self._reserved_port is not None:
+                self._reserved_port.close()
+                self._reserved_port = None
 
     def kill(self) -> None:
-        """Kill it with all of its group, and take its temporary files away. Idempotent."""
+        """Kill it with all of its group, and remove its temporary files. Idempotent."""
         with self._turn:
             self._bury()
 
@@ -253,13 +253,13 @@ class CompletionServer:
         self.shutdown()
 
 
-def _held_port(address: str) -> socket.socket:
-    """A socket at a free port, by which no process gets that port that asks for any, also between two starts.
+def _reserve_port(address: str) -> socket.socket:
+    """Bind a socket to a free port, so that no process that asks for any port gets it, between two starts either.
 
     SGLang's own socket may be bound to it: both have SO_REUSEADDR, and this one does not listen.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((address, 0))
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which a port of network.ports is bound without
-    return held
+    port_socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port_socket.bind((address, 0))
+    port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which a port of network.ports is bound without
+    return port_socket

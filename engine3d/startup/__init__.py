@@ -1,8 +1,8 @@
-"""What makes starts quicker and changes nothing else. ENGINE3D_QUICK_START=0 does without all of it.
+"""Shortcuts of starts, which change nothing else. ENGINE3D_QUICK_START=0 switches all of them off.
 
-Each part saves a second or more of a start: the garbage collector and a look at all installed packages are kept out
-of imports (`imports`), packages of which nothing is used are not imported by those who find them (`leave_out`), and
-kernels are compiled side by side (`jit_kernels`).
+Each saves a second or more of a start. Imports run without the garbage collector and without a scan of all installed
+packages (`imports`). Packages of which nothing is used are not imported (`leave_out`). Kernels are compiled in parallel
+(`jit_kernels`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ VARIABLE = "ENGINE3D_QUICK_START"
 
 
 def is_on() -> bool:
-    """Whether starts are to be quick."""
+    """True if starts take the shortcuts."""
     return os.environ.get(VARIABLE) != "0"
 
 
 def leave_out(*packages: str) -> None:
-    """Have packages that are not imported yet be taken for absent in this process."""
+    """Make packages that are not imported yet appear absent in this process."""
     if is_on():
         for name in packages:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]

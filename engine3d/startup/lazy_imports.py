@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LazyModule(ModuleType):
-    """A module in the place of another, which is imported when one of its names is asked for."""
+    """Placeholder of a module that is imported when one of its names is accessed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)
@@ -34,7 +34,7 @@ class LazyModule(ModuleType):
 
 
 def attributes_later(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a package that imports its modules when their names are asked for.
+    """Make the `__getattr__` of a package that imports its modules when their names are accessed.
 
     Args:
         package: its complete name.
@@ -55,7 +55,7 @@ def functions_later(module: str, *names: str) -> Iterator[None]:
 
     Args:
         module: its complete name.
-        names: of the functions, all that is taken of it.
+        names: of the functions, all that the block imports of it.
     """
     if module in sys.modules or not is_on():
         yield

@@ -1,4 +1,4 @@
-"""A rank's part of a model with the weights of a directory, and its memory."""
+"""A rank's shard of a model with the weights of a directory, and its memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from engine3d.layout import Layout
 from engine3d.models import build_model, load_model_spec, load_weights
+from engine3d.models.build import model_chunks
 from engine3d.platform import platform
 from engine3d.training import parallel
 from engine3d.training.config import TrainConfig
 from engine3d.training.megatron_settings import check_options, megatron_settings
-from engine3d.training.offload import Offload, OffloadFigures
+from engine3d.training.offload import Offload, OffloadStats
 
 
 class BuiltModel:
-    """A rank's part of a model, built and loaded. The arguments are those of `TrainEngine`."""
+    """A rank's shard of a model, built and loaded. The arguments are those of `TrainEngine`."""
 
     def __init__(
         self,
@@ -49,44 +50,47 @@ class BuiltModel:
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
+        self._cp_group = parallel_state.get_context_parallel_group()
         with platform.shareable_memory():  # of buffers that engines read
             module = build_model(
                 self.spec,
                 layout,
                 self.dtype,
                 overrides=megatron_settings(config, self.spec, layout),
-                one_step_experts=config.has_one_step_experts(spec.sizes, layout),
+                fused_experts=config.has_fused_experts(spec.sizes, layout),
                 fused_query_key=config.fused_query_key,
-                expert_copies_s=config.timeout_s if config.has_expert_copies(spec.sizes, layout) else None,
+                copy_engine_timeout_s=config.timeout_s
+                if config.has_copy_engine_dispatcher(spec.sizes, layout)
+                else None,
             )
         if load:
             load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
         self.device = next(module.parameters()).device
         self._offload = Offload(self.device, constant=not trainable) if offload else None
-        self.model: Any = module
+        self.module: Any = module
+        """The rank's part of the model (`build_model`), without what is wrapped around it for training."""
+        self.chunks = model_chunks(module)
+        """Megatron-Core's models of the rank's virtual stages, as its pipeline schedules take them."""
+        self.megatron: Any = self.chunks[0].config
+        """Megatron-Core's configuration of the model, which all chunks have in common."""
         self.optimizer: Any = None
         self.scheduler: Any = None
 
-    @property
-    def module(self) -> Any:
-        """Megatron-Core's model, without what is wrapped around it for training."""
-        return self.model.module if self.optimizer is not None else self.model
-
-    def take_back(self) -> None:
-        """Have weights and optimizer on the device, where `offload` has taken them away."""
+    def onload(self) -> None:
+        """Bring offloaded weights and optimizer back to the device."""
         if self._offload is not None:
-            self._offload.bring_back()
+            self._offload.onload()
 
     def where(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model or its optimizer; while it is away the same elements in host memory, for reading."""
+        """A tensor of the model or its optimizer, or the same elements in host memory, for reading."""
         return tensor if self._offload is None else self._offload.where(tensor)
 
-    def take_offload_figures(self) -> OffloadFigures:
-        """What `offload` has moved since the last call."""
-        return self._offload.take_figures() if self._offload is not None else OffloadFigures()
+    def take_offload_stats(self) -> OffloadStats:
+        """Return the statistics of offloading since the last call."""
+        return self._offload.take_stats() if self._offload is not None else OffloadStats()
 
-    def _take_what_stays(self) -> None:
-        """Before any call has made and freed large tensors: small ones that stay would lie in their memory."""
+    def _allocate_workspaces(self) -> None:
+        """Allocate small tensors that stay, before they would lie in the memory of freed large ones."""
         platform.take_workspaces()
         if self.optimizer is not None and platform.has_transformer_engine:
             from engine3d.models.transformer_engine_modules import take_dummy_gradients

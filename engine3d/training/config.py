@@ -14,27 +14,47 @@ from engine3d.training.megatron_options import refusals
 
 
 class LayoutConfig(Settings):
-    """Parallel sizes; the data parallel size is what they leave of the ranks."""
+    """Parallel sizes. The data parallel size follows from the number of ranks.
+
+    Layers are split over `pp` pipeline stages of similar cost in floating point operations for each token, attention's
+    scores left out: the last stage has fewer layers, because it has the output layer. `stages` sets the split by hand.
+    With `vpp` above 1 each rank has several virtual stages, through which micro-batches pass in turn (the interleaved
+    schedule of Narayanan et al. 2021, arXiv 2104.04473). The idle share of a pipeline falls by this factor. Activations
+    of more micro-batches are in memory, and stages send more messages.
+    """
 
     tp: int = Field(1, ge=1, le=MOST_RANKS, description="tensor parallel size of dense layers")
     pp: int = Field(1, ge=1, le=MOST_RANKS, description="pipeline stages")
     ep: int = Field(1, ge=1, le=MOST_RANKS, description="expert parallel size")
     etp: int = Field(1, ge=1, le=MOST_RANKS, description="tensor parallel size of expert layers")
-    cp: int = Field(1, ge=1, le=MOST_RANKS, description="context parallel size: 1, for now")
-
-    @model_validator(mode="after")
-    def _whole_sequences(self) -> LayoutConfig:
-        if self.cp > 1:
-            raise ValueError(f"cp={self.cp}: expected 1, because training does not cut sequences over ranks yet")
-        return self
+    cp: int = Field(
+        1, ge=1, le=MOST_RANKS, description="context parallel size: ranks over which long sequences are split"
+    )
+    vpp: int = Field(
+        1, ge=1, le=MOST_RANKS, description="virtual stages of each pipeline stage (interleaved schedule); needs pp"
+    )
+    stages: list[int] | None = Field(
+        None,
+        description="layers of each of the pp * vpp virtual stages, in the order in which layers pass through them. "
+        "The embedding before the first and the output layer after the last do not count. null: stages of similar cost",
+    )
 
     def layout(self, world_size: int) -> Layout:
         """The layout on world_size ranks; UserError where the sizes do not divide it."""
-        return Layout.of_world(world_size, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, cp=self.cp)
+        return Layout.of_world(
+            world_size,
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            etp=self.etp,
+            cp=self.cp,
+            vpp=self.vpp,
+            stages=None if self.stages is None else tuple(self.stages),
+        )
 
 
 STATE_SETTINGS = ("precision_aware", "offload", "overlap_offload")
-"""Of an optimizer: as what its state is kept, and where."""
+"""Settings of an optimizer that determine dtype and location of its state."""
 
 
 class OptimizerConfig(Settings):
@@ -82,7 +102,7 @@ class OptimizerConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _schedule_is_whole(self) -> OptimizerConfig:
+    def _schedule_is_complete(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
         if self.schedule != "constant" and self.decay_steps is None:
@@ -96,7 +116,7 @@ class OptimizerConfig(Settings):
 
 
 class TrainConfig(Settings):
-    """One model's training: how it is cut, in which precision, and how it is updated."""
+    """One model's training: layout, precision and optimizer."""
 
     layout: LayoutConfig = LayoutConfig()
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -104,7 +124,10 @@ class TrainConfig(Settings):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(
-        8192, ge=1, le=MOST_TOKENS, description="most tokens of a micro-batch; a longer sequence is alone"
+        8192,
+        ge=1,
+        le=MOST_TOKENS,
+        description="most tokens of a micro-batch, which cp ranks share; a longer sequence is alone",
     )
     logits_tokens: int | None = Field(
         None,
@@ -115,21 +138,22 @@ class TrainConfig(Settings):
     )
     packing: bool = Field(True, description="lay sequences end to end; otherwise pad each to the longest")
     sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
-    one_step_experts: bool = Field(
+    fused_experts: bool = Field(
         True,
-        description="make one step of what experts do where ranks gather each other's tokens or ep is 1 "
-        "(bf16, Hopper): faster, and less is kept for the backward pass. Otherwise the steps are Megatron-Core's",
+        description="compute a layer's experts as one fused operation with grouped GEMMs where ranks gather each "
+        "other's tokens or ep is 1 (bf16, Hopper): faster, and fewer activations are kept for the backward pass. "
+        "Megatron-Core's own operations otherwise",
     )
-    expert_copies: bool = Field(
+    copy_engine_dispatcher: bool = Field(
         False,
-        description="with experts in one step and ep above 1, on one host: ranks copy tokens into each other's memory, "
-        "which leaves GPUs to what they compute meanwhile, where NCCL's kernels would keep it waiting",
+        description="with fused_experts and ep above 1, on one host: the GPUs' copy engines dispatch tokens into the "
+        "memory of other ranks, and leave all processors to grouped GEMMs, some of which NCCL's kernels would hold",
     )
-    expert_rows_ahead: bool = Field(
+    predicted_expert_capacity: bool = Field(
         False,
-        description="with experts in one step and ep above 1: make room for the rows of a layer's experts before "
-        "their number is known, a sixteenth more than they had so far, so that no host waits for its GPU in each "
-        "layer. Where that is too little, all is computed again",
+        description="with fused_experts and ep above 1: allocate the rows of a layer's experts before their number "
+        "is known, a sixteenth more than the largest so far, so that no host waits for its GPU in each layer. An "
+        "update in which a layer's rows do not fit is computed again",
     )
     fused_query_key: bool = Field(
         False,
@@ -142,7 +166,13 @@ class TrainConfig(Settings):
         "functions, or whole layers",
     )
     recompute_layers: int | None = Field(
-        None, ge=1, description="with recompute=full: of so many layers of each pipeline stage; null: of all"
+        None, ge=1, description="with recompute=full: of so many layers of each virtual pipeline stage; null: of all"
+    )
+    routing_replay: Literal["none", "update", "rollout"] = Field(
+        "none",
+        description="experts that an update gives a token to: none, those that its own routers choose; update, those "
+        "of the pass that computed the old log-probs; rollout, those of the engine that drew the sample, in that pass "
+        "too. Weights of experts are always of the live routers",
     )
     deterministic: bool = Field(
         False, description="make the same bits in every run, also on a GPU, where attention is then slower"
@@ -158,41 +188,41 @@ class TrainConfig(Settings):
     )
 
     def gathers_tokens(self, layout: Layout) -> bool:
-        """Whether ranks that share experts gather each other's tokens, and so need as many each."""
+        """True if ranks that share experts gather each other's tokens, and so need as many each."""
         return layout.ep * layout.etp > 1 and self.megatron.get("moe_token_dispatcher_type") == "allgather"
 
     @property
     def balances_experts(self) -> bool:
-        """Whether there are losses of how evenly experts are loaded."""
+        """True if there are load-balancing losses of experts."""
         coefficients = self.megatron.get("moe_aux_loss_coeff", 0.0)
         return any(coefficients) if isinstance(coefficients, list) else coefficients > 0
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether attention is FlashAttention's, whatever Transformer Engine prefers."""
+        """True if attention is FlashAttention's, whatever Transformer Engine prefers."""
         return self.megatron.get("attention_backend") == "flash"
 
-    def has_one_step_experts(self, sizes: Sizes, layout: Layout) -> bool:
-        """Whether experts are one step, on a GPU that can do it."""
+    def has_fused_experts(self, sizes: Sizes, layout: Layout) -> bool:
+        """True if experts are fused, on a GPU that has the kernels."""
         together = layout.ep == 1 or self.gathers_tokens(layout)
-        whole = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
+        unsplit = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
         rows = self.dtype == "bfloat16" and not (sizes.hidden % ROW_ELEMENTS or sizes.expert_ffn % ROW_ELEMENTS)
-        return self.one_step_experts and together and whole and rows and not sizes.mlp_bias
+        return self.fused_experts and together and unsplit and rows and not sizes.mlp_bias
 
-    def shares_one_step_experts(self, sizes: Sizes, layout: Layout) -> bool:
-        """Whether a model's experts are one step, and of several ranks."""
-        return bool(sizes.experts) and layout.ep > 1 and self.has_one_step_experts(sizes, layout)
+    def shares_fused_experts(self, sizes: Sizes, layout: Layout) -> bool:
+        """True if a model's experts are fused, and sharded over several ranks."""
+        return bool(sizes.experts) and layout.ep > 1 and self.has_fused_experts(sizes, layout)
 
-    def has_expert_copies(self, sizes: Sizes, layout: Layout) -> bool:
-        """Whether ranks that share experts copy tokens into each other's memory."""
-        return self.expert_copies and self.shares_one_step_experts(sizes, layout)
+    def has_copy_engine_dispatcher(self, sizes: Sizes, layout: Layout) -> bool:
+        """True if copy engines dispatch tokens to the ranks that share experts."""
+        return self.copy_engine_dispatcher and self.shares_fused_experts(sizes, layout)
 
-    def has_rows_ahead(self, sizes: Sizes, layout: Layout) -> bool:
-        """Whether ranks that share experts make room for rows of theirs before the number is known."""
-        return self.expert_rows_ahead and self.shares_one_step_experts(sizes, layout)
+    def has_predicted_capacity(self, sizes: Sizes, layout: Layout) -> bool:
+        """True if row capacity of the ranks that share experts is predicted, before the number of rows is known."""
+        return self.predicted_expert_capacity and self.shares_fused_experts(sizes, layout)
 
     def check_trained(self, sizes: Sizes, layout: Layout) -> None:
-        """Refuse what a model cannot be trained with.
+        """Refuse settings with which a model cannot be trained.
 
         Raises:
             UserError: names the setting.
@@ -206,8 +236,8 @@ class TrainConfig(Settings):
     @field_validator("megatron")
     @classmethod
     def _options_were_tried(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if found := refusals(options):
-            raise ValueError("; ".join(found))
+        if errors := refusals(options):
+            raise ValueError("; ".join(errors))
         return options
 
     @model_validator(mode="after")

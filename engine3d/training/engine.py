@@ -14,15 +14,17 @@ from torch import Tensor
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import export_weights, load_weights
+from engine3d.models.experts.token_dispatcher import forget_pass
+from engine3d.models.precision import Precision, check_shards
 from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
 from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from engine3d.training.optimizer import of_buffers
+from engine3d.training.optimizer import buffer_optimizers
 from engine3d.training.update import TrainedModel
 
 if TYPE_CHECKING:
-    from engine3d.reshard.describe.shards import Place
+    from engine3d.reshard.describe.shards import Location
     from engine3d.reshard.transport.sender import WeightSender
 
 
@@ -38,8 +40,8 @@ class TrainEngine(TrainedModel):
         trainable: without it there are neither gradients nor an optimizer.
         seed: of this model's random states.
         load: read the directory's weights; otherwise a checkpoint is loaded before the model is used.
-        offload: `give_back` takes weights and optimizer out of the device too. They come back with `take_back`, or with
-            the first call that computes with them.
+        offload: `TrainEngine.offload` offloads weights and optimizer too. They are onloaded by `onload`, or by the
+            first call that computes with them.
 
     Raises:
         UserError: a directory, layout or option that does not fit, in one line.
@@ -67,97 +69,117 @@ class TrainEngine(TrainedModel):
             load=load,
             offload=offload,
         )
-        self._take_what_stays()
+        self._allocate_workspaces()
 
-    def give_back(self) -> None:
-        """Free the memory that is only cached, and that of the gradients, which the next update takes again.
+    def offload(self) -> None:
+        """Free cached memory and that of the gradients, which the next update takes again.
 
-        With `offload` that of weights and optimizer too. An optimizer's state that an update has left on the device
-        begins to go to host memory; its memory is free with `take_back`.
+        With `offload` weights and optimizer are offloaded too. The offload of an optimizer's state that an update has
+        left on the device only begins; its memory is free with `onload`.
         """
         if self.optimizer is not None:
-            self.model.offload_grad_buffers(synchronize=False, empty_cache=False)
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         if self._offload is not None:
             if self._host_state is not None:
                 self._host_state.settle()
-            self._offload.put_away(self._kept())
+            self._offload.offload(self._resident())
         platform.empty_cache()
         if self._host_state is not None:  # after all that waits for the device
-            self._host_state.leave()
+            self._host_state.begin_offload()
 
-    def take_back(self) -> None:
-        """Have weights and optimizer on the device, where `offload` has taken them away.
+    def onload(self) -> None:
+        """Bring offloaded weights and optimizer back to the device.
 
-        An optimizer's state that an update has left there is in host memory alone after it.
+        An optimizer's state that an update has left there is in host memory alone afterwards.
         """
         if self._host_state is not None:
             self._host_state.settle()
-        super().take_back()
+        super().onload()
 
-    def _kept(self) -> Iterator[Tensor]:
-        """All that the device holds between updates."""
+    def _resident(self) -> Iterator[Tensor]:
+        """Tensors that the device has between updates."""
         yield from self.module.parameters()
         yield from self.module.buffers()
-        for each in of_buffers(self.optimizer) if self.optimizer is not None else ():
-            for group in each.optimizer.param_groups:
+        for of_buffer in buffer_optimizers(self.optimizer) if self.optimizer is not None else ():
+            for group in of_buffer.optimizer.param_groups:
                 yield from group["params"]
-            for state in each.optimizer.state.values():
+            for state in of_buffer.optimizer.state.values():
                 yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
 
     @contextmanager
-    def _at_hand(self) -> Iterator[None]:
-        """Weights and optimizer are on the device, and afterwards where they were."""
-        away = self._offload is not None and self._offload.is_away
-        self.take_back()
+    def _onloaded(self) -> Iterator[None]:
+        """Onload weights and optimizer for the block, and offload them afterwards if they were."""
+        was_offloaded = self._offload is not None and self._offload.is_offloaded
+        self.onload()
         yield
-        if away:
-            self.give_back()
+        if was_offloaded:
+            self.offload()
 
     def reset_optimizer(self, settings: OptimizerConfig) -> None:
         """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""
-        with self._at_hand():
+        with self._onloaded():
             self._reset_optimizer(settings)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def load(self, directory: Path) -> None:
         """Take the weights of a HuggingFace directory; the optimizer's moments stay. Raises as the constructor does."""
-        with self._at_hand():
+        with self._onloaded():
             if self._offload is not None:
                 self._offload.forget()
             load_weights(self.module, self.spec, self.layout, self.coordinates, directory)
             if self.optimizer is not None:
                 self.optimizer.reload_model_params()
 
-    def export(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+    def export(self, directory: Path, *, dtype: torch.dtype | None = None, precision: Precision | None = None) -> None:
         """Write the weights as a HuggingFace directory; every rank writes its own part, nothing is gathered."""
-        with self._at_hand():
+        with self._onloaded():
             export_weights(
-                self.module, self.spec, self.layout, self.coordinates, Path(directory), dtype=dtype or self.dtype
+                self.module,
+                self.spec,
+                self.layout,
+                self.coordinates,
+                Path(directory),
+                dtype=dtype or self.dtype,
+                precision=precision,
             )
 
-    def weight_sender(self, name: str, rank: int, place: Place) -> WeightSender:
+    def weight_sender(
+        self, name: str, rank: int, location: Location, precision: Precision | None = None
+    ) -> WeightSender:
         """This rank's side of transfers to rollout engines, over the memory that the optimizer writes.
 
         Args:
             name: how errors call the rank.
             rank: its number among those that send.
-            place: where its memory is.
+            location: where its memory is.
+            precision: of the engines, if they have quantised weights.
+
+        Raises:
+            UserError: the layout divides blocks of quantised weights.
         """
         if self._offload is not None:
-            raise UserError("weight_sender: engines would read memory that offload=true gives back")
+            raise UserError("weight_sender: engines would read memory that offload=true frees")
         from engine3d.reshard.describe.source import model_shards
         from engine3d.reshard.transport.sender import WeightSender
 
-        held = [
+        parameters = [
             (local, tensor.data)
             for local, tensor in rank_parameters(self.module, self.spec, self.layout, self.coordinates)
         ]
-        return WeightSender(*model_shards(held, name, rank, place))
+        if precision is None:
+            return WeightSender(*model_shards(parameters, name, rank, location))
+        from engine3d.reshard.transport.quantised import QuantisedWeights
+
+        check_shards(self.spec, self.layout, transformer_engine=platform.has_transformer_engine)
+        weights = QuantisedWeights(parameters, self.spec.hf_tensors, name, rank, location)
+        return WeightSender(weights.shards, weights.storages, weights.quantise)
 
     def close(self) -> None:
         """End the model's process groups. Another engine may be built in this process after it."""
         gc.unfreeze()
         if self._host_state is not None:
             self._host_state.release()
+        forget_pass(self.module)
         parallel.release()

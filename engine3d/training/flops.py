@@ -51,7 +51,7 @@ def pair_flops(sizes: Sizes) -> int:
 
 
 def _projections(sizes: Sizes) -> int:
-    """For each token, into queries, keys and values and out of attention."""
+    """FLOPs of a token's projections into queries, keys and values and out of attention."""
     hidden, queries = sizes.hidden, sizes.heads * sizes.head_dim
     output = _linear(sizes.heads * sizes.value_dim, hidden)
     latent = sizes.latent

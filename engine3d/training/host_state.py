@@ -1,4 +1,4 @@
-"""An optimizer's state in host memory, of which the device has a few parts at a time while it is updated."""
+"""An optimizer's state in host memory. The device has a few chunks of it at a time while it is updated."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from typing import TYPE_CHECKING, Any
 from engine3d.errors import EngineError, amount, first_line
 from engine3d.platform import platform
 from engine3d.startup.lazy_imports import torch
-from engine3d.training.optimizer import of_buffers
+from engine3d.training.optimizer import buffer_optimizers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PART_BYTES = 1 << 29
-"""Of the state that is moved at once: a copy's time is then all transfer. The state of a large parameter is more."""
+CHUNK_BYTES = 1 << 29
+"""Size of a chunk of the state, large enough that a copy's time is all transfer. A large parameter's chunk is larger.
+"""
 
-PARTS_ON_DEVICE = 3
-"""One comes, one is updated, one goes."""
+CHUNKS_ON_DEVICE = 3
+"""One is onloaded, one is updated, one is offloaded."""
 
 _ALIGNMENT = 256
-_TAKING_S = 600.0
+_ALLOCATION_S = 600.0
 
 
 @dataclass
 class _Slot:
-    """Where a tensor of the state lies.
+    """Location of a tensor of the state.
 
     Args:
-        state: the optimizer's, of one parameter; it always holds the tensor, wherever that is.
-        name: of the tensor in it.
-        start: its first byte in the part.
+        state: the optimizer's, of one parameter. It always has the tensor, on the device or in host memory.
+        name: key of the tensor in it.
+        start: its first byte in the chunk.
     """
 
     state: dict[str, Any]
@@ -45,8 +46,8 @@ class _Slot:
     shape: torch.Size
     dtype: torch.dtype
 
-    def lie_in(self, memory: Tensor) -> Tensor:
-        """Let the state's tensor be the one in a part's memory, and return it as it was."""
+    def bind(self, memory: Tensor) -> Tensor:
+        """Replace the state's tensor by the one in a chunk's memory, and return the former one."""
         nbytes = prod(self.shape) * self.dtype.itemsize
         before: Tensor = self.state[self.name]
         self.state[self.name] = memory[self.start : self.start + nbytes].view(self.dtype).view(self.shape)
@@ -54,45 +55,45 @@ class _Slot:
 
 
 @dataclass
-class _Part:
-    """Parameters that are updated at once, by the index of their group; and their state, once there is one."""
+class _StateChunk:
+    """Parameters that are updated at once, by the index of their group, and their state, once there is one."""
 
     parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     slots: list[_Slot] = field(default_factory=list)
-    nbytes: int = 0  # at most so many, before the state is there
-    taken: Future[Tensor] | None = None
+    nbytes: int = 0  # an upper bound, before the state is there
+    allocation: Future[Tensor] | None = None
     host: Tensor | None = None
 
-    def every(self) -> Iterator[Tensor]:
+    def all_parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(self.parameters.values())
 
-    def lie_in(self, memory: Tensor) -> None:
+    def bind(self, memory: Tensor) -> None:
         for slot in self.slots:
-            slot.lie_in(memory)
+            slot.bind(memory)
 
-    def put_away(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """Move a state that was made on the device."""
+    def offload(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        """Copy a state that was made on the device to host memory."""
         self.slots, self.nbytes = [], 0
-        for parameter in self.every():
+        for parameter in self.all_parameters():
             state = states.get(parameter, {})
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
                     self.slots.append(_Slot(state, name, self.nbytes, tensor.shape, tensor.dtype))
                     self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self.host is None:
-            self.host = self._taken()[: self.nbytes]
+            self.host = self._allocated()[: self.nbytes]
         for slot in self.slots:
-            before = slot.lie_in(self.host)
+            before = slot.bind(self.host)
             slot.state[slot.name].copy_(before, non_blocking=True)
 
-    def _taken(self) -> Tensor:
-        taken, self.taken = self.taken, None
-        assert taken is not None
+    def _allocated(self) -> Tensor:
+        allocation, self.allocation = self.allocation, None
+        assert allocation is not None
         try:
-            memory = taken.result(_TAKING_S)
+            memory = allocation.result(_ALLOCATION_S)
             return memory if memory.numel() >= self.nbytes else platform.host_memory(self.nbytes)
         except TimeoutError:
-            raise EngineError(f"host memory: the system gave none for the optimizer in {_TAKING_S:.0f} s") from None
+            raise EngineError(f"host memory: the system gave none for the optimizer in {_ALLOCATION_S:.0f} s") from None
         except (RuntimeError, MemoryError) as error:
             why = first_line(error)
             raise EngineError(
@@ -102,208 +103,212 @@ class _Part:
 
 
 class HostState:
-    """Keeps what Adam knows of its parameters in page-locked host memory.
+    """Adam's state in page-locked host memory.
 
-    An optimizer's `step` becomes one over a part of the parameters after another. While a part is updated, the state of
-    the next one comes and that of the one before goes: the device has three parts at most, also in the step that makes
-    the state, and the copies take as long as the slower direction. An element's result is that of a single step.
+    An optimizer's `step` updates one chunk of the parameters after another. While a chunk is updated, the state of the
+    next one is onloaded and that of the previous one is offloaded. The device has three chunks at most, also in the
+    step that makes the state, and the copies take as long as the slower direction. An element's result is that of one
+    step.
 
-    With `overlap` the whole state comes and is updated, and goes with `leave`, beside what the device does then: a
-    direction alone is nearly twice as fast as both at once. Until `settle` the state is on the device to be read.
+    With `overlap` the complete state is onloaded and updated. `begin_offload` offloads it while the device computes:
+    one direction alone is nearly twice as fast as both at once. Until `settle` the state can be read on the device.
 
-    The memory is taken from now on in a thread, as a system may need a second for each 3 GB: other ranks and engines
+    A thread allocates the memory from now on, as a system may need a second for each 3 GB. Other ranks and engines
     start meanwhile, and the first samples are made.
 
     Args:
         optimizer: Megatron-Core's, over one or several of PyTorch's kind.
         device: where updates are made.
         itemsize: bytes of the state of an element.
-        overlap: whether a step ends before the state is in host memory again.
+        overlap: True if a step ends before the state is in host memory again.
 
     Attributes:
-        watch: called once for each part that a step has updated, with the part's parameters and their states, which are
-            on the device for what it queues; forgotten with the state that it was for.
+        watch: called once for each chunk that a step has updated, with the chunk's parameters and their states, which
+            are on the device for what it queues. It is removed with the state that it was for.
     """
 
     def __init__(self, optimizer: Any, device: torch.device, itemsize: int, *, overlap: bool = False) -> None:
         self._device, self._overlap = device, overlap
-        self._staying: dict[int, _Way] = {}  # by the optimizer's id
+        self._transfers: dict[int, _ChunkTransfers] = {}  # by the optimizer's id
         self.watch: Callable[[Sequence[tuple[Tensor, dict[str, Any]]]], None] | None = None
-        self._parts: list[tuple[Any, list[_Part]]] = []
-        wanted: list[tuple[Future[Tensor], int]] = []
-        for inner in (each.optimizer for each in of_buffers(optimizer)):
-            parts = list(_cut(inner.param_groups, itemsize))
-            for part in parts:
-                part.taken = Future()
-                wanted.append((part.taken, part.nbytes))
-            inner.step = partial(self._step, inner, parts, inner.step)
-            self._parts.append((inner, parts))
+        self._chunks: list[tuple[Any, list[_StateChunk]]] = []
+        allocations: list[tuple[Future[Tensor], int]] = []
+        for inner in (of_buffer.optimizer for of_buffer in buffer_optimizers(optimizer)):
+            chunks = list(_chunked(inner.param_groups, itemsize))
+            for chunk in chunks:
+                chunk.allocation = Future()
+                allocations.append((chunk.allocation, chunk.nbytes))
+            inner.step = partial(self._step, inner, chunks, inner.step)
+            self._chunks.append((inner, chunks))
         self._released = Event()
-        self._taking = Thread(target=_take, args=[wanted, device.index or 0, self._released], name="host memory")
-        self._taking.start()
+        arguments = [allocations, device.index or 0, self._released]
+        self._allocating = Thread(target=_allocate, args=arguments, name="host memory")
+        self._allocating.start()
 
     @property
     def nbytes(self) -> int:
-        """Host memory in which the state lies."""
-        return sum(part.nbytes for _, parts in self._parts for part in parts if part.host is not None)
+        """Size of the state in host memory."""
+        return sum(chunk.nbytes for _, chunks in self._chunks for chunk in chunks if chunk.host is not None)
 
     def make(self, initialise: Callable[[Any, Tensor], None]) -> None:
-        """Make a state that no step has made, or make it anew.
+        """Make a state that no step has made, or make it again.
 
         Args:
             initialise: gives one of PyTorch's optimizers the state of one of its parameters, on the device.
         """
         self.changes()
-        for inner, parts in self._parts:
-            for part in parts:
-                for parameter in part.every():
+        for inner, chunks in self._chunks:
+            for chunk in chunks:
+                for parameter in chunk.all_parameters():
                     initialise(inner, parameter)
-                part.put_away(inner.state)
+                chunk.offload(inner.state)
         platform.synchronize()
 
-    def leave(self) -> None:
-        """Begin to bring what is on the device back to host memory, and do not wait for it."""
-        for way in self._staying.values():
-            way.leave()
+    def begin_offload(self) -> None:
+        """Begin to offload what is on the device, without waiting for it."""
+        for transfers in self._transfers.values():
+            transfers.begin_offload()
 
     def settle(self) -> None:
-        """Have the state in host memory alone."""
-        if not self._staying:
+        """Wait until the state is in host memory alone."""
+        if not self._transfers:
             return
-        self.leave()
+        self.begin_offload()
         platform.synchronize()
-        while self._staying:  # no name is left for the last one, whose memory would be kept and cut up for gradients
-            self._staying.popitem()[1].left()
+        while self._transfers:  # without a name, which would keep the memory of the last one
+            self._transfers.popitem()[1].finish_offload()
         platform.empty_cache()
 
     def changes(self) -> None:
-        """The state is going to be changed by others than a step."""
+        """Prepare for a change of the state by others than a step."""
         self.settle()
         self.watch = None
 
     def release(self) -> None:
-        """Let go of the memory, which is free once the optimizers are gone, and give them their own `step`."""
+        """Release the memory, which is free once the optimizers are gone, and restore their own `step`."""
         self.settle()
         self._released.set()
-        self._taking.join()
-        for inner, _ in self._parts:
+        self._allocating.join()
+        for inner, _ in self._chunks:
             del inner.step
-        self._parts = []
+        self._chunks = []
 
-    def _step(self, inner: Any, parts: list[_Part], step: Callable[[], None]) -> None:
-        if id(inner) in self._staying:
+    def _step(self, inner: Any, chunks: list[_StateChunk], step: Callable[[], None]) -> None:
+        if id(inner) in self._transfers:
             self.settle()
         groups = inner.param_groups
-        whole = [(group["params"], group.get("step")) for group in groups]
+        originals = [(group["params"], group.get("step")) for group in groups]
         counted: dict[int, Any] = {}
-        platform.empty_cache()  # activations' memory is in pieces, none of which may be as large as a part
-        way = _Way(parts, self._device, whole=self._overlap)
+        platform.empty_cache()  # activations' memory is fragmented, and no fragment may be as large as a chunk
+        transfers = _ChunkTransfers(chunks, self._device, all_at_once=self._overlap)
         try:
-            for number, part in enumerate(parts):
-                way.bring(number)
-                for index, (group, (_, made)) in enumerate(zip(groups, whole, strict=True)):
-                    group["params"] = part.parameters.get(index, [])
+            for number, chunk in enumerate(chunks):
+                transfers.onload(number)
+                for index, (group, (_, made)) in enumerate(zip(groups, originals, strict=True)):
+                    group["params"] = chunk.parameters.get(index, [])
                     group.pop("step", None)
                     if made is not None:  # Transformer Engine's Adam counts in the group
                         group["step"] = made
                 step()
-                # Some versions count only in groups with parameters, which the last part need not have of each.
-                counted |= {index: groups[index]["step"] for index in part.parameters if "step" in groups[index]}
-                if part.host is None:
-                    part.put_away(inner.state)
+                # Some versions count only in groups with parameters, which the last chunk need not have of each.
+                counted |= {index: groups[index]["step"] for index in chunk.parameters if "step" in groups[index]}
+                if chunk.host is None:
+                    chunk.offload(inner.state)
                 else:
                     if self.watch is not None:
-                        self.watch([(parameter, inner.state[parameter]) for parameter in part.every()])
+                        self.watch([(parameter, inner.state[parameter]) for parameter in chunk.all_parameters()])
                     if not self._overlap:
-                        way.send(number)
+                        transfers.send(number)
         finally:
             if self._overlap:
-                self._staying[id(inner)] = way
-            for index, (group, (parameters, _)) in enumerate(zip(groups, whole, strict=True)):
+                self._transfers[id(inner)] = transfers
+            for index, (group, (parameters, _)) in enumerate(zip(groups, originals, strict=True)):
                 group["params"] = parameters
                 if index in counted:
                     group["step"] = counted[index]
         platform.synchronize()
 
 
-class _Way:
-    """Parts between host and device, beside the device's work. Those that have no state yet are left alone.
+class _ChunkTransfers:
+    """Transfers of chunks between host and device, while the device computes. Chunks without a state stay out of them.
 
     Args:
-        parts: of an optimizer.
+        chunks: of an optimizer.
         device: where they are updated.
-        whole: whether all of them are there at a time.
+        all_at_once: True if the device has all of them at a time.
     """
 
-    def __init__(self, parts: Sequence[_Part], device: torch.device, *, whole: bool) -> None:
-        self._parts = parts
+    def __init__(self, chunks: Sequence[_StateChunk], device: torch.device, *, all_at_once: bool) -> None:
+        self._chunks = chunks
         streams = torch.get_device_module(device)
         self._use = streams.stream
         self._current = streams.current_stream()
-        self._coming, self._going = streams.Stream(), streams.Stream()
-        sizes = [part.nbytes if part.host is not None else 0 for part in parts]
-        ring = [max(sizes)] * min(PARTS_ON_DEVICE, len(parts))
-        places = sizes if whole or sum(sizes) <= sum(ring) else ring
-        self._memory = torch.empty(sum(places), dtype=torch.uint8, device=device).split(places)
-        # Parts that come with the one that is brought. None waits for a place where each has its own.
-        self._ahead = len(parts) - 1 if len(places) == len(parts) else 1
-        self._coming.wait_stream(self._current)  # what is queued may still use this memory
-        self._came: list[Any] = []
-        self._gone: list[Any] = []
-        self._here: list[int] = []
+        self._to_device, self._to_host = streams.Stream(), streams.Stream()
+        sizes = [chunk.nbytes if chunk.host is not None else 0 for chunk in chunks]
+        ring = [max(sizes)] * min(CHUNKS_ON_DEVICE, len(chunks))
+        buffers = sizes if all_at_once or sum(sizes) <= sum(ring) else ring
+        self._memory = torch.empty(sum(buffers), dtype=torch.uint8, device=device).split(buffers)
+        # Further chunks that are onloaded with one. None waits for a buffer where each has its own.
+        self._ahead = len(chunks) - 1 if len(buffers) == len(chunks) else 1
+        self._to_device.wait_stream(self._current)  # what is queued may still use this memory
+        self._onloaded: list[Any] = []
+        self._offloaded: list[Any] = []
+        self._on_device: list[int] = []
 
-    def bring(self, number: int) -> None:
-        """Have a part's state on the device for what is queued from now on, and the next one on its way.
+    def onload(self, number: int) -> None:
+        """Onload a chunk's state for what is queued from now on, and begin with the next one.
 
-        Where each part has a place of its own, the first call queues the copies of all: none waits for the host.
+        Where each chunk has a buffer of its own, the first call queues the copies of all: none waits for the host.
         """
-        for each in range(len(self._came), min(number + 1 + self._ahead, len(self._parts))):
-            self._fetch(each)
-        part = self._parts[number]
-        if part.host is not None:
-            self._current.wait_event(self._came[number])
-            part.lie_in(self._place(number))
-            self._here.append(number)
+        for following in range(len(self._onloaded), min(number + 1 + self._ahead, len(self._chunks))):
+            self._fetch(following)
+        chunk = self._chunks[number]
+        if chunk.host is not None:
+            self._current.wait_event(self._onloaded[number])
+            chunk.bind(self._device_memory(number))
+            self._on_device.append(number)
 
     def send(self, number: int) -> None:
-        """Bring a part's state back once what is queued is done; the optimizer has it in host memory again."""
-        self._going.wait_stream(self._current)
+        """Offload a chunk's state once what is queued is done. The optimizer has it in host memory again."""
+        self._to_host.wait_stream(self._current)
         self._copy_back(number)
-        self._lie_there(number)
+        self._restore_host(number)
 
-    def leave(self) -> None:
-        """Bring all parts' states back beside what is queued from now on; the optimizer has them on the device."""
-        self._going.wait_stream(self._current)
-        while len(self._gone) < len(self._here):
-            self._copy_back(self._here[len(self._gone)])
+    def begin_offload(self) -> None:
+        """Offload all chunks' states concurrently with what is queued from now on. The optimizer has them on the
+        device.
+        """
+        self._to_host.wait_stream(self._current)
+        while len(self._offloaded) < len(self._on_device):
+            self._copy_back(self._on_device[len(self._offloaded)])
 
-    def left(self) -> None:
-        """The device has made all copies: the optimizer has the states in host memory."""
-        for number in self._here:
-            self._lie_there(number)
+    def finish_offload(self) -> None:
+        """Give the optimizer the states in host memory, once the device has made all copies."""
+        for number in self._on_device:
+            self._restore_host(number)
 
     def _copy_back(self, number: int) -> None:
-        part = self._parts[number]
-        assert part.host is not None
-        with self._use(self._going):
-            part.host.copy_(self._place(number)[: part.nbytes], non_blocking=True)
-        self._gone.append(self._going.record_event())
+        chunk = self._chunks[number]
+        assert chunk.host is not None
+        with self._use(self._to_host):
+            chunk.host.copy_(self._device_memory(number)[: chunk.nbytes], non_blocking=True)
+        self._offloaded.append(self._to_host.record_event())
 
-    def _lie_there(self, number: int) -> None:
-        part = self._parts[number]
-        assert part.host is not None
-        part.lie_in(part.host)
+    def _restore_host(self, number: int) -> None:
+        chunk = self._chunks[number]
+        assert chunk.host is not None
+        chunk.bind(chunk.host)
 
     def _fetch(self, number: int) -> None:
-        part = self._parts[number]
-        if part.host is not None:
+        chunk = self._chunks[number]
+        if chunk.host is not None:
             if number >= len(self._memory):
-                self._coming.wait_event(self._gone[number - len(self._memory)])
-            with self._use(self._coming):
-                self._place(number)[: part.nbytes].copy_(part.host, non_blocking=True)
-        self._came.append(self._coming.record_event())
+                self._to_device.wait_event(self._offloaded[number - len(self._memory)])
+            with self._use(self._to_device):
+                self._device_memory(number)[: chunk.nbytes].copy_(chunk.host, non_blocking=True)
+        self._onloaded.append(self._to_device.record_event())
 
-    def _place(self, number: int) -> Tensor:
+    def _device_memory(self, number: int) -> Tensor:
         return self._memory[number % len(self._memory)]
 
 
@@ -312,32 +317,32 @@ def most_on_device(nbytes: int, largest: int) -> int:
 
     Args:
         nbytes: of the state.
-        largest: of which a single parameter's state takes so many.
+        largest: of a single parameter's state.
     """
-    return min(nbytes, PARTS_ON_DEVICE * max(PART_BYTES, largest))
+    return min(nbytes, CHUNKS_ON_DEVICE * max(CHUNK_BYTES, largest))
 
 
-def _take(wanted: Sequence[tuple[Future[Tensor], int]], device: int, released: Event) -> None:
-    """Take memories of these sizes one after the other, until they are not wanted any more or the process ends."""
+def _allocate(allocations: Sequence[tuple[Future[Tensor], int]], device: int, released: Event) -> None:
+    """Allocate memories of these sizes one after the other, until they are released or the process ends."""
     platform.device(device)
-    for taken, nbytes in wanted:
+    for allocation, nbytes in allocations:
         if released.is_set() or not main_thread().is_alive():  # an end waits for this thread
             return
         try:
-            taken.set_result(platform.host_memory(nbytes))
+            allocation.set_result(platform.host_memory(nbytes))
         except Exception as error:  # for the thread that waits for this one
-            taken.set_exception(error)
+            allocation.set_exception(error)
 
 
-def _cut(groups: Sequence[dict[str, Any]], itemsize: int) -> Iterator[_Part]:
-    """Parts whose state is of `PART_BYTES` or of one parameter; at least one, as a step without parameters counts."""
-    part = _Part()
+def _chunked(groups: Sequence[dict[str, Any]], itemsize: int) -> Iterator[_StateChunk]:
+    """Chunks with `CHUNK_BYTES` of state or one parameter; at least one, as a step without parameters counts."""
+    chunk = _StateChunk()
     for index, group in enumerate(groups):
         for parameter in group["params"]:
-            nbytes = itemsize * (parameter.numel() + _ALIGNMENT)  # a byte of it in each tensor, and those rounded up
-            if part.nbytes and part.nbytes + nbytes > PART_BYTES:
-                yield part
-                part = _Part()
-            part.parameters.setdefault(index, []).append(parameter)
-            part.nbytes += nbytes
-    yield part
+            nbytes = itemsize * (parameter.numel() + _ALIGNMENT)  # a byte of it in each tensor, rounded up
+            if chunk.nbytes and chunk.nbytes + nbytes > CHUNK_BYTES:
+                yield chunk
+                chunk = _StateChunk()
+            chunk.parameters.setdefault(index, []).append(parameter)
+            chunk.nbytes += nbytes
+    yield chunk

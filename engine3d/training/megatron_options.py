@@ -1,6 +1,6 @@
-"""What `train.megatron` may set of Megatron-Core's TransformerConfig, and why nothing else.
+"""Fields of Megatron-Core's TransformerConfig that `train.megatron` may set, and the reasons for refusing others.
 
-An option is here once it was tried: log-probs, gradients and weights are what they are without it, or what it says.
+An option is listed once it was tested: log-probs, gradients and weights are unchanged, or change as it says.
 docs/megatron_options.md is this table as a page; `python -m engine3d.training.megatron_options` prints it.
 """
 
@@ -22,13 +22,13 @@ class Option:
     Args:
         name: Megatron-Core's.
         expected: its values, in words.
-        accepts: whether a value is one of them.
-        effect: what it does, and why results stay right.
+        accepts: True if a value is one of them.
+        effect: its effect, and the reason for which results stay right.
         tried: the test, or the measurement on GPUs.
-        needs_experts: it says nothing of a model without.
-        needs_gpu: it needs Transformer Engine, but for the value `plain`.
-        plain: the value that any device has.
-        learns: it changes what a model learns, and so nothing of one that does not.
+        needs_experts: True if it has no effect on a model without experts.
+        needs_gpu: True if it needs Transformer Engine, except for the value `plain`.
+        plain: the value that works on any device.
+        learns: True if it changes training, and so has no effect on a model that is not trained.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Refused:
     """Fields that may not be set, for one reason.
 
     Args:
-        reason: why, and what would be right.
-        names: the fields, with what is to be set in their place where there is such a setting.
+        reason: the reason, and the expected setting.
+        names: the fields, with the setting to use instead where there is one.
     """
 
     reason: str
@@ -71,18 +71,18 @@ OPTIONS = (
         "moe_token_dispatcher_type",
         "alltoall or allgather",
         lambda value: value in ("alltoall", "allgather"),
-        "How tokens get to the ranks of their experts. With allgather (`train.packing=true`, pp=1) ranks of an "
-        "expert-parallel group see each other's tokens, and experts may be one step",
+        "Dispatch of tokens to the ranks of their experts. With allgather (`train.packing=true`, pp=1) ranks of an "
+        "expert-parallel group see each other's tokens, and experts may be fused",
         "tests/engine3d/training/test_engine.py, tests/engine3d/models/experts/test_load_balance.py",
     ),
     Option(
         "moe_router_load_balancing_type",
         "none, seq_aux_loss, global_aux_loss, or a list of the last two",
         _is_balance,
-        "Over which tokens an expert's load is taken in the balance loss: those of each sequence, or those of the "
-        "whole update, which costs a forward pass more. global_aux_loss unless set. The formulas are in "
-        "`engine3d/models/experts/load_balance.py`: gradients do not depend on layout, micro-batches, packing or "
-        "padding",
+        "Tokens over which the balance loss measures an expert's load: those of each sequence, or those of the "
+        "complete update, which costs one more forward pass. The default is global_aux_loss. "
+        "`engine3d/models/experts/load_balance.py` has the formulas. Gradients do not depend on layout, "
+        "micro-batches, packing or padding",
         "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
@@ -90,7 +90,7 @@ OPTIONS = (
         "moe_aux_loss_coeff",
         "a number of at least 0, or a list with one for each of moe_router_load_balancing_type",
         lambda value: _is_number(value) or (isinstance(value, list) and bool(value) and all(map(_is_number, value))),
-        "Coefficient of the balance loss of every layer: of the mean over the update's tokens",
+        "Coefficient of the balance loss of every layer, a mean over the update's tokens",
         "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
@@ -98,8 +98,8 @@ OPTIONS = (
         "moe_z_loss_coeff",
         "a number of at least 0",
         _is_number,
-        "Coefficient of the squared log-sum-exp of the router's logits in every layer: of the mean over the update's "
-        "tokens",
+        "Coefficient of the z loss of every layer: the squared log-sum-exp of the router's logits, a mean over the "
+        "update's tokens",
         "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
@@ -107,9 +107,9 @@ OPTIONS = (
         "moe_router_bias_update_rate",
         "a number of at least 0",
         _is_number,
-        "How far the bias of each expert moves with an update that is made, against its load in it; DeepSeek-V3 took "
-        "0.001. 0 unless set. Only for families that have such a bias (DeepSeek-V3); it is saved, exported and sent to "
-        "the engines as weights are",
+        "Auxiliary-loss-free load balancing: step of each expert bias after an update, against the expert's load. "
+        "DeepSeek-V3 used 0.001, the default is 0. Only for families with an expert bias (DeepSeek-V3). The bias is "
+        "saved, exported and sent to the engines like weights",
         "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
@@ -117,7 +117,7 @@ OPTIONS = (
         "moe_router_fusion",
         "true or false",
         lambda value: isinstance(value, bool),
-        "Transformer Engine's kernels for the choice of experts, for routers with a softmax (Qwen3-MoE)",
+        "Fused router: Transformer Engine's kernels for the choice of experts, for routers with a softmax (Qwen3-MoE)",
         "benchmarks/results/train",
         needs_gpu=True,
     ),
@@ -125,9 +125,8 @@ OPTIONS = (
         "attention_backend",
         "auto or flash",
         lambda value: value in ("auto", "flash"),
-        "Which of Transformer Engine's attention is taken: what it prefers, on Hopper cuDNN's, or FlashAttention 4 "
-        "(`train.packing=true`, bfloat16, head_dim 64 or 128). Log-probs and gradients differ as two orders of a sum "
-        "do",
+        "Attention of Transformer Engine: auto is its preference, on Hopper cuDNN's; flash is FlashAttention 4 "
+        "(`train.packing=true`, bfloat16, head_dim 64 or 128). Log-probs and gradients differ by the order of sums",
         "tests/engine3d/training/test_transformer_engine.py",
         needs_experts=False,
         needs_gpu=True,
@@ -153,12 +152,19 @@ REFUSED = (
         {
             "tensor_model_parallel_size": "train.layout.tp",
             "pipeline_model_parallel_size": "train.layout.pp",
+            "virtual_pipeline_model_parallel_size": "train.layout.vpp",
+            **_fields(
+                "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+                "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+                "train.layout.stages",
+            ),
             "context_parallel_size": "train.layout.cp",
             "expert_model_parallel_size": "train.layout.ep",
             "expert_tensor_parallel_size": "train.layout.etp",
             "sequence_parallel": "train.sequence_parallel",
             "deterministic_mode": "train.deterministic",
             "recompute_num_layers": "train.recompute_layers",
+            "moe_enable_routing_replay": "train.routing_replay",
             **_fields(
                 "recompute_granularity recompute_method recompute_modules moe_layer_recompute", "train.recompute"
             ),
@@ -168,9 +174,7 @@ REFUSED = (
     Refused(
         "it is derived from train.layout, and the weights' places with it",
         _fields(
-            "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_in_first_pipeline_stage "
-            "num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split "
-            "account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage variable_seq_lengths "
+            "microbatch_group_size_per_vp_stage variable_seq_lengths "
             "hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank cp_comm_type "
             "tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards "
             "expert_gtp_weight_remat_size transformer_impl moe_grouped_gemm moe_single_grouped_weight "
@@ -207,8 +211,7 @@ REFUSED = (
         _fields(
             "hidden_dropout attention_dropout moe_input_jitter_eps moe_expert_capacity_factor "
             "moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity moe_token_dropping moe_token_drop_policy "
-            "moe_router_force_load_balancing moe_router_force_biased moe_router_quantile_balancing_ema "
-            "moe_enable_routing_replay"
+            "moe_router_force_load_balancing moe_router_force_biased moe_router_quantile_balancing_ema"
         ),
     ),
     Refused(
@@ -253,19 +256,19 @@ _REASONS = {name: (refused.reason, instead) for refused in REFUSED for name, ins
 
 
 def refusals(megatron: Mapping[str, Any]) -> list[str]:
-    """Why each of some fields may not be set to its value; nothing for those that may."""
-    found = []
+    """Reasons for refusing fields or their values; empty if all may be set."""
+    errors = []
     for name, value in megatron.items():
         option = BY_NAME.get(name)
         if option is None:
             reason, instead = _REASONS.get(name, ("", ""))
             if not reason:
                 reason = f"it is none of the options that were tried; expected one of {', '.join(BY_NAME)} ({PAGE})"
-            found.append(f"{name}: {reason}{f'; expected {instead}' if instead else ''}")
+            errors.append(f"{name}: {reason}{f'; expected {instead}' if instead else ''}")
         elif not option.accepts(value):
             why = _why_not(value) if name == "moe_router_load_balancing_type" else ""
-            found.append(f"{name}={value!r}{why}; expected {option.expected}")
-    return found
+            errors.append(f"{name}={value!r}{why}; expected {option.expected}")
+    return errors
 
 
 def _why_not(balance: Any) -> str:
@@ -281,7 +284,7 @@ def page() -> str:
     lines.append("|---|---|---|---|")
     for option in OPTIONS:
         where = "; on GPUs only" if option.needs_gpu else ""
-        tried = ", ".join(f"`{each}`" for each in option.tried.split(", "))
+        tried = ", ".join(f"`{path}`" for path in option.tried.split(", "))
         lines.append(f"| `{option.name}` | {option.expected} | {option.effect}{where} | {tried} |")
     lines += ["", "## Refused", ""]
     for refused in REFUSED:
@@ -293,9 +296,9 @@ def page() -> str:
 
 _INTRODUCTION = (
     "`train.megatron`, and `critic.train.megatron` where a critic has its own `train`, set fields of Megatron-Core's",
-    "TransformerConfig by their names there. Only what was tried may be set: an option that is accepted and changes",
-    "log-probs, gradients or weights in silence is the worst defect there is. `hybridflow check` finds all others, and",
-    "those that do not go with a role's model, layout or devices. This page is made from",
+    "TransformerConfig by their names there. Only tested options are accepted, because others could change log-probs,",
+    "gradients or weights silently. `hybridflow check` refuses all others, and options that do not fit a role's model,",
+    "layout or devices. This page is generated from",
     "`engine3d/training/megatron_options.py`: `python -m engine3d.training.megatron_options` prints it.",
 )
 

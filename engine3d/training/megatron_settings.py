@@ -15,14 +15,14 @@ from engine3d.training.megatron_options import BY_NAME
 
 
 def megatron_settings(config: TrainConfig, spec: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """What a model's TransformerConfig has beside what `models.megatron_config` gives it.
+    """Build the fields of a model's TransformerConfig that `models.megatron_config` does not set.
 
     Raises:
         UserError: recompute=selective without Transformer Engine.
     """
     settings: dict[str, Any] = {
         "sequence_parallel": config.sequence_parallel and layout.tp > 1,
-        # Packed micro-batches differ in length, and so do the activations that go between stages.
+        # Packed micro-batches differ in length, and so do the activations between stages.
         "variable_seq_lengths": layout.pp > 1,
         # Gradients are sums over micro-batches and ranks; see LossFunction.
         "calculate_per_token_loss": True,
@@ -52,7 +52,7 @@ def _attention(config: TrainConfig) -> dict[str, Any]:
 
 
 def _cheap_modules(sizes: Sizes) -> list[str]:
-    """What takes memory to keep and hardly any time to compute again. Flash attention keeps next to nothing."""
+    """Modules that take memory to keep and hardly any time to compute again. Flash attention keeps next to nothing."""
     modules = ["layernorm"]
     if sizes.experts:
         modules.append("moe_act")
@@ -65,31 +65,38 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     """Refuse options that do not go with each other, the model, the layout, other settings or the devices.
 
     Args:
-        config: whose `megatron` has passed `refusals`.
+        config: its `megatron` has passed `refusals`.
         spec: the model.
         layout: of the model.
-        transformer_engine: whether the model is built from Transformer Engine's layers.
+        transformer_engine: True if the model is built from Transformer Engine's layers.
 
     Raises:
         UserError: names the option.
     """
     if config.fused_query_key:
-        check_fused_query_key(spec, tp=layout.tp, cp=layout.cp)
+        check_fused_query_key(spec, tp=layout.tp)
+    if layout.cp > 1:
+        _check_context_parallel(config, spec, layout)
     options = config.megatron
-    for setting in ("expert_copies", "expert_rows_ahead"):
+    if config.routing_replay != "none" and options.get("moe_router_fusion"):
+        raise UserError(
+            f"routing_replay={config.routing_replay} with megatron.moe_router_fusion=true, whose kernel takes no "
+            "routes; expected none, or false"
+        )
+    for setting in ("copy_engine_dispatcher", "predicted_expert_capacity"):
         if not getattr(config, setting) or not spec.sizes.experts:
             continue
         if not transformer_engine:
             raise UserError(f"{setting}=true needs Transformer Engine; expected false on a CPU")
-        if not config.shares_one_step_experts(spec.sizes, layout):
+        if not config.shares_fused_experts(spec.sizes, layout):
             raise UserError(
-                f"{setting}=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts in "
-                "one step (one_step_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
+                f"{setting}=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected fused "
+                "experts (fused_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
                 "(megatron.moe_token_dispatcher_type=allgather), or false"
             )
-    if config.has_rows_ahead(spec.sizes, layout) and (config.deterministic or layout.pp > 1):
+    if config.has_predicted_capacity(spec.sizes, layout) and (config.deterministic or layout.pp > 1):
         setting = "deterministic=true" if config.deterministic else f"pp={layout.pp}"
-        raise UserError(f"expert_rows_ahead=true was not tried with {setting}; expected false")
+        raise UserError(f"predicted_expert_capacity=true was not tried with {setting}; expected false")
     for name, value in options.items():
         option = BY_NAME[name]
         if option.needs_gpu and value != option.plain and not transformer_engine:
@@ -128,15 +135,34 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         )
 
 
+def _check_context_parallel(config: TrainConfig, spec: ModelSpec, layout: Layout) -> None:
+    """Refuse settings that do not go with sequences shared by ranks, or were not tried with them."""
+    cp = f"with layout.cp={layout.cp}"
+    if not config.packing:
+        raise UserError(f"packing=false {cp}: expected packing=true, because ranks share packed sequences")
+    if config.has_flash_attention:
+        raise UserError(
+            f"megatron.attention_backend=flash {cp}: expected auto, because Transformer Engine shares no sequences "
+            "with FlashAttention 4"
+        )
+    for setting in ("copy_engine_dispatcher", "predicted_expert_capacity"):
+        if getattr(config, setting) and spec.sizes.experts:
+            raise UserError(f"{setting}=true was not tried {cp}; expected false")
+
+
 def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None:
     """Refuse options that would do nothing; not for a model that shares another one's settings.
 
     Raises:
         UserError: names the option.
     """
-    for setting in ("expert_copies", "expert_rows_ahead"):
+    for setting in ("copy_engine_dispatcher", "predicted_expert_capacity"):
         if getattr(config, setting) and not spec.sizes.experts:
             raise UserError(f"{setting}=true, and {spec.family.architecture} has no experts; expected false")
+    if config.routing_replay != "none" and not spec.sizes.experts:
+        raise UserError(
+            f"routing_replay={config.routing_replay}, and {spec.family.architecture} has no experts; expected none"
+        )
     for name, value in config.megatron.items():
         if BY_NAME[name].needs_experts and not spec.sizes.experts:
             raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no experts")

@@ -1,4 +1,4 @@
-"""A model's weights and optimizer out of its device between its turns, and back in the same tensors."""
+"""Offload of a model's weights and optimizer between its turns, and onload into the same tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine3d.errors import EngineError, amount, first_line
 from engine3d.platform import platform
-from engine3d.platform.away import AwayMemory
+from engine3d.platform.offload_memory import OffloadMemory
 
 CHUNK_BYTES = 1 << 29
-"""Of memory that is taken at once; a larger storage has a chunk of its own."""
+"""Memory that is allocated at once. A larger storage has a chunk of its own."""
 
 LEAST_BYTES = 1 << 12
 """Smaller storages stay: an optimizer's counters, a norm's bias."""
@@ -23,23 +23,23 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadFigures:
-    """What a rank has moved.
+class OffloadStats:
+    """Statistics of a rank's offloading.
 
     Args:
-        away_s: seconds of bringing it out of the device.
-        back_s: seconds of bringing it back.
-        nbytes: of the device's memory that is free while it is away, at most.
+        offload_s: seconds of offloading.
+        onload_s: seconds of onloading.
+        nbytes: most device memory that was free while the model was offloaded.
     """
 
-    away_s: float = 0.0
-    back_s: float = 0.0
+    offload_s: float = 0.0
+    onload_s: float = 0.0
     nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a storage's bytes are."""
+class _StorageSlot:
+    """Location of a storage's bytes."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -48,113 +48,113 @@ class _Place:
 
 
 class Offload:
-    """The device memory of some tensors, away and back.
+    """Offload of some tensors' device memory.
 
-    Tensors stay the same objects: a storage of which nothing is left on the device has no bytes, and all views of it
-    have their elements again when it is back. Bits are copied, never computed with.
+    Tensors stay the same objects. An offloaded storage has no bytes, and all views of it have their elements again when
+    it is onloaded. Bits are copied, never computed with.
 
     Args:
-        device: where the tensors are.
-        constant: their values never change, so that they are copied out of the device once; see `forget`.
+        device: of the tensors.
+        constant: their values never change, so that they are copied to host memory once; see `forget`.
     """
 
     def __init__(self, device: torch.device, *, constant: bool) -> None:
         self._device, self._constant = device, constant
-        self._chunks: list[AwayMemory] = []
-        self._places: dict[int, _Place] = {}
-        self._is_away = self._is_copied = False
-        self._figures = OffloadFigures()
+        self._chunks: list[OffloadMemory] = []
+        self._slots: dict[int, _StorageSlot] = {}
+        self._is_offloaded = self._is_copied = False
+        self._stats = OffloadStats()
 
-    def put_away(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors' storages out of the device and give their memory back.
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors' storages to host memory and free their device memory.
 
         Raises:
-            EngineError: there is no room for them; they are still on the device.
+            EngineError: host memory is too small for them; they are still on the device.
         """
-        if self._is_away:
+        if self._is_offloaded:
             return
         began = time.perf_counter()
         platform.synchronize()
         if not self._is_copied:
-            self._places = self._placed(tensors)
+            self._slots = self._slots_of(tensors)
         for number, chunk in enumerate(self._chunks):
-            places = [place for place in self._places.values() if place.chunk == number]
+            slots = [slot for slot in self._slots.values() if slot.chunk == number]
             if not self._is_copied:
-                for place in places:
-                    self._bytes(place).copy_(_flat(place.storage, self._device), non_blocking=True)
+                for slot in slots:
+                    self._bytes(slot).copy_(_flat(slot.storage, self._device), non_blocking=True)
                 platform.synchronize()
-            for place in places:
-                place.storage.resize_(0)
+            for slot in slots:
+                slot.storage.resize_(0)
             chunk.rest()
-        self._is_away, self._is_copied = True, self._constant
+        self._is_offloaded, self._is_copied = True, self._constant
         platform.empty_cache()
-        nbytes = sum(place.nbytes for place in self._places.values())
-        self._count(away_s=time.perf_counter() - began, nbytes=nbytes)
+        nbytes = sum(slot.nbytes for slot in self._slots.values())
+        self._count(offload_s=time.perf_counter() - began, nbytes=nbytes)
 
-    def bring_back(self) -> None:
-        """Have everything on the device again, as it was."""
-        if not self._is_away:
+    def onload(self) -> None:
+        """Copy everything back to the device, as it was."""
+        if not self._is_offloaded:
             return
         began = time.perf_counter()
         for number, chunk in enumerate(self._chunks):
-            for place in self._places.values():
-                if place.chunk == number:
-                    place.storage.resize_(place.nbytes)
-                    _flat(place.storage, self._device).copy_(self._bytes(place), non_blocking=True)
+            for slot in self._slots.values():
+                if slot.chunk == number:
+                    slot.storage.resize_(slot.nbytes)
+                    _flat(slot.storage, self._device).copy_(self._bytes(slot), non_blocking=True)
             platform.synchronize()
             chunk.rest()
-        self._is_away = False
+        self._is_offloaded = False
         if not self._constant:
-            self._places = {}
-        self._count(back_s=time.perf_counter() - began)
+            self._slots = {}
+        self._count(onload_s=time.perf_counter() - began)
 
     @property
-    def is_away(self) -> bool:
-        return self._is_away
+    def is_offloaded(self) -> bool:
+        return self._is_offloaded
 
     def forget(self) -> None:
-        """Values of constant tensors have been changed: the next time they are copied again."""
+        """Copy constant tensors again the next time, because their values have changed."""
         self._is_copied = False
 
     def where(self, tensor: Tensor) -> Tensor:
-        """The tensor; while it is away the same elements where they are, for reading only.
+        """The tensor; while it is offloaded the same elements in host memory, for reading only.
 
-        To be asked before the tensor is sliced: torch slices no tensor of a storage without bytes.
+        To be called before the tensor is sliced: torch slices no tensor of a storage without bytes.
         """
-        place = self._places.get(_key(tensor)) if self._is_away else None
-        if place is None:
+        slot = self._slots.get(_key(tensor)) if self._is_offloaded else None
+        if slot is None:
             return tensor
-        there = self._bytes(place).view(tensor.dtype)
-        return there.as_strided(tensor.size(), tensor.stride(), there.storage_offset() + tensor.storage_offset())
+        copy = self._bytes(slot).view(tensor.dtype)
+        return copy.as_strided(tensor.size(), tensor.stride(), copy.storage_offset() + tensor.storage_offset())
 
-    def take_figures(self) -> OffloadFigures:
-        """What was moved since the last call."""
-        found, self._figures = self._figures, OffloadFigures()
-        return found
+    def take_stats(self) -> OffloadStats:
+        """Return the statistics since the last call."""
+        stats, self._stats = self._stats, OffloadStats()
+        return stats
 
-    def _placed(self, tensors: Iterable[Tensor]) -> dict[int, _Place]:
-        """A place for each storage that is on the device, with the memory for it."""
-        places: dict[int, _Place] = {}
+    def _slots_of(self, tensors: Iterable[Tensor]) -> dict[int, _StorageSlot]:
+        """Allocate a slot for each storage that is on the device."""
+        slots: dict[int, _StorageSlot] = {}
         sizes: list[int] = []
         for tensor in tensors:
             storage, key = tensor.untyped_storage(), _key(tensor)
-            if tensor.device.type != self._device.type or storage.nbytes() < LEAST_BYTES or key in places:
+            if tensor.device.type != self._device.type or storage.nbytes() < LEAST_BYTES or key in slots:
                 continue
-            room = -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-            if not sizes or sizes[-1] + room > CHUNK_BYTES:
+            nbytes = -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+            if not sizes or sizes[-1] + nbytes > CHUNK_BYTES:
                 sizes.append(0)
-            places[key] = _Place(storage, storage.nbytes(), len(sizes) - 1, sizes[-1])
-            sizes[-1] += room
-        self._take(sizes)
-        return places
+            slots[key] = _StorageSlot(storage, storage.nbytes(), len(sizes) - 1, sizes[-1])
+            sizes[-1] += nbytes
+        self._allocate(sizes)
+        return slots
 
-    def _take(self, sizes: list[int]) -> None:
+    def _allocate(self, sizes: list[int]) -> None:
         try:
             for number, nbytes in enumerate(sizes):
                 if number == len(self._chunks):
-                    self._chunks.append(platform.away_memory(nbytes))
+                    self._chunks.append(platform.offload_memory(nbytes))
                 elif self._chunks[number].tensor.numel() < nbytes:
-                    self._chunks[number] = platform.away_memory(nbytes)
+                    self._chunks[number] = platform.offload_memory(nbytes)
         except (RuntimeError, MemoryError) as error:
             why = first_line(error)
             raise EngineError(
@@ -162,15 +162,15 @@ class Offload:
                 f"turns ({why}); set offload=false for it, or give the node more memory"
             ) from None
 
-    def _bytes(self, place: _Place) -> Tensor:
-        return self._chunks[place.chunk].tensor[place.start : place.start + place.nbytes]
+    def _bytes(self, slot: _StorageSlot) -> Tensor:
+        return self._chunks[slot.chunk].tensor[slot.start : slot.start + slot.nbytes]
 
-    def _count(self, *, away_s: float = 0.0, back_s: float = 0.0, nbytes: int = 0) -> None:
-        so_far = self._figures
-        self._figures = replace(
+    def _count(self, *, offload_s: float = 0.0, onload_s: float = 0.0, nbytes: int = 0) -> None:
+        so_far = self._stats
+        self._stats = replace(
             so_far,
-            away_s=so_far.away_s + away_s,
-            back_s=so_far.back_s + back_s,
+            offload_s=so_far.offload_s + offload_s,
+            onload_s=so_far.onload_s + onload_s,
             nbytes=max(so_far.nbytes, nbytes),
         )
 

@@ -15,12 +15,12 @@ _FLOAT32, _BFLOAT16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """What there is of an element of a weight beside itself, in bytes.
+    """Bytes of training for one element of a weight, without the weight itself.
 
     Args:
-        gradient: in the buffer that gradients are added up in.
-        master: a float32 weight, which is on the device.
-        moments: Adam's two, and with them what a bf16 weight lacks to float32 where it has no master.
+        gradient: in the buffer of gradients.
+        master: a float32 weight, on the device.
+        moments: Adam's two, and the remainder of a bf16 weight to float32 where it has no master.
     """
 
     gradient: int
@@ -29,7 +29,7 @@ class ElementBytes:
 
 
 def element_bytes(config: TrainConfig) -> ElementBytes:
-    """By the dtype of the model and the settings of its optimizer."""
+    """Compute the bytes by the dtype of the model and the settings of its optimizer."""
     if config.dtype == "float32":
         return ElementBytes(gradient=_FLOAT32, master=0, moments=2 * _FLOAT32)
     if config.optimizer.precision_aware:
@@ -38,19 +38,21 @@ def element_bytes(config: TrainConfig) -> ElementBytes:
     return ElementBytes(gradient=_FLOAT32, master=_FLOAT32, moments=2 * _FLOAT32)
 
 
-def of_buffers(optimizer: Any) -> list[Any]:
-    """Of Megatron-Core's optimizer, those that hold parameters on this rank: one for each kind of buffer."""
-    every = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each for each in every if not each.is_stub_optimizer]
+def buffer_optimizers(optimizer: Any) -> list[Any]:
+    """Optimizers within Megatron-Core's that have parameters on this rank: one for each kind of buffer."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if not inner.is_stub_optimizer]
 
 
-def wrap_for_training(module: Any, config: TrainConfig) -> Any:
-    """The module in Megatron-Core's DistributedDataParallel: gradients in contiguous buffers, summed over dp."""
+def wrap_for_training(module: Any, config: TrainConfig) -> list[Any]:
+    """The model's chunks in Megatron-Core's DistributedDataParallel: gradients in buffers, summed over dp."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+
+    from engine3d.models.build import model_chunks
 
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not config.optimizer.precision_aware,
@@ -58,30 +60,36 @@ def wrap_for_training(module: Any, config: TrainConfig) -> Any:
         overlap_grad_reduce=False,
         average_in_collective=False,
     )
-    model = DistributedDataParallel(module.config, settings, module)
-    _add_weight_gradients_at_once(module)
+    modules = model_chunks(module)
+    chunks = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in modules]
+    _fuse_weight_gradients(module)
 
     def finalise(chunks: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
         # The loss carries its own weights: no division by a number of tokens.
         finalize_model_grads(chunks, None, **arguments)
 
-    module.config.finalize_model_grads_func = finalise
-    return model
+    modules[0].config.finalize_model_grads_func = finalise
+    return chunks
 
 
-def _add_weight_gradients_at_once(module: Any) -> None:
-    """Let Transformer Engine's layers add their weights' gradients to the buffers by the product that makes them.
+def _fuse_weight_gradients(module: Any) -> None:
+    """Make Transformer Engine's layers add their weights' gradients to the buffers in the GEMM that computes them.
 
-    Megatron-Core has one setting for these and for its own layers, which need apex for it. Experts whose products are
-    one kernel add theirs after it (`models.grouped_products`).
+    Megatron-Core has one setting for these and for its own layers, which need apex for it. Experts with a grouped GEMM
+    add theirs after it (`models.experts.grouped_gemm`).
     """
     for layer in module.modules():
         if hasattr(layer, "fuse_wgrad_accumulation"):
             layer.fuse_wgrad_accumulation = True
 
 
-def build_optimizer(model: Any, config: TrainConfig) -> tuple[Any, Any]:
-    """Adam, its state split over data-parallel ranks, and the schedule of its learning rate."""
+def build_optimizer(chunks: list[Any], config: TrainConfig) -> tuple[Any, Any]:
+    """Adam, its state split over data-parallel ranks, and the schedule of its learning rate.
+
+    Args:
+        chunks: of the model, each wrapped for training.
+        config: the settings.
+    """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -112,9 +120,12 @@ def build_optimizer(model: Any, config: TrainConfig) -> tuple[Any, Any]:
             use_distributed_optimizer=True,
             **aware,
         ),
-        [model],
+        chunks,
         use_gloo_process_groups=False,
     )
+    for earlier in getattr(optimizer, "chained_optimizers", [optimizer])[:-1]:
+        # Megatron-Core gathers the weights of all buffers after the step of each optimizer: here after the last alone.
+        earlier._defer_param_sync = True
     decay_steps = settings.decay_steps or max(1, settings.warmup_steps + 1)
     scheduler = OptimizerParamScheduler(
         optimizer,

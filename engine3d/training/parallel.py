@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 
@@ -35,6 +36,7 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     platform.prepare_training()
     from megatron.core import parallel_state, tensor_parallel
 
+    gc.collect()  # models that were closed refer to released groups
     platform.stay_near(platform.device(int(os.environ.get("LOCAL_RANK", "0"))))
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -49,6 +51,7 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -60,13 +63,20 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
 
 
 def release() -> None:
-    """End Megatron-Core's groups and stay in the world, so that another layout can be started."""
+    """End Megatron-Core's groups and stay in the world, so that another layout can be started.
+
+    Threads or device memory of a group are free once nothing refers to it, at the latest when another layout starts.
+    """
     from megatron.core import parallel_state
 
-    from engine3d.models.experts import ways
+    from engine3d.models.experts import token_dispatcher
 
-    ways.release()
-    parallel_state.destroy_model_parallel()
+    token_dispatcher.release()
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()  # which only forgets them
+    for group in groups:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def leave() -> None:

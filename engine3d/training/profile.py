@@ -21,11 +21,14 @@ class UpdateTrace:
     with the first one: there they begin after those, and as many backward passes, of earlier ones, are between their
     forward passes. The trace ends when the micro-batch after them begins, or with the schedule.
 
+    With virtual stages all micro-batches are traced, each once per model chunk: the interleaved schedule has messages
+    in flight between any two of them, and torch.profiler fails where it begins while an operation is in flight.
+
     Args:
         path: of the file to write, in Chrome's trace event format; its name ends in `.json.gz`. The forward pass of the
             n-th micro-batch of the update, from 1, is the event `micro-batch n`.
         micro_batches: how many of them; all that there are if the update has fewer.
-        ahead: forward passes of this rank's pipeline stage before its first backward pass, but for that one's own.
+        ahead: forward passes of this rank before its first backward pass, but for that one's own.
     """
 
     def __init__(self, path: Path, micro_batches: int, *, ahead: int = 0) -> None:
@@ -38,23 +41,28 @@ class UpdateTrace:
         *,
         forward_step_func: Callable[..., Any],
         num_microbatches: int,
+        model: list[Any],
         **arguments: Any,
     ) -> Any:
-        """What one of Megatron-Core's pipeline schedules returns for these arguments; it is traced meanwhile."""
+        """Run one of Megatron-Core's pipeline schedules with these arguments, traced, and return its result."""
         first = max(0, min(max(1, self._ahead), num_microbatches - self._micro_batches))
-        numbers = itertools.count()
+        numbers, complete = itertools.count(), len(model) > 1
 
         def forward_step(*step: Any) -> Any:
             number = next(numbers)
-            if number == first:
+            if number == first and not complete:
                 self._begin()
-            elif number == first + self._micro_batches:
+            elif number == first + self._micro_batches and not complete:
                 self._write()
             with record_function(f"micro-batch {number + 1}"):
                 return forward_step_func(*step)
 
+        if complete:
+            self._begin()
         try:
-            results = schedule(forward_step_func=forward_step, num_microbatches=num_microbatches, **arguments)
+            results = schedule(
+                forward_step_func=forward_step, num_microbatches=num_microbatches, model=model, **arguments
+            )
             self._write()
         finally:
             with cleaning("profile"):

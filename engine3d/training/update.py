@@ -18,13 +18,14 @@ from torch import Tensor
 from engine3d.collectives import all_reduce
 from engine3d.errors import UserError
 from engine3d.models.experts.load_balance import Routing
+from engine3d.models.experts.routing_replay import ReplayStats
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.forward import ForwardModel, LossFunction
 from engine3d.training.host_state import HostState
-from engine3d.training.optimizer import build_optimizer, element_bytes, of_buffers, wrap_for_training
+from engine3d.training.optimizer import buffer_optimizers, build_optimizer, element_bytes, wrap_for_training
 from engine3d.training.profile import UpdateTrace
-from engine3d.training.sequences import MicroBatch, Sequences
+from engine3d.training.sequences import ROUTES, MicroBatch, Sequences
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,27 @@ class UpdateResult:
     """One optimizer step.
 
     Args:
-        facts: what the loss function returned beside the loss, for each micro-batch of this rank; empty on ranks that
-            are not on the last pipeline stage.
+        loss_outputs: second result of the loss function for each micro-batch of this rank; empty on ranks that are not
+            on the last pipeline stage.
         grad_norm: global gradient norm before clipping.
         learning_rate: the rate that the step used.
         applied: False where the weights were left alone: the gradient was not finite, or the guard refused.
-        refused: the guard did.
+        refused: True if the guard refused the update.
         tokens: of this data-parallel rank's sequences.
         positions: that the model computed for them, padding included.
-        optimizer_s: seconds after the gradient's norm was known: the optimizer's step, and its state's way.
-        peak_bytes: of device memory (of the host's on a CPU) that a rank of the model has had at most so far.
-        peak_reserved_bytes: as `peak_bytes`, of what was taken of the device for tensors.
-        routing: what the routers of all ranks did with the tokens of all ranks; None for a model without experts.
-        again: how often all micro-batches were computed again, since there was too little room for rows of experts;
-            None where room is made once their number is known.
+        optimizer_s: seconds after the gradient's norm was known: the optimizer's step, and transfers of its state.
+        peak_bytes: peak of device memory (of the host's on a CPU) so far, over the ranks of the model.
+        peak_reserved_bytes: the same of memory reserved for tensors.
+        routing: statistics of the routers, over the tokens of all ranks; None for a model without experts.
+        replay: comparison of the sequences' routes with what the live routers chose; None for sequences without routes.
+        bubble: `Layout.bubble` of the update; None without pipeline stages.
+        split_share: share of this data-parallel rank's micro-batches whose sequences were split over context-parallel
+            ranks; None without such ranks.
+        recomputed: how often all micro-batches were computed again, because rows of experts exceeded their capacity;
+            None where capacity is not predicted.
     """
 
-    facts: list[Any]
+    loss_outputs: list[Any]
     grad_norm: float
     learning_rate: float
     applied: bool
@@ -59,17 +64,20 @@ class UpdateResult:
     peak_reserved_bytes: int
     refused: bool = False
     routing: Routing | None = None
-    again: int | None = None
+    recomputed: int | None = None
+    replay: ReplayStats | None = None
+    bubble: float | None = None
+    split_share: float | None = None
 
 
 @dataclass(frozen=True)
 class UpdateGuard:
-    """What an update is held against before it is made.
+    """Condition under which an update is refused.
 
     Args:
-        measure: from a rank's facts, the numerator and the denominator of a mean over tokens; both are added up over
+        measure: numerator and denominator of a mean over tokens, from a rank's loss outputs. Both are summed over
             ranks.
-        refuses: whether such a mean is too large.
+        refuses: True if the mean is too large.
     """
 
     measure: Callable[[list[Any]], tuple[Tensor, Tensor]]
@@ -84,19 +92,18 @@ class TrainedModel(ForwardModel):
         self._settled = False
         self._host_state: HostState | None = None
         self._bias_rate = 0.0
-        module = self.model
         if trainable:
             if self.spec.sizes.experts:
                 from engine3d.models.experts.router import load_balance
 
-                self._balance = load_balance(module, self.spec.sizes.sparse)
-                if module.config.moe_router_enable_expert_bias:
-                    self._bias_rate = module.config.moe_router_bias_update_rate
+                self._balance = load_balance(self.module, self.megatron, self.spec, self.layout)
+                if self.megatron.moe_router_enable_expert_bias:
+                    self._bias_rate = self.megatron.moe_router_bias_update_rate
             with platform.shareable_memory():
-                self.model = wrap_for_training(module, self.config)
+                self.chunks = wrap_for_training(self.module, self.config)
             self._start_optimizer()
         else:
-            self.model = module.eval().requires_grad_(False)
+            self.module.eval().requires_grad_(False)
 
     def update(
         self,
@@ -117,27 +124,33 @@ class TrainedModel(ForwardModel):
             loss_function: see LossFunction; called on the last pipeline stage.
             temperature: the logits are divided by it, as they were when the tokens were sampled.
             with_entropy: compute entropies, with their gradient.
-            guard: may refuse the update, by what the loss function found.
+            guard: may refuse the update, by the outputs of the loss function.
         """
         if self.optimizer is None:
             raise UserError("update: this model was built with trainable=False")
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-        self.take_back()
-        self.model.restore_grad_buffers(synchronize=False)
-        self.model.zero_grad_buffer()
+        self.onload()
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers(synchronize=False)
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        sequences, routes = self._without_routes(sequences)
+        if routes is None and self.config.routing_replay != "none":
+            raise UserError(f"update: routing_replay={self.config.routing_replay} needs the column {ROUTES!r}")
         batches = self.micro_batches(sequences)
-        ahead = self._rows_ahead
-        again_before = 0 if ahead is None else ahead.again
-        learn = partial(self._run, batches, partial(self._loss, loss_function, temperature, with_entropy))
-        facts, routing = self._learn_routing(sequences, batches, partial(learn, forward_only=False))
+        predicted = self._predicted
+        recomputed_before = 0 if predicted is None else predicted.recomputed
+        run = partial(self._run, batches, partial(self._loss, loss_function, temperature, with_entropy))
+        with self._routed(sequences, batches, routes, forward_only=False):
+            loss_outputs, routing = self._run_with_routing(sequences, batches, partial(run, forward_only=False))
+        replay = self._replay.finish() if self._replay is not None and routes is not None else None
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         # Looked at before `step`, which would write a gradient that is not finite into the weights.
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         began = time.perf_counter()
-        refused = guard is not None and self._refuses(guard, facts)
+        refused = guard is not None and self._is_refused(guard, loss_outputs)
         if refused:
             self.restart_schedule()
         applied = math.isfinite(grad_norm) and not refused
@@ -147,16 +160,16 @@ class TrainedModel(ForwardModel):
             if self._balance is not None and self._bias_rate > 0:
                 self._balance.move_biases(self._bias_rate)
         if applied and not self._settled:
-            # What is there now stays. Python's collector would look at it again, for half a second, after every few
-            # dozen micro-batches, on each rank at another time, and all would wait for it.
+            # Objects of the first update stay. Python's collector would traverse them, for half a second, after every
+            # few dozen micro-batches, on each rank at another time, and all would wait for it.
             gc.collect()
             gc.freeze()
             self._settled = True
         positions = sum(batch.positions for batch in batches)
-        tokens, memory = sequences.tokens.numel(), self._most_memory()
-        seconds = time.perf_counter() - began  # what came to the figures above has come to its end
+        tokens, memory = sequences.tokens.numel(), self._peak_memory()
+        seconds = time.perf_counter() - began  # the values above have waited for the device
         return UpdateResult(
-            facts,
+            loss_outputs,
             grad_norm,
             learning_rate,
             applied,
@@ -166,56 +179,60 @@ class TrainedModel(ForwardModel):
             *memory,
             refused,
             routing,
-            None if ahead is None else ahead.again - again_before,
+            None if predicted is None else predicted.recomputed - recomputed_before,
+            replay,
+            self.layout.bubble(len(batches)) if self.layout.pp > 1 else None,
+            sum(batch.split for batch in batches) / len(batches) if self.layout.cp > 1 else None,
         )
 
-    def _most_memory(self) -> tuple[int, int]:
-        """Of all ranks: stages hold unlike parts of the model, and only the last one's figures reach the driver."""
+    def _peak_memory(self) -> tuple[int, int]:
+        """Peak memory over all ranks: stages have different shards of the model."""
         from megatron.core import parallel_state
 
         memory = platform.memory()
         peaks = torch.tensor([memory.peak, memory.peak_reserved], device=self.device)
-        # A group that is used anyway: for each that is, NCCL takes memory.
+        # A group that is used anyway: NCCL takes memory for each.
         all_reduce(peaks, dist.ReduceOp.MAX, parallel_state.get_intra_distributed_optimizer_instance_group())
         peak, peak_reserved = map(int, peaks.tolist())
         return peak, peak_reserved
 
-    def _learn_routing(
-        self, sequences: Sequences, batches: list[MicroBatch], learn: Callable[[], list[Any]]
+    def _run_with_routing(
+        self, sequences: Sequences, batches: list[MicroBatch], run: Callable[[], list[Any]]
     ) -> tuple[list[Any], Routing | None]:
-        """What `learn` returns, with the losses of routers among what is learned."""
+        """Call `run` with the losses of routers, and return its result and the routing statistics."""
         balance = self._balance
         if balance is None:
-            return learn(), None
+            return run(), None
         tokens = torch.tensor(float(sequences.tokens.numel()), dtype=torch.float64, device=self.device)
         all_reduce(tokens, dist.ReduceOp.SUM, self._dp_group)
         if balance.losses.update:
             with torch.no_grad(), balance.counting():
-                self._run(batches, self._nothing, forward_only=True)
+                self._run(batches, self._no_loss, forward_only=True)
         with balance.update(float(tokens), max(len(batch.indices) for batch in batches)):
-            facts = learn()
-        return facts, balance.finish()
+            loss_outputs = run()
+        return loss_outputs, balance.finish()
 
-    def _begin_again(self, *, learning: bool) -> None:
-        super()._begin_again(learning=learning)
+    def _reset_accumulators(self, *, learning: bool) -> None:
+        super()._reset_accumulators(learning=learning)
         if learning:
-            self.model.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
     def trace_next_update(self, path: Path, micro_batches: int) -> None:
-        """Have the next update write a trace of some of its micro-batches on this rank; see `UpdateTrace`."""
-        self._trace = UpdateTrace(path, micro_batches, ahead=self.layout.pp - 1 - self.coordinates.pp)
+        """Write a trace of some micro-batches of the next update on this rank; see `UpdateTrace`."""
+        self._trace = UpdateTrace(path, micro_batches, ahead=self.layout.passes_ahead(self.coordinates.pp))
 
-    def _refuses(self, guard: UpdateGuard, facts: list[Any]) -> bool:
-        """What the guard says, on all ranks alike; tensor-parallel ranks count the same tokens as often each."""
+    def _is_refused(self, guard: UpdateGuard, loss_outputs: list[Any]) -> bool:
+        """True if the guard refuses, equal on all ranks. Tensor- and context-parallel ranks count the same tokens."""
         mean = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage:
-            mean += torch.stack(guard.measure(facts)).to(mean)
+            mean += torch.stack(guard.measure(loss_outputs)).to(mean)
         all_reduce(mean, dist.ReduceOp.SUM)
         return bool(mean[1]) and guard.refuses(float(mean[0] / mean[1]))
 
     def _start_optimizer(self) -> None:
-        self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
+        self.optimizer, self.scheduler = build_optimizer(self.chunks, self.config)
         self._settled = False
         settings = self.config.optimizer
         if settings.offload:
@@ -244,10 +261,10 @@ class TrainedModel(ForwardModel):
         if self._host_state is not None:
             self._host_state.make(initialise)
             return
-        for each in of_buffers(self.optimizer):
-            for group in each.optimizer.param_groups:
+        for of_buffer in buffer_optimizers(self.optimizer):
+            for group in of_buffer.optimizer.param_groups:
                 for parameter in group["params"]:
-                    initialise(each.optimizer, parameter)
+                    initialise(of_buffer.optimizer, parameter)
 
     def restart_schedule(self) -> None:
         """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""

@@ -1,4 +1,4 @@
-"""One pass over the logits of a GPU for what log-probs and entropies take from them, and one for their gradient."""
+"""One pass over the logits of a GPU for the statistics of log-probs and entropies, and one for the gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _COLUMNS = 4096
 _WARPS = 8
 
 
-def facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tensor:
-    """What `vocab_parallel` adds up over ranks, in terms of x = logits / temperature.
+def softmax_stats(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tensor:
+    """Compute the statistics that `vocab_parallel` reduces over ranks, in terms of x = logits / temperature.
 
     Args:
         logits: (N, V) of any floating dtype, contiguous.
@@ -22,12 +22,14 @@ def facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tenso
 
     Returns:
         (4, N) float32: m = max(x), sum(exp(x - m)), sum(exp(x - m) * (x - m)), and x[local] - m, or 0. Of a row with a
-        logit that is nan or +inf the sum is nan, and nothing is said of the others.
+        logit that is nan or +inf the sum is nan, and the others are undefined.
     """
     count, width = logits.shape
     result = torch.empty(4, count, dtype=torch.float32, device=logits.device)
     if count:
-        _facts[(count,)](logits, local, result, count, width, real, 1 / temperature, COLUMNS=_COLUMNS, num_warps=_WARPS)
+        _softmax_stats[(count,)](
+            logits, local, result, count, width, real, 1 / temperature, COLUMNS=_COLUMNS, num_warps=_WARPS
+        )
     return result
 
 
@@ -46,12 +48,12 @@ def gradient(
     """Write the gradient of the logits to `result`, which may be the logits themselves.
 
     Args:
-        logits, local, real, temperature: as in `facts`.
+        logits, local, real, temperature: as in `softmax_stats`.
         normaliser: (N,) float32, log(sum(exp(x))) over all ranks.
         entropy: (N,) float32.
         of_logprob: (N,) float32, the gradient of the target's log-prob.
         of_all: (N,) float32, the sum of the gradients of all log-probs of the row, the target's among them.
-        of_entropy: (N,) float32, the gradient of the entropy; None where entropies were not asked for.
+        of_entropy: (N,) float32, the gradient of the entropy; None where entropies were not requested.
         result: (N, V), contiguous; its padding is set to 0.
     """
     count, width = logits.shape
@@ -75,7 +77,7 @@ def gradient(
 
 
 @triton.jit
-def _facts(logits, local, result, count, width, real, inverse_temperature, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _softmax_stats(logits, local, result, count, width, real, inverse_temperature, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * width
     highest = -float("inf")
@@ -86,7 +88,7 @@ def _facts(logits, local, result, count, width, real, inverse_temperature, COLUM
         column = first + tl.arange(0, COLUMNS)
         inside = column < real
         x = tl.load(start + column, mask=inside, other=-float("inf")).to(tl.float32) * inverse_temperature
-        # Neither the maximum of a block nor `possible` tells of a nan.
+        # Neither the maximum of a block nor `possible` shows a nan.
         no_numbers += tl.sum((x != x).to(tl.int32), axis=0)
         higher = tl.maximum(highest, tl.max(x, axis=0))
         # The sums so far are in terms of the highest so far. At first they are 0, and there is none.
@@ -101,7 +103,7 @@ def _facts(logits, local, result, count, width, real, inverse_temperature, COLUM
     mine = (target >= 0) & (target < real)
     chosen = tl.load(start + target, mask=mine, other=0.0).to(tl.float32) * inverse_temperature
     tl.store(result + row, highest)
-    # By the sum all ranks know: their log-probs and entropies of this row are nan.
+    # The sum makes the log-probs and entropies of this row nan on all ranks.
     total = tl.where(no_numbers > 0, float("nan"), total)
     tl.store(result + count + row, total)
     tl.store(result + 2 * count + row, weighted)

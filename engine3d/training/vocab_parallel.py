@@ -1,6 +1,6 @@
 """Log-probs and entropies of next tokens from logits whose vocabulary is split over tensor-parallel ranks.
 
-The full logits of a token are never gathered: ranks exchange a few figures of each token, and of each chosen token.
+The full logits of a token are never gathered: ranks exchange a few numbers of each token, and of each chosen token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from engine3d.collectives import all_gather, all_reduce
 
-# On a CPU tokens are worked through in pieces, so that the float32 copies of the logits stay below this.
-_PIECE_BYTES = 512 << 20
+# On a CPU tokens are processed in chunks, so that the float32 copies of the logits stay below this.
+_CHUNK_BYTES = 512 << 20
 
 
 def logprobs_and_entropy(
@@ -33,7 +33,7 @@ def logprobs_and_entropy(
 
         logprob = x[target] - log(sum(exp(x)))          entropy = log(sum(exp(x))) - sum(softmax(x) * x)
 
-    A logit of -inf is a token that cannot be drawn: its probability, its part of the entropy (the limit of p log p) and
+    A logit of -inf is a token that cannot be drawn: its probability, its term of the entropy (the limit of p log p) and
     its gradient are 0. The gradient of the entropies is only computed where a loss uses them.
 
     Args:
@@ -68,11 +68,11 @@ def logprobs_of_choices(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_and_entropy`, with the log-probs of k further tokens of each distribution.
 
-    All come of one pass over the logits, and all gradients go into them in one; the gradient at a chosen token is
+    One pass over the logits computes all of them, and one pass all gradients. The gradient at a chosen token is
     computed in float32 before it is rounded to the dtype of the logits.
 
     Args:
-        choices: (N, k) int64 global token ids below `vocabulary`, no two alike in a row whose log-probs have a
+        choices: (N, k) int64 global token ids below `vocabulary`, all different in a row whose log-probs have a
             gradient.
 
     Returns:
@@ -102,14 +102,14 @@ def top_tokens(logits: Tensor, count: int, *, vocabulary: int, group: ProcessGro
         raise ValueError(f"top_tokens: count is {count}, expected 1 to {vocabulary}, the tokens of the vocabulary")
     width = logits.shape[1]
     first = group.rank() * width
-    real, held = max(0, min(width, vocabulary - first)), min(count, width)
-    # A rank with fewer tokens than that has padding in their place, after its tokens and so after those of all ranks.
-    values = torch.full((logits.shape[0], held), -torch.inf, dtype=torch.float32, device=logits.device)
+    real, candidates = max(0, min(width, vocabulary - first)), min(count, width)
+    # A rank with fewer tokens has padding instead, after its tokens and so after those of all ranks.
+    values = torch.full((logits.shape[0], candidates), -torch.inf, dtype=torch.float32, device=logits.device)
     ids = torch.zeros(values.shape, dtype=torch.int64, device=logits.device)
     if real:
-        best, at = logits.detach()[:, :real].topk(min(held, real), dim=1)
+        best, at = logits.detach()[:, :real].topk(min(candidates, real), dim=1)
         values[:, : best.shape[1]], ids[:, : best.shape[1]] = best.float(), at + first
-    values, ids = (torch.cat(all_gather(each, group), dim=1) for each in (values, ids))
+    values, ids = (torch.cat(all_gather(tensor, group), dim=1) for tensor in (values, ids))
     order = values.sort(dim=1, descending=True, stable=True).indices[:, :count]
     return ids.gather(1, order)
 
@@ -127,33 +127,33 @@ class _LogProbs(torch.autograd.Function):
         with_entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        part = VocabularyPart.of(logits.shape[1], vocabulary, group, temperature)
-        local, places = targets - part.first, None if choices is None else choices - part.first
-        at = None if places is None else part.at(logits, places)
-        found = part.of_all_ranks(part.facts(logits, local), local, at, places, with_entropy=with_entropy)
+        shard = VocabularyShard.of(logits.shape[1], vocabulary, group, temperature)
+        local, columns = targets - shard.first, None if choices is None else choices - shard.first
+        at = None if columns is None else shard.at(logits, columns)
+        result = shard.reduce(shard.softmax_stats(logits, local), local, at, columns, with_entropy=with_entropy)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, local, places, *found.kept)
-        ctx.settings = (part, with_entropy, overwrite)
-        return found.logprobs, found.entropy, found.choices
+        ctx.save_for_backward(logits, local, columns, *result.kept)
+        ctx.settings = (shard, with_entropy, overwrite)
+        return result.logprobs, result.entropy, result.choices
 
     @staticmethod
     def backward(
         ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None, of_choices: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits, local, places, *kept = ctx.saved_tensors
-        part, with_entropy, overwrite = ctx.settings
+        logits, local, columns, *kept = ctx.saved_tensors
+        shard, with_entropy, overwrite = ctx.settings
         result = logits if overwrite else torch.empty_like(logits)
         slopes = Slopes.of(kept[0], of_logprob, of_entropy if with_entropy else None, of_choices)
-        part.write_gradient(logits, local, places, kept, slopes, result)
+        shard.write_gradient(logits, local, columns, kept, slopes, result)
         return result, *[None] * 7
 
 
-class OfTokens(NamedTuple):
-    """What all ranks' slices together say of N tokens, all float32.
+class TokenStatistics(NamedTuple):
+    """Statistics of N tokens over all ranks' slices, all float32.
 
     Args:
         logprobs: (N,) of the targets.
-        entropy: (N,) in nats; zeros where it was not asked for.
+        entropy: (N,) in nats; zeros where it was not requested.
         choices: (N, k) log-probs of further tokens, or None.
         normaliser: (N,) log(sum(exp(x))).
     """
@@ -165,12 +165,12 @@ class OfTokens(NamedTuple):
 
     @property
     def kept(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the gradient is made from: the normaliser, the entropy, the log-probs of choices."""
+        """Inputs of the gradient: the normaliser, the entropy, the log-probs of choices."""
         return self.normaliser, self.entropy, self.choices
 
 
 class Slopes(NamedTuple):
-    """The gradient of a loss by what is said of N tokens, all float32.
+    """Gradients of a loss by the outputs of N tokens, all float32.
 
     Args:
         of_logprob: (N,) by the target's log-prob.
@@ -188,25 +188,25 @@ class Slopes(NamedTuple):
     def of(
         cls, like: Tensor, of_logprob: Tensor | None, of_entropy: Tensor | None, of_choices: Tensor | None
     ) -> Slopes:
-        """From the gradients that autograd gives, of which each may be None."""
-        own = torch.zeros_like(like) if of_logprob is None else of_logprob.contiguous()
-        of_all = own if of_choices is None else own + of_choices.sum(dim=1)
-        return cls(own, of_all, None if of_entropy is None else of_entropy.contiguous(), of_choices)
+        """Convert the gradients of autograd, each of which may be None."""
+        of_target = torch.zeros_like(like) if of_logprob is None else of_logprob.contiguous()
+        of_all = of_target if of_choices is None else of_target + of_choices.sum(dim=1)
+        return cls(of_target, of_all, None if of_entropy is None else of_entropy.contiguous(), of_choices)
 
-    def rows(self, piece: slice) -> Slopes:
-        """Of some of the tokens."""
-        return Slopes(*(None if each is None else each[piece] for each in self))  # type: ignore[arg-type]
+    def rows(self, chunk: slice) -> Slopes:
+        """Slopes of a chunk of the tokens."""
+        return Slopes(*(None if slope is None else slope[chunk] for slope in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
+class VocabularyShard:
     """This rank's slice of the vocabulary.
 
     Args:
         first: token id of its first column.
-        real: its columns that are no padding.
+        real: number of its columns that are no padding.
         group: the tensor-parallel group.
-        temperature: that logits are divided by.
+        temperature: divisor of logits.
     """
 
     first: int
@@ -215,56 +215,56 @@ class VocabularyPart:
     temperature: float
 
     @classmethod
-    def of(cls, width: int, vocabulary: int, group: ProcessGroup, temperature: float) -> VocabularyPart:
-        """Of logits with so many columns on each rank."""
+    def of(cls, width: int, vocabulary: int, group: ProcessGroup, temperature: float) -> VocabularyShard:
+        """Make the shard of logits with `width` columns on each rank."""
         first = group.rank() * width
         return cls(first, max(0, min(width, vocabulary - first)), group, temperature)
 
-    def facts(self, logits: Tensor, local: Tensor) -> Tensor:
-        """(4, N) float32 of (N, V / tp) logits, as `vocab_kernels.facts`, also for slices that are all padding."""
-        return _facts(logits, local, self.real, self.temperature)
+    def softmax_stats(self, logits: Tensor, local: Tensor) -> Tensor:
+        """(4, N) float32 of (N, V / tp) logits; see `vocab_kernels.softmax_stats`. A slice may be all padding."""
+        return _softmax_stats(logits, local, self.real, self.temperature)
 
-    def at(self, logits: Tensor, places: Tensor) -> Tensor:
+    def at(self, logits: Tensor, columns: Tensor) -> Tensor:
         """(N, k) float32 logits at (N, k) columns; anything where a column is another rank's."""
-        return _at(logits, places, self.real)
+        return _at(logits, columns, self.real)
 
-    def of_all_ranks(
-        self, facts: Tensor, local: Tensor, at: Tensor | None, places: Tensor | None, *, with_entropy: bool
-    ) -> OfTokens:
-        """What all slices say together.
+    def reduce(
+        self, softmax_stats: Tensor, local: Tensor, at: Tensor | None, columns: Tensor | None, *, with_entropy: bool
+    ) -> TokenStatistics:
+        """Reduce the statistics of all slices.
 
         Args:
-            facts: (4, N) of this rank, which are overwritten.
+            softmax_stats: (4, N) of this rank, which are overwritten.
             local: (N,) columns of the targets.
-            at, places: (N, k) logits of choices and their columns; None without choices.
+            at, columns: (N, k) logits of choices and their columns; None without choices.
             with_entropy: without it the entropies are zeros.
         """
         real = self.real
-        own = facts[0].clone()
-        all_reduce(facts[0], ReduceOp.MAX, self.group)
-        highest, total, weighted, chosen = facts
+        local_highest = softmax_stats[0].clone()
+        all_reduce(softmax_stats[0], ReduceOp.MAX, self.group)
+        highest, total, weighted, chosen = softmax_stats
         if real:  # in terms of the highest of all ranks
-            # A slice of -inf alone has no part in the sums.
-            down = (own - highest).where(own > -torch.inf, 0.0)
+            # A slice of -inf alone adds nothing to the sums.
+            down = (local_highest - highest).where(local_highest > -torch.inf, 0.0)
             weighted.add_(total * down).mul_(down.exp())
             total.mul_(down.exp())
             chosen.add_(torch.where((local >= 0) & (local < real), down, 0.0))
-        all_reduce(facts[1:], ReduceOp.SUM, self.group)
+        all_reduce(softmax_stats[1:], ReduceOp.SUM, self.group)
         log_total = total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(total)
         of_choices = None
-        if at is not None and places is not None:
+        if at is not None and columns is not None:
             of_choices = at.div(self.temperature).sub(highest[:, None])
-            of_choices = of_choices.where((places >= 0) & (places < real), 0.0)
+            of_choices = of_choices.where((columns >= 0) & (columns < real), 0.0)
             all_reduce(of_choices, ReduceOp.SUM, self.group)
             of_choices.sub_(log_total[:, None])
-        return OfTokens(chosen - log_total, entropy, of_choices, highest + log_total)
+        return TokenStatistics(chosen - log_total, entropy, of_choices, highest + log_total)
 
     def write_gradient(
         self,
         logits: Tensor,
         local: Tensor,
-        places: Tensor | None,
+        columns: Tensor | None,
         kept: Sequence[Tensor | None],
         slopes: Slopes,
         result: Tensor,
@@ -273,8 +273,8 @@ class VocabularyPart:
 
         Args:
             local: (N,) columns of the targets.
-            places: (N, k) columns of the choices, or None.
-            kept: `OfTokens.kept` of these tokens.
+            columns: (N, k) columns of the choices, or None.
+            kept: `TokenStatistics.kept` of these tokens.
             slopes: of these tokens.
         """
         normaliser, entropy, chosen = kept
@@ -287,15 +287,15 @@ class VocabularyPart:
         else:
             _gradient(*arguments)
         if (of_choices := slopes.of_choices) is not None:
-            assert places is not None and chosen is not None
-            _set_choices(result, local, self.real, self.temperature, entropy, *slopes[:3], places, chosen, of_choices)
+            assert columns is not None and chosen is not None
+            _set_choices(result, local, self.real, self.temperature, entropy, *slopes[:3], columns, chosen, of_choices)
 
 
-def _at(logits: Tensor, places: Tensor, real: int) -> Tensor:
+def _at(logits: Tensor, columns: Tensor, real: int) -> Tensor:
     """(N, k) float32 logits at (N, k) columns; anything where a column is another rank's."""
     if not real:
-        return torch.zeros(places.shape, dtype=torch.float32, device=logits.device)
-    return logits.gather(1, places.clamp(0, real - 1)).float()
+        return torch.zeros(columns.shape, dtype=torch.float32, device=logits.device)
+    return logits.gather(1, columns.clamp(0, real - 1)).float()
 
 
 def _set_choices(
@@ -307,49 +307,49 @@ def _set_choices(
     of_logprob: Tensor,
     of_all: Tensor,
     of_entropy: Tensor | None,
-    places: Tensor,
+    columns: Tensor,
     chosen: Tensor,
     of_choices: Tensor,
 ) -> None:
-    """Write the gradient at the chosen tokens, which `_gradient` has made without their own part, in place.
+    """Write the gradient at the chosen tokens, which `_gradient` has made without their direct term, in place.
 
-    Adding that part to what is rounded already would lose what is left where the two cancel.
+    Adding that term to a rounded value would lose the difference where the two cancel.
 
     Args:
-        places: (N, k) columns of the chosen tokens; one outside [0, real) is another rank's.
+        columns: (N, k) columns of the chosen tokens; one outside [0, real) is another rank's.
         chosen: (N, k) float32 log-probs of these.
         of_choices: (N, k) float32 gradient of these; the others as in `_gradient`.
     """
     scale = of_all[:, None]
     if of_entropy is not None:
         scale = scale + of_entropy[:, None] * (chosen + entropy[:, None]).where(chosen > -torch.inf, 0.0)
-    own = of_choices + of_logprob[:, None].where(places == local[:, None], 0.0)
-    slope = (own - chosen.exp() * scale) / temperature
-    rows, columns = ((places >= 0) & (places < real)).nonzero(as_tuple=True)
-    result[rows, places[rows, columns]] = slope[rows, columns].to(result.dtype)
+    direct = of_choices + of_logprob[:, None].where(columns == local[:, None], 0.0)
+    slope = (direct - chosen.exp() * scale) / temperature
+    rows, indices = ((columns >= 0) & (columns < real)).nonzero(as_tuple=True)
+    result[rows, columns[rows, indices]] = slope[rows, indices].to(result.dtype)
 
 
-def _facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tensor:
-    """As `vocab_kernels.facts`, also for slices that are all padding."""
+def _softmax_stats(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tensor:
+    """Compute `vocab_kernels.softmax_stats`, also for slices that are all padding."""
     if real and logits.is_cuda:
         from engine3d.training import vocab_kernels  # Triton is slow to import
 
-        return vocab_kernels.facts(logits, local, real, temperature)
-    facts = torch.zeros(4, logits.shape[0], dtype=torch.float32, device=logits.device)
-    highest, total, weighted, chosen = facts
+        return vocab_kernels.softmax_stats(logits, local, real, temperature)
+    softmax_stats = torch.zeros(4, logits.shape[0], dtype=torch.float32, device=logits.device)
+    highest, total, weighted, chosen = softmax_stats
     if not real:
         highest.fill_(-torch.inf)
-        return facts
-    for piece in pieces(len(logits), _PIECE_BYTES // (4 * max(1, logits.shape[1]))):
-        x = logits[piece, :real].float().div(temperature)
-        highest[piece] = x.amax(dim=1)
-        x.sub_(highest[piece, None].where(highest[piece, None] > -torch.inf, 0.0))
+        return softmax_stats
+    for chunk in slices(len(logits), _CHUNK_BYTES // (4 * max(1, logits.shape[1]))):
+        x = logits[chunk, :real].float().div(temperature)
+        highest[chunk] = x.amax(dim=1)
+        x.sub_(highest[chunk, None].where(highest[chunk, None] > -torch.inf, 0.0))
         e = x.exp()
-        total[piece] = e.sum(dim=1)
-        weighted[piece] = (e * x).where(x > -torch.inf, 0.0).sum(dim=1)
-        at = x.gather(1, local[piece].clamp(0, real - 1)[:, None]).squeeze(1)
-        chosen[piece] = torch.where((local[piece] >= 0) & (local[piece] < real), at, 0.0)
-    return facts
+        total[chunk] = e.sum(dim=1)
+        weighted[chunk] = (e * x).where(x > -torch.inf, 0.0).sum(dim=1)
+        at = x.gather(1, local[chunk].clamp(0, real - 1)[:, None]).squeeze(1)
+        chosen[chunk] = torch.where((local[chunk] >= 0) & (local[chunk] < real), at, 0.0)
+    return softmax_stats
 
 
 def _gradient(
@@ -364,23 +364,23 @@ def _gradient(
     of_entropy: Tensor | None,
     result: Tensor,
 ) -> None:
-    """As `vocab_kernels.gradient`."""
-    for piece in pieces(len(logits), _PIECE_BYTES // (4 * max(1, logits.shape[1]))):
-        log_p = logits[piece, :real].float().div(temperature).sub_(normaliser[piece, None])
-        scale = of_all[piece, None]
+    """Compute `vocab_kernels.gradient` on a CPU."""
+    for chunk in slices(len(logits), _CHUNK_BYTES // (4 * max(1, logits.shape[1]))):
+        log_p = logits[chunk, :real].float().div(temperature).sub_(normaliser[chunk, None])
+        scale = of_all[chunk, None]
         if of_entropy is not None:
             # d entropy / d x_j = -p_j (log p_j + entropy)
-            scale = scale + of_entropy[piece, None] * (log_p + entropy[piece, None]).where(log_p > -torch.inf, 0.0)
+            scale = scale + of_entropy[chunk, None] * (log_p + entropy[chunk, None]).where(log_p > -torch.inf, 0.0)
         slope = log_p.exp_().mul_(scale).neg_()
         if real:
-            mine = (local[piece] >= 0) & (local[piece] < real)
-            add = torch.where(mine, of_logprob[piece], 0.0)
-            slope.scatter_add_(1, local[piece].clamp(0, real - 1)[:, None], add[:, None])
-        result[piece, :real] = slope.div_(temperature).to(result.dtype)
-        result[piece, real:] = 0
+            mine = (local[chunk] >= 0) & (local[chunk] < real)
+            add = torch.where(mine, of_logprob[chunk], 0.0)
+            slope.scatter_add_(1, local[chunk].clamp(0, real - 1)[:, None], add[:, None])
+        result[chunk, :real] = slope.div_(temperature).to(result.dtype)
+        result[chunk, real:] = 0
 
 
-def pieces(count: int, most: int) -> list[slice]:
-    """The slices of `count` tokens in order, each of `most` of them, or of one if that is none, but for the last."""
+def slices(count: int, most: int) -> list[slice]:
+    """Slices of `count` tokens in order, each of max(1, most) tokens but for the last."""
     step = max(1, most)
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]

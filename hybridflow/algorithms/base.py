@@ -1,4 +1,4 @@
-"""What an algorithm is, and the operations that it composes."""
+"""The interface of an algorithm, and the operations of a step that it composes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 ValueKind = Literal["reward", "cost"]
-"""What values foretell: rewards (columns `values` and `returns`) or costs (`cost_values` and `cost_returns`)."""
+"""Target of a critic: rewards (columns `values` and `returns`) or costs (`cost_values` and `cost_returns`)."""
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """What is told of the advantages and returns of some samples.
+    """Moments of the advantages and returns of some samples, reported to the driver.
 
     Args:
         advantages: their moments.
-        critics: moments of the returns, by the kind of the critic that is to learn them.
+        critics: moments of the returns, by the kind of the critic that is trained on them.
     """
 
     advantages: Moments
@@ -41,18 +41,18 @@ class Estimated:
 
 
 class Applied(PendingColumns, Protocol):
-    """What a function finds of samples, there or not yet; the columns go to a batch by `RemoteBatch.with_columns`."""
+    """Pending result of a function of samples. `RemoteBatch.with_columns` adds its columns to a batch."""
 
-    def facts(self) -> dict[str, Tensor]:
-        """Wait for it; one figure for each sample, by name."""
+    def per_sample(self) -> dict[str, Tensor]:
+        """Wait for the result. Return one value for each sample, by name."""
 
     def notes(self) -> list[Any]:
-        """Wait for it; the note of each part of the batch."""
+        """Wait for the result. Return the note of each shard of the batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """Samples to learn from.
+    """Samples to train on.
 
     Args:
         batch: the samples, with log-probs, values, rewards and costs as the algorithm has them, and with advantages.
@@ -72,121 +72,126 @@ class Step[C: AlgorithmSettings](ABC):
     """
 
     number: int
-    """From 1."""
+    """Number of the step, from 1."""
     values: dict[str, float]
-    """The figures of the step, by metric name."""
+    """Metrics of the step, by name."""
 
     @property
     @abstractmethod
     def config(self) -> C:
-        """The algorithm's settings, with the KL coefficient of now."""
+        """The algorithm's settings, with the current KL coefficient."""
 
     @property
     @abstractmethod
     def multiplier(self) -> LagrangeMultiplier:
-        """The weight of costs against rewards, of an algorithm that learns from costs."""
+        """The weight of costs against rewards, of an algorithm that trains on costs."""
 
     @property
     @abstractmethod
     def replay(self) -> ReplayBuffer:
-        """The samples of former steps, of an algorithm that keeps some."""
+        """The replay buffer: samples of earlier steps, of an algorithm that keeps some."""
 
     @property
     @abstractmethod
     def prompts_per_step(self) -> int:
-        """How many prompts a step is to learn from."""
+        """Prompts that a step trains on."""
 
     @property
     @abstractmethod
     def least_prompts(self) -> int:
-        """The fewest that can be drawn at once: one for each engine, and a response for each rank that rewards them."""
+        """Least prompts of one draw: one for each engine, and a response for each rank that computes rewards."""
 
     @abstractmethod
     def response_limits(self, batch: RemoteBatch) -> Tensor:
-        """(B,) int64: the most tokens that each response could have, by its prompt."""
+        """Return (B,) int64: the most tokens that each response could have, by its prompt."""
 
     @property
     @abstractmethod
     def least_samples(self) -> int:
-        """The fewest that `update` takes."""
+        """Least samples that `update` accepts."""
 
     @abstractmethod
     def generator(self, name: str) -> Generator:
-        """For choices at random: the same ones for the same seed of the run, step and name."""
+        """Return a random generator that depends on the seed of the run, the step and the name alone."""
 
     @abstractmethod
     def draw(self, count: int | None = None) -> Draw:
-        """The next prompts: so many, `prompts_per_step` if None."""
+        """Draw the next `count` prompts, `prompts_per_step` if None."""
 
     @abstractmethod
-    def tell(self, figures: Mapping[str, Tensor]) -> None:
-        """Figures of the step, by metric name: (k,) each, of which the mean over all that are told is logged."""
+    def log(self, stats: Mapping[str, Tensor]) -> None:
+        """Log the mean of (k,) values for each metric name, over all values that the step logs for it."""
 
     @abstractmethod
     def given(self, draw: Draw) -> RemoteBatch:
-        """The two responses that the data have to each prompt, side by side, where no engines run.
+        """Read the two responses of the data to each prompt, adjacent, where no engines run.
 
-        With the facts `rewards`, 1 where a response is good and 0 where it is bad, and `reference_logprobs`.
+        Its per-sample columns: `rewards`, 1 where a response is good and 0 where it is bad, and `reference_logprobs`.
         """
 
     @abstractmethod
     def generate(self, draw: Draw) -> RemoteBatch:
-        """Responses of the current policy, `rollout.samples_per_prompt` to each prompt."""
+        """Generate `rollout.samples_per_prompt` responses of the current policy to each prompt."""
 
     @abstractmethod
     def recall(self, samples: SampleBatch) -> RemoteBatch:
-        """Samples of older policies, to learn from in this step too; to be called before `logprobs`.
+        """Add samples of older policies to those that this step trains on. Call it before `logprobs`.
 
-        The ratio of every sample of the step is then to the log-probs of the engines, as those of older policies are
-        not to be had otherwise.
+        The ratio of every sample of the step then uses the log-probs of the engines: the trainer cannot compute those
+        of older policies.
         """
 
     @abstractmethod
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
-        """The most likely response to each prompt, under the group of its draw."""
+        """Generate the most likely response to each prompt, under the group of its draw."""
 
     @abstractmethod
     def logprobs(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch with the log-probs that are needed: of the reference, and of the policy before the first update."""
+        """Add the log-probs that are needed: of the reference, and of the policy before the first update."""
 
     @abstractmethod
     def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
-        """The batch with `teacher_logprobs` and `teacher_agrees`, of the tokens that the policy wrote.
+        """Add `teacher_logprobs` and `teacher_agrees` of the tokens that the policy wrote.
 
         Args:
             batch: the responses.
-            top_k: above 0, with `chosen_tokens` too, so many in the place of each token, and the teacher's
-                `teacher_chosen_logprobs` of them.
-            of_student: these are the most likely tokens of the policy; otherwise those of the teacher.
+            top_k: above 0, also add `chosen_tokens`, top_k at the position of each token, and their log-probs from the
+                teacher, `teacher_chosen_logprobs`.
+            of_student: the chosen tokens are the most likely ones of the policy, otherwise those of the teacher.
         """
 
     @abstractmethod
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch with the values of every critic."""
+        """Add the values of every critic."""
 
     @abstractmethod
-    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, part: bool = False) -> RemoteBatch:
-        """The samples that have a reward, with the fact `rewards`: the sum over all functions and the reward model.
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, partial: bool = False) -> RemoteBatch:
+        """Keep the samples that have a reward, and add the per-sample column `rewards`.
+
+        The sum over all functions and the reward model.
 
         Args:
-            baseline: these are not the samples to learn from, and stay out of the step's figures.
-            part: they are some of the step's samples, which may be too few to learn from alone.
+            baseline: the step does not train on these samples, and its metrics leave them out.
+            partial: these are some of the step's samples, and may be too few for an update.
         """
 
     @abstractmethod
     def costs(self, batch: RemoteBatch) -> RemoteBatch:
-        """The samples that have a cost, with the fact `costs`: the sum over all functions and the cost model."""
+        """Keep the samples that have a cost, and add the per-sample column `costs`.
+
+        The sum over all functions and the cost model.
+        """
 
     @abstractmethod
     def estimate(
         self, batch: RemoteBatch, function: Callable[..., Columns], role: str, **arguments: float
     ) -> tuple[RemoteBatch, Moments]:
-        """The batch with the columns that a function of it finds where the tokens are: advantages and returns.
+        """Add the columns that a function computes where the tokens are: advantages and returns.
 
         Args:
             function: (batch, config=..., **arguments) -> columns, with an `Estimated` as their note.
-            role: on whose ranks it is called.
-            arguments: what it needs beside the settings.
+            role: the role whose ranks call it.
+            arguments: further arguments of the function.
 
         Returns:
             The batch, and the moments of its advantages.
@@ -194,25 +199,25 @@ class Step[C: AlgorithmSettings](ABC):
 
     @abstractmethod
     def apply(self, batch: RemoteBatch, function: Callable[..., Columns], **arguments: Any) -> Applied:
-        """Columns, facts and a note that a function finds of samples where their tokens are: on the actor's ranks.
+        """Call a function where the tokens are, on the actor's ranks, for columns, per-sample columns and a note.
 
         Args:
             batch: the samples.
             function: (batch, config=..., **arguments) -> columns.
-            arguments: what it needs beside the settings.
+            arguments: further arguments of the function.
         """
 
     @abstractmethod
     def current_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch with the column `current_logprobs`: those of the policy as it is now, between two updates."""
+        """Add the column `current_logprobs`: log-probs of the current policy, between two updates."""
 
     @abstractmethod
     def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
-        """(B,) float32: the KL penalty of each response, the sum over its tokens; 0 if rewards have none."""
+        """Return the (B,) float32 KL penalty of each response, the sum over its tokens, or 0 if rewards have none."""
 
     @abstractmethod
     def update(self, experience: Experience, *, value_clip: float | None = None, critics_only: bool = False) -> None:
-        """The optimizer steps of one experience, of the actor and of every critic.
+        """Take the optimizer steps of one experience, of the actor and of every critic.
 
         Args:
             experience: whose samples have `advantages`, and the returns of every critic.
@@ -222,7 +227,7 @@ class Step[C: AlgorithmSettings](ABC):
 
 
 def read_by_models(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
-    """The batch with the log-probs that are needed, and the values of every critic."""
+    """Add the log-probs that are needed, and the values of every critic."""
     return step.critic_values(step.logprobs(batch))
 
 
@@ -232,18 +237,18 @@ class Algorithm[C: AlgorithmSettings]:
 
     Args:
         settings: its settings.
-        make_experience: generates samples and finds all that is learned from, advantages included.
-        with_advantages: an experience with the advantages that follow from its rewards: the last part of
-            `make_experience`, and what is done again where rewards were replaced.
-        learn: updates the trained roles, and what else the algorithm learns.
+        make_experience: generates samples and computes all that the update needs, advantages included.
+        with_advantages: adds the advantages that follow from the rewards: the last part of `make_experience`, repeated
+            where rewards were replaced.
+        learn: updates the trained roles and the algorithm's own state.
         policy_loss: the loss of each token of the actor.
-        prepare: what a mini-batch needs beyond its columns, of the policy as it is just before the update from it;
-            called for each update of the actor. None where nothing is needed.
-        together: so many samples, side by side, stay in one mini-batch.
-        preference_loss: of two responses to each prompt, in an algorithm that learns from such alone: what an
-            evaluation without engines measures.
-        read: what the models say of rewarded samples that are all learned from: the part of `make_experience` that is
-            done again, before `with_advantages`, where a step is made again from stored samples.
+        prepare: adds the columns of a mini-batch that depend on the policy just before its update. Called for each
+            update of the actor. None where nothing is needed.
+        together: number of adjacent samples that stay in one mini-batch.
+        preference_loss: loss of two responses to each prompt, in an algorithm that trains on pairs alone. An
+            evaluation without engines measures it.
+        read: adds the models' columns to rewarded samples that are all trained on: the part of `make_experience` that
+            a replay of stored samples repeats, before `with_advantages`.
     """
 
     settings: type[C]

@@ -1,4 +1,4 @@
-"""What every function of an algorithm asks of its tensors, in one line that names the column and the row."""
+"""Shape, mask and finiteness checks of an algorithm's tensors. An error is one line with the column and the row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def check_shapes(where: str, *, dimensions: int | None = None, **columns: Tensor | None) -> None:
-    """Raise ValueError unless all columns that are given have one shape, of so many dimensions.
+    """Raise ValueError unless all given columns have one shape, with `dimensions` dimensions.
 
-    Torch would broadcast (B,) and (B, 1) to (B, B) without a word.
+    Torch would silently broadcast (B,) and (B, 1) to (B, B).
 
     Args:
         where: the function that asks.
@@ -30,7 +30,7 @@ def check_shapes(where: str, *, dimensions: int | None = None, **columns: Tensor
 
 
 def check_rows(where: str, *, rows: int, **columns: Tensor) -> None:
-    """Raise ValueError for a column that is not (B,), one figure for each of B `rows`."""
+    """Raise ValueError for a column that is not (B,), one value for each of B `rows`."""
     for name, column in columns.items():
         if tuple(column.shape) != (rows,):
             raise ValueError(f"{where}: {name} has shape {tuple(column.shape)}, expected ({rows},)")
@@ -43,19 +43,19 @@ def check_mask(where: str, mask: Tensor) -> None:
 
 
 def check_finite(where: str, what: str, column: Tensor, mask: Tensor | None = None) -> None:
-    """Raise ValueError for a figure that is not finite, naming its row and, in a (B, S') column, its token.
+    """Raise ValueError for a value that is not finite, naming its row and, in a (B, S') column, its token.
 
     Args:
         where: the function that asks.
-        what: how the figure is called.
+        what: name of the value in the error.
         column: (B,) or (B, S') float.
-        mask: bool of the column's shape, which figures count; all if None.
+        mask: bool of the column's shape, which values count; all if None.
     """
     bad = ~column.isfinite()
     if mask is not None:
         bad &= mask
     if not bool(bad.any()):
         return
-    place = bad.nonzero()[0].tolist()
-    named = f"row {place[0]}" if len(place) == 1 else f"row {place[0]}, token {place[1]}"
-    raise ValueError(f"{where}: the {what} of {named} is {float(column[tuple(place)])}, expected a finite number")
+    index = bad.nonzero()[0].tolist()
+    named = f"row {index[0]}" if len(index) == 1 else f"row {index[0]}, token {index[1]}"
+    raise ValueError(f"{where}: the {what} of {named} is {float(column[tuple(index)])}, expected a finite number")

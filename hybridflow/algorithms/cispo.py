@@ -29,12 +29,12 @@ class CISPOSettings(grpo.GroupSettings):
 
 
 def cispo_loss(columns: TokenColumns, config: CISPOSettings) -> PolicyLoss:
-    """loss = -sg[clip(ratio)] A log pi. The clipped shares are of weights, whatever the sign of the advantage."""
+    """Compute loss = -sg[clip(ratio)] A log pi. The clipped shares are of weights, for either sign of the advantage."""
     ratio, low, high = token_ratios(columns), config.weight_clip_low, config.weight_clip_high
     weights = clipped_weights(ratio, low=low, high=high)
     loss = weighted_log_likelihood(columns.logprobs, columns.advantages, weights)
-    figures = {metrics.TRAIN_CLIP_FRACTION_LOW: weights > ratio, metrics.TRAIN_CLIP_FRACTION_HIGH: weights < ratio}
-    return PolicyLoss(loss, ratio.detach(), figures)
+    stats = {metrics.TRAIN_CLIP_FRACTION_LOW: weights > ratio, metrics.TRAIN_CLIP_FRACTION_HIGH: weights < ratio}
+    return PolicyLoss(loss, ratio.detach(), stats)
 
 
 ALGORITHM = Algorithm(CISPOSettings, grpo.make_experience, grpo.with_advantages, grpo.learn, policy_loss=cispo_loss)

@@ -1,7 +1,7 @@
 """Clip-Cov: some of the tokens that would lower the entropy most get no gradient (arXiv:2505.22617, section 4.2).
 
 PPO's clipped surrogate with GRPO's advantages; of the tokens whose covariance of log-prob and advantage lies within
-bounds, as many as `clip_cov_fraction` of all counted tokens are drawn, and left out of the loss. Needs the roles that
+bounds, as many as `clip_cov_fraction` of all loss tokens are drawn, and left out of the loss. Needs the roles that
 GRPO needs, and a forward pass of the actor before each update but a step's first.
 
 Where this departs from the authors' code, it follows their formula: the bounds belong to the range, and a token whose
@@ -41,7 +41,8 @@ class ClipCovSettings(grpo.GroupSettings, ClippedSettings):
 
     name: str = "clip_cov"
     clip_cov_fraction: float = Field(default=2e-4, gt=0, le=1)
-    """Of the counted tokens of a mini-batch, how many get no gradient: at least one, where any is within the bounds."""
+    """Fraction of a mini-batch's loss tokens that get no gradient: at least one token, where any is within the bounds.
+    """
     clip_cov_low: float = 1.0
     """The least covariance of such a token."""
     clip_cov_high: float = 5.0
@@ -65,20 +66,20 @@ def prepare(step: Step[ClipCovSettings], mini_batch: RemoteBatch) -> RemoteBatch
 def drawn_within_bounds(
     batch: SampleBatch, covariances: Tensor, config: ClipCovSettings, salt: int
 ) -> tuple[npt.NDArray[np.float64], Tensor]:
-    """Tokens with a covariance within the bounds, in an order that is drawn."""
+    """Order the tokens with a covariance within the bounds at random."""
     lengths = batch.response_lengths
     ranks = uniform_ranks(salt, batch.sample_ids.repeat_interleave(lengths), token_numbers(lengths))
     return ranks, (covariances >= config.clip_cov_low) & (covariances <= config.clip_cov_high)
 
 
 def clip_cov_loss(columns: TokenColumns, config: ClipCovSettings) -> PolicyLoss:
-    """`clipped_loss`, and 0 for the tokens that are chosen. They count in what the loss is divided by."""
+    """Compute `clipped_loss`, with 0 for the chosen tokens, which count in the divisor of the loss."""
     chosen = columns.column(SELECTED)
-    found = clipped_loss(columns, config)
+    policy = clipped_loss(columns, config)
     return replace(
-        found,
-        loss=found.loss.where(chosen == 0, 0.0),
-        figures={**found.figures, metrics.TRAIN_SELECTED_FRACTION: chosen},
+        policy,
+        loss=policy.loss.where(chosen == 0, 0.0),
+        stats={**policy.stats, metrics.TRAIN_SELECTED_FRACTION: chosen},
     )
 
 

@@ -16,7 +16,7 @@ from hybridflow.algorithms.settings import AlgorithmSettings
 DEFAULT = "grpo"
 _OWN = "file of the user"
 _OTHERWISE = {"beta": "kl_coef"}
-"""What others call by the name of a key that only some algorithms have here."""
+"""Key of this project by the name that other projects give it, for keys that only some algorithms have here."""
 
 
 def load(name: str) -> Algorithm[Any]:
@@ -26,18 +26,18 @@ def load(name: str) -> Algorithm[Any]:
         ValueError: it is in a file of the user, which cannot be imported or has no algorithm of this name.
     """
     if not is_own(name):
-        found: Algorithm[Any] = importlib.import_module(ALGORITHMS[name]).ALGORITHM
-        return found
-    own = load_own(name)
-    if not isinstance(own, Algorithm):
-        raise ValueError(f"{name} is a {type(own).__name__}, expected an Algorithm of hybridflow.algorithms.base")
-    if not (isinstance(own.settings, type) and issubclass(own.settings, AlgorithmSettings)):
-        raise ValueError(f"{name} has settings {own.settings!r}, expected a subclass of AlgorithmSettings")
-    return own
+        algorithm: Algorithm[Any] = importlib.import_module(ALGORITHMS[name]).ALGORITHM
+        return algorithm
+    imported = load_own(name)
+    if not isinstance(imported, Algorithm):
+        raise ValueError(f"{name} is a {type(imported).__name__}, expected an Algorithm of hybridflow.algorithms.base")
+    if not (isinstance(imported.settings, type) and issubclass(imported.settings, AlgorithmSettings)):
+        raise ValueError(f"{name} has settings {imported.settings!r}, expected a subclass of AlgorithmSettings")
+    return imported
 
 
 def _name(data: Any) -> str:
-    """Of the class that data is checked by. The default's where there is no such algorithm: it refuses the name."""
+    """Return the tag of the settings class that checks `data`: the default's for an unknown name, which it refuses."""
     name = data.get("name", DEFAULT) if isinstance(data, Mapping) else getattr(data, "name", DEFAULT)
     if not isinstance(name, str) or not is_known(name):
         return DEFAULT
@@ -45,7 +45,7 @@ def _name(data: Any) -> str:
 
 
 def _own_settings(data: Any, validate: ValidatorFunctionWrapHandler) -> AlgorithmSettings:
-    """Settings of an algorithm in a file of the user."""
+    """Validate the settings of an algorithm in a file of the user."""
     if not isinstance(data, Mapping):
         return validate(data)  # type: ignore[no-any-return]
     settings, name = load(data["name"]).settings, known(data["name"])
@@ -63,25 +63,25 @@ def _without_others(data: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     if name == _OWN:
         return validate(data)
     of_others: dict[str, list[str]] = {}
-    own = load(name).settings.model_fields
+    known_keys = load(name).settings.model_fields
     for other in ALGORITHMS:
         for key in load(other).settings.model_fields:
-            if key in data and key not in own:
+            if key in data and key not in known_keys:
                 of_others.setdefault(key, []).append(other)
-    found = validate({key: value for key, value in data.items() if key not in of_others})
+    settings = validate({key: value for key, value in data.items() if key not in of_others})
     if of_others:
         raise ValueError(
             "; ".join(
                 f"{key} is set with name {name!r}, which does not use it; expected name "
-                f"{' or '.join(map(repr, users))}, {_instead(key, own)}or no {key}"
+                f"{' or '.join(map(repr, users))}, {_instead(key, known_keys)}or no {key}"
                 for key, users in of_others.items()
             )
         )
-    return found
+    return settings
 
 
-def _instead(key: str, own: Mapping[str, Any]) -> str:
-    return f"{_OTHERWISE[key]}, " if _OTHERWISE.get(key) in own else ""
+def _instead(key: str, known_keys: Mapping[str, Any]) -> str:
+    return f"{_OTHERWISE[key]}, " if _OTHERWISE.get(key) in known_keys else ""
 
 
 if TYPE_CHECKING:

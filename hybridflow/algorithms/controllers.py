@@ -1,4 +1,4 @@
-"""What an algorithm learns beside its models' weights."""
+"""Adaptive controllers of an algorithm: state that a run changes next to the models' weights."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class Controllers:
             self.replay = ReplayBuffer(config.replay_buffer_size, config.replay_max_age)
 
     def config(self, step: int) -> AlgorithmSettings:
-        """The settings in force in a step, counted from 1: with the coefficients of now, and what schedules say."""
-        found = {"kl_coef": self.kl.coef}
+        """Return the settings of a step, counted from 1, with the current coefficients and the values of schedules."""
+        coefficients = {"kl_coef": self.kl.coef}
         if self.entropy is not None:
-            found["entropy_coef"] = self.entropy.coef
-        found = {name: value for name, value in found.items() if getattr(self._config, name) != value}
-        config = self._config.model_copy(update=found) if found else self._config
+            coefficients["entropy_coef"] = self.entropy.coef
+        coefficients = {name: value for name, value in coefficients.items() if getattr(self._config, name) != value}
+        config = self._config.model_copy(update=coefficients) if coefficients else self._config
         return in_force(config, self._config.schedules, step)
 
-    def figures(self, step: int) -> dict[str, float]:
-        """The coefficients of a step, by metric name: of controllers, and of every schedule."""
-        config, found = self.config(step), dict.fromkeys(self._config.schedules)
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the coefficients of a step, of controllers and of every schedule, by metric name."""
+        config, names = self.config(step), dict.fromkeys(self._config.schedules)
         if self._config.needs_reference and "kl_coef" not in self._config.not_used:
-            found["kl_coef"] = None
+            names["kl_coef"] = None
         if self.entropy is not None:
-            found["entropy_coef"] = None
-        return {metrics.coefficient(name): getattr(config, name) for name in found}
+            names["entropy_coef"] = None
+        return {metrics.coefficient(name): getattr(config, name) for name in names}
 
     def learn(self, values: Mapping[str, float], samples: int) -> None:
-        """Learn from the figures of a step with so many samples."""
+        """Update the controllers with the metrics of a step and its number of samples."""
         kl, entropy = values.get(metrics.TRAIN_REFERENCE_KL), values.get(metrics.TRAIN_ENTROPY)
         if kl is not None and math.isfinite(kl):
             self.kl.update(kl, samples)
@@ -56,18 +56,18 @@ class Controllers:
             self.entropy.update(entropy)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What has been learned, by controller."""
-        found = {}
+        """Return the state of each controller, by name."""
+        state = {}
         if self._config.kl_controller == "adaptive":
-            found["kl"] = self.kl.state_dict()
+            state["kl"] = self.kl.state_dict()
         if self.entropy is not None:
-            found["entropy"] = self.entropy.state_dict()
+            state["entropy"] = self.entropy.state_dict()
         if self.multiplier is not None:
-            found["multiplier"] = self.multiplier.state_dict()
-        return found
+            state["multiplier"] = self.multiplier.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on where `state` was taken; a controller that has no state there starts afresh."""
+        """Restore `state`. A controller without an entry keeps its initial state."""
         if "kl" in state:
             self.kl.load_state_dict(state["kl"])
         if self.entropy is not None and "entropy" in state:

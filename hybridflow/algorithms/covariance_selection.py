@@ -2,7 +2,7 @@
 
 Public implementations choose within each micro-batch of each rank, so that what is chosen depends on the cut, and at
 least one token of every micro-batch is. Here the means and the order are of the whole mini-batch. What the driver and
-the ranks exchange is three figures a sample, and from each rank as many tokens as can be chosen in all.
+the ranks exchange is three values a sample, and from each rank as many tokens as can be chosen in all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.base import Step
 from hybridflow.algorithms.losses.covariance import CovarianceMeans, sample_sums, token_covariances
-from hybridflow.algorithms.losses.selection import Keys, Limit, share_of, token_numbers
+from hybridflow.algorithms.losses.selection import Keys, SelectionLimit, share_of, token_numbers
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SELECTED = "selected"
-"""The column that says which tokens are chosen: 1 for these, 0 for all others."""
+"""Column of the chosen tokens: 1 for these, 0 for all others."""
 
 _LOGPROBS, _ADVANTAGES, _COUNT = "logprobs", "advantages", "count"
 
@@ -37,36 +37,36 @@ type Order = Callable[[SampleBatch, Tensor, Any, int], tuple[npt.NDArray[np.floa
 def with_selection[C: AlgorithmSettings](
     step: Step[C], mini_batch: RemoteBatch, order: Order, fraction: float, salt: int = 0
 ) -> RemoteBatch:
-    """The mini-batch with the column `selected`: a fraction of its counted tokens, the first in an order.
+    """Return the mini-batch with the column `selected`: a fraction of its loss tokens, the first in an order.
 
     Args:
         step: the step.
         mini_batch: with advantages and the weight of each token.
-        order: by which they are chosen, a function of a module.
+        order: of the tokens, a function of a module.
         fraction: of the tokens that count, rounded down, and at least one: as in the authors' code. Those that
             `algorithm.correction` leaves out do not count, as in verl, whose masks take them from the response.
         salt: what `order` is given.
     """
     mini_batch = step.current_logprobs(mini_batch)
-    sums = step.apply(mini_batch, covariance_sums).facts()
+    sums = step.apply(mini_batch, covariance_sums).per_sample()
     means = CovarianceMeans.of(*(sums[name].tolist() for name in (_LOGPROBS, _ADVANTAGES, _COUNT)))
     number = share_of(fraction, means.count)
-    pieces = step.apply(mini_batch, first_tokens, order=order, means=means, salt=salt, number=number).notes()
-    limit = Limit.of(pieces, number)
+    keys = step.apply(mini_batch, first_tokens, order=order, means=means, salt=salt, number=number).notes()
+    limit = SelectionLimit.of(keys, number)
     return mini_batch.with_columns(
         step.apply(mini_batch, selected_tokens, order=order, means=means, salt=salt, limit=limit)
     )
 
 
 def covariance_sums(batch: SampleBatch, *, config: Any) -> Columns:
-    """Facts: for each sample the sum of its log-probs and of its advantages, and the number of its counted tokens."""
-    logprobs, advantages, counted = _columns(batch)
+    """Sum log-probs and advantages of each sample over its loss tokens, and count these, as per-sample columns."""
+    logprobs, advantages, loss_mask = _columns(batch)
     lengths = batch.response_lengths
     return Columns(
-        facts={
-            _LOGPROBS: sample_sums(logprobs, counted, lengths),
-            _ADVANTAGES: sample_sums(advantages, counted, lengths),
-            _COUNT: batch.sums(counted),
+        per_sample={
+            _LOGPROBS: sample_sums(logprobs, loss_mask, lengths),
+            _ADVANTAGES: sample_sums(advantages, loss_mask, lengths),
+            _COUNT: batch.sums(loss_mask),
         }
     )
 
@@ -80,9 +80,9 @@ def first_tokens(
 
 
 def selected_tokens(
-    batch: SampleBatch, *, config: Any, order: Order, means: CovarianceMeans, salt: int, limit: Limit | None
+    batch: SampleBatch, *, config: Any, order: Order, means: CovarianceMeans, salt: int, limit: SelectionLimit | None
 ) -> Columns:
-    """Column `selected`: the tokens within the limit."""
+    """Compute column `selected`: the tokens within the limit."""
     keys, candidates = _keys(batch, config, order, means, salt)
     return Columns({SELECTED: torch.from_numpy(keys.within(limit) & candidates).float()})
 
@@ -90,20 +90,20 @@ def selected_tokens(
 def _keys(
     batch: SampleBatch, config: Any, order: Order, means: CovarianceMeans, salt: int
 ) -> tuple[Keys, npt.NDArray[np.bool_]]:
-    """The key of each response token, and which of them can be chosen."""
-    logprobs, advantages, counted = _columns(batch)
+    """Return the key of each response token, and which of them can be chosen."""
+    logprobs, advantages, loss_mask = _columns(batch)
     ranks, candidates = order(batch, token_covariances(logprobs, advantages, means), config, salt)
     sample_ids = batch.sample_ids.repeat_interleave(batch.response_lengths)
     keys = Keys(ranks, sample_ids.numpy(), token_numbers(batch.response_lengths).numpy())
-    return keys, (candidates & counted).numpy()
+    return keys, (candidates & loss_mask).numpy()
 
 
 def _columns(batch: SampleBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, advantages, and which tokens have a weight in the loss: not those that a correction leaves out."""
+    """Return log-probs, advantages and the loss mask, without the tokens that a correction leaves out."""
     assert batch.current_logprobs is not None
     assert batch.advantages is not None
     assert batch.weights is not None
-    counted = batch.response_mask & (batch.weights > 0)
+    loss_mask = batch.response_mask & (batch.weights > 0)
     if batch.correction_weights is not None:
-        counted &= batch.correction_weights > 0
-    return batch.current_logprobs, batch.advantages, counted
+        loss_mask &= batch.correction_weights > 0
+    return batch.current_logprobs, batch.advantages, loss_mask

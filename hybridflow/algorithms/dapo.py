@@ -40,7 +40,7 @@ class DAPOSettings(DynamicSamplingSettings, ClippedSettings):
     """Tokens before the most that a response may have within which it is punished for its length, in proportion; no
     punishment if null."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """What is taken from the reward of a response of the greatest length."""
+    """Penalty on the reward of a response of the greatest length."""
 
     @property
     def compares_with_left_out(self) -> bool:
@@ -53,26 +53,26 @@ class DAPOSettings(DynamicSamplingSettings, ClippedSettings):
 
 
 def make_experience(step: Step[DAPOSettings]) -> Experience:
-    """GRPO's, of groups whose responses differ."""
-    batch = rewarded_samples(step, counted=_not_truncated if step.config.overlong_filter else None)
+    """Make GRPO's experience from groups whose rewards differ."""
+    batch = rewarded_samples(step, in_loss=_not_truncated if step.config.overlong_filter else None)
     return with_advantages(step, Experience(batch))
 
 
 def with_advantages(step: Step[DAPOSettings], experience: Experience) -> Experience:
-    """GRPO's advantages, of rewards less the penalty of length."""
+    """Compute GRPO's advantages from rewards less the length penalty."""
     batch, config = experience.batch, step.config
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
     if config.overlong_buffer is not None:
         penalty = overlong_penalty(
-            batch.facts["response_lengths"],
+            batch.per_sample["response_lengths"],
             limit=step.response_limits(batch),
             buffer=config.overlong_buffer,
             factor=config.overlong_penalty,
         )
         step.values[metrics.REWARD_OVERLONG] = float(penalty.double().mean())
         rewards = rewards + penalty
-    advantages = group_relative_advantages(rewards, batch.facts["group_ids"], normalise_by_std=True)
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    advantages = group_relative_advantages(rewards, batch.per_sample["group_ids"], normalise_by_std=True)
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 def learn(step: Step[DAPOSettings], experience: Experience) -> None:
@@ -91,8 +91,8 @@ def learn(step: Step[DAPOSettings], experience: Experience) -> None:
 
 
 def _not_truncated(batch: RemoteBatch) -> Tensor:
-    """(B,) bool: the responses that came to an end."""
-    return batch.facts["finish_reasons"] != FinishReason.LENGTH
+    """Return (B,) bool: the responses that came to an end."""
+    return batch.per_sample["finish_reasons"] != FinishReason.LENGTH
 
 
 ALGORITHM = Algorithm(DAPOSettings, make_experience, with_advantages, learn)

@@ -40,15 +40,16 @@ class DistillationSettings(ClippedSettings):
     """"reward": the advantage of a token is log p_teacher - log p_student of it; "loss": the divergence of the two over
     top_k tokens in the place of each token is what is made small."""
     divergence: Divergence = "reverse_kl"
-    """Of the loss: KL(student || teacher), KL(teacher || student), or the Jensen-Shannon divergence of GKD."""
+    """Divergence of the loss: KL(student || teacher), KL(teacher || student), or the Jensen-Shannon divergence of GKD.
+    """
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture that "jsd" compares both with."""
     top_k: int = Field(default=16, ge=1)
     """Tokens whose log-probs are compared in the place of each; all others count as one more."""
     top_k_of: Literal["teacher", "student"] = "teacher"
-    """Whose most likely tokens these are. The student's cost another forward pass of the actor."""
+    """Model whose most likely tokens are compared. "student" costs another forward pass of the actor."""
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the rewards, as advantages in their group, beside the divergence; at 0 they are only measured."""
+    """Weight of the rewards, as advantages in their group, added to the divergence; at 0 they are only measured."""
     normalise_advantages_by_std: bool = True
     """Divide the advantages in a group by the standard deviation of its rewards, as GRPO does."""
 
@@ -80,27 +81,27 @@ class DistillationSettings(ClippedSettings):
 
 
 def make_experience(step: Step[DistillationSettings]) -> Experience:
-    """The teacher reads what the student wrote."""
+    """Generate responses of the student, read by the teacher."""
     return with_advantages(step, Experience(step.rewards(read_by_teacher(step, step.generate(step.draw())))))
 
 
 def read_by_teacher(step: Step[DistillationSettings], batch: RemoteBatch) -> RemoteBatch:
-    """The responses with the log-probs that are needed, and what the teacher says of them."""
+    """Add the log-probs that are needed, and the teacher's columns."""
     config, batch = step.config, step.logprobs(batch)
     top_k = config.top_k if config.divergence_in == "loss" else 0
     return step.teacher_logprobs(batch, top_k=top_k, of_student=config.top_k_of == "student")
 
 
 def with_advantages(step: Step[DistillationSettings], experience: Experience) -> Experience:
-    """Those of the rewards; the teacher's part of each token is added by the loss."""
+    """Compute the advantages of the rewards. The loss adds the teacher's part of each token."""
     config, batch = step.config, experience.batch
     advantages = torch.zeros(len(batch))
     if config.reward_coef > 0:
-        rewards = batch.facts["rewards"] - step.sequence_kl(batch)
+        rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
         advantages = config.reward_coef * group_relative_advantages(
-            rewards, batch.facts["group_ids"], normalise_by_std=config.normalise_advantages_by_std
+            rewards, batch.per_sample["group_ids"], normalise_by_std=config.normalise_advantages_by_std
         )
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 def learn(step: Step[DistillationSettings], experience: Experience) -> None:
@@ -109,7 +110,7 @@ def learn(step: Step[DistillationSettings], experience: Experience) -> None:
 
 
 def distillation_loss(columns: TokenColumns, config: DistillationSettings) -> PolicyLoss:
-    """The clipped surrogate of advantages and, as its further part or beside it, the divergence from the teacher.
+    """Return the clipped surrogate of advantages and, in them or added to the loss, the divergence from the teacher.
 
         divergence_in "reward":   A_t = A_rewards + log p_teacher(token) - log p_old(token)
                                   loss = clipped_policy_loss(A_t)
@@ -120,13 +121,13 @@ def distillation_loss(columns: TokenColumns, config: DistillationSettings) -> Po
     by the trainer's own log-probs where those are of the same weights: with one update a step the ratio is 1 and the
     gradient that of the reverse KL of each token's distribution, estimated from the token that was drawn.
 
-    The loss of "loss" has no importance weight: it is exact in the places where the student has been, whoever drew the
-    tokens there, and the gradient does not go through the drawing (GKD, section 3).
+    The loss of "loss" has no importance weight: it is exact at the positions that the student has reached, for any
+    policy that drew the tokens there, and the gradient does not go through the sampling (GKD, section 3).
 
-    Means of figures are over the tokens that the policy wrote; k1 and k3 are those of p_old against the teacher.
+    Means of stats are over the tokens that the policy wrote; k1 and k3 are those of p_old against the teacher.
     """
     teacher, old = columns.column("teacher_logprobs"), columns.old_logprobs
-    figures = {
+    stats = {
         metrics.DISTILLATION_KL_K1: kl_estimate(old, teacher, "k1"),
         metrics.DISTILLATION_KL_K3: kl_estimate(old, teacher, "k3"),
         metrics.DISTILLATION_AGREEMENT: columns.column("teacher_agrees"),
@@ -142,9 +143,9 @@ def distillation_loss(columns: TokenColumns, config: DistillationSettings) -> Po
             divergence=config.divergence,
             jsd_beta=config.jsd_beta,
         )
-        figures[metrics.DISTILLATION_DIVERGENCE] = divergence.where(columns.counted, 0.0)
+        stats[metrics.DISTILLATION_DIVERGENCE] = divergence.where(columns.loss_mask, 0.0)
         loss = loss + divergence
-    return PolicyLoss(loss, policy.ratio, {**policy.figures, **figures})
+    return PolicyLoss(loss, policy.ratio, {**policy.stats, **stats})
 
 
 ALGORITHM = Algorithm(

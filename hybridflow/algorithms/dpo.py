@@ -13,8 +13,8 @@ from pydantic import Field
 
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.losses.preference import (
-    Judged,
-    Responses,
+    PreferenceResult,
+    ResponsePairs,
     coefficient_loss,
     pair_losses,
     shares_above,
@@ -36,8 +36,9 @@ class DPOSettings(PreferenceSettings):
 
     name: str = "dpo"
     pairs: Literal["file", "group"] = "file"
-    """Where pairs come from: the data, without engines; or the best and the worst response of each group by their
-    rewards."""
+    """Source of the pairs: "file", the data, without engines; "group", the best and the worst response of each group by
+    their rewards.
+    """
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """"sigmoid" is DPO's; "ipo" brings the margin of log-ratios to 1 / (2 beta)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -49,12 +50,12 @@ class DPOSettings(PreferenceSettings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `ref_logprobs` are needed of every step's responses."""
+        """True if `ref_logprobs` are needed for every step's responses."""
         return self.pairs == "group"
 
     @property
     def needs_engines(self) -> bool:
-        """Whether responses are generated."""
+        """True if responses are generated."""
         return self.pairs == "group"
 
     @property
@@ -68,8 +69,8 @@ class DPOSettings(PreferenceSettings):
         return super()._unused | of_sigmoid
 
 
-def dpo_loss(responses: Responses, config: DPOSettings) -> Judged:
-    """`pair_losses` of the margins, and the likelihood term.
+def dpo_loss(responses: ResponsePairs, config: DPOSettings) -> PreferenceResult:
+    """Compute `pair_losses` of the margins, and the likelihood term.
 
         loss = pair_loss(h) - nll_coef * log pi(y_w) / |y_w|
 
@@ -87,7 +88,7 @@ def dpo_loss(responses: Responses, config: DPOSettings) -> Judged:
     losses = pair_losses(margins, beta=config.beta, loss=config.loss, label_smoothing=config.label_smoothing)
     if config.nll_coef:
         losses = losses - config.nll_coef * responses.policy[:, 0] / tokens[:, 0]
-    return Judged(
+    return PreferenceResult(
         losses,
         {
             metrics.PREFERENCE_ACCURACY: shares_above(margins, 0.0),
@@ -101,7 +102,7 @@ def dpo_loss(responses: Responses, config: DPOSettings) -> Judged:
 
 
 def make_experience(step: Step[DPOSettings]) -> Experience:
-    """The next pairs of the data, or those that the groups of responses to the next prompts make."""
+    """Take the next pairs of the data, or make them from groups of responses to the next prompts."""
     draw = step.draw()
     if step.config.pairs == "file":
         return Experience(step.given(draw))

@@ -43,11 +43,11 @@ class DrGRPOSettings(DynamicSamplingSettings, ClippedSettings):
 
 
 def with_advantages(step: Step[DrGRPOSettings], experience: Experience) -> Experience:
-    """The advantage of a response is that of each of its tokens."""
+    """Give each token the advantage of its response."""
     batch = experience.batch
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
-    advantages = group_relative_advantages(rewards, batch.facts["group_ids"], normalise_by_std=False)
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
+    advantages = group_relative_advantages(rewards, batch.per_sample["group_ids"], normalise_by_std=False)
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 ALGORITHM = without_critic(DrGRPOSettings, with_advantages)

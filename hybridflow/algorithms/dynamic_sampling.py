@@ -1,21 +1,20 @@
-"""Dynamic sampling: a step learns from groups that have something to say (DAPO, arXiv:2503.14476, section 3.2).
+"""Dynamic sampling: drop groups of equal rewards and draw more prompts (DAPO, arXiv:2503.14476, section 3.2).
 
-A group whose rewards are all equal has no advantages. Such groups are left out, and further prompts are drawn until
-the step has `trainer.prompts_per_step` others, in a number of rounds that is limited. Every prompt that was drawn is
-one of:
+A group whose rewards are all equal has no advantages. Such groups are dropped, and more prompts are drawn until the
+step has `trainer.prompts_per_step` groups, in a limited number of rounds. Every drawn prompt is one of:
 
-    used        learned from
-    filtered    all its rewards are equal ("all right" if above 0, else "all wrong"), or none of its samples counts
+    used        trained on
+    filtered    all its rewards are equal ("all right" if above 0, else "all wrong"), or no sample is in the loss
     failed      none of its samples has a reward
     surplus     has different rewards, and the step was full: of the last round, those that were drawn last
 
-and is counted as that in the metrics `sampling/...`. The reward that is looked at is that of the functions and the
-reward model, before penalties of the algorithm, as the paper's condition is on the answer alone. Equal is equal to the
-last bit: a limit on a standard deviation would let errors of rounding decide.
+and is counted as that in the metrics `sampling/...`. The compared reward is that of the functions and the reward model,
+before penalties of the algorithm, as the paper's condition is on the answer alone. Equal means equal to the last bit:
+a limit on a standard deviation would let rounding errors decide.
 
 Where public implementations differ: verl draws a fixed number each round and cuts a full batch off at its end, NeMo-RL
-as well; here a round draws what is missing over the share of groups that had different rewards so far in the step. The
-next step never learns from a surplus sample, which would be of older weights.
+as well. Here a round draws the missing number divided by the share of groups that had different rewards so far in the
+step. The next step never trains on a surplus sample, which would be of older weights.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from hybridflow.metrics import names as metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-type Counted = Callable[[RemoteBatch], Tensor]
+type InLoss = Callable[[RemoteBatch], Tensor]
 """A batch -> (B,) bool: the samples that are going to be in the loss."""
 
 
@@ -49,42 +48,43 @@ class DynamicSamplingSettings(AlgorithmSettings):
     """Settings of dynamic sampling, for algorithms that compare the samples of a prompt with each other."""
 
     dynamic_sampling: bool = False
-    """Leave groups out whose rewards are all equal, and draw further prompts until a step has
-    `trainer.prompts_per_step` others."""
+    """Drop groups whose rewards are all equal, and draw more prompts until a step has `trainer.prompts_per_step`
+    groups."""
     dynamic_sampling_rounds: int = Field(default=10, ge=1)
     """The most rollouts of a step, the first one included."""
     dynamic_sampling_draw: Literal["expected", "missing"] = "expected"
-    """How many prompts a round draws: as many as are expected to fill the step, by the share of groups that were good
-    so far in it, and at most `trainer.prompts_per_step`, so that some may be too many; or as many as are missing, in
-    more rounds. At least one for each engine in either case."""
+    """Prompts of a round. "expected": as many as are expected to fill the step, by the share of good groups in it so
+    far, at most `trainer.prompts_per_step`; some may be too many. "missing": as many as are missing, in more rounds. At
+    least one for each engine in either case.
+    """
     dynamic_sampling_at_limit: Literal["learn", "stop"] = "learn"
-    """After the last round of a step that is not full: learn from what there is, if it is enough for all ranks and
+    """After the last round of a step that is not full: train on the groups so far, if they are enough for all ranks and
     mini-batches, or stop the run."""
 
     @property
     def _unused(self) -> dict[str, str]:
-        own = [key for key in DynamicSamplingSettings.model_fields if key.startswith("dynamic_sampling_")]
+        keys = [key for key in DynamicSamplingSettings.model_fields if key.startswith("dynamic_sampling_")]
         why = "dynamic_sampling false, which does not use it; expected dynamic_sampling true"
-        return super()._unused | (dict.fromkeys(own, why) if not self.dynamic_sampling else {})
+        return super()._unused | (dict.fromkeys(keys, why) if not self.dynamic_sampling else {})
 
 
 class GroupKind(Enum):
-    """What a group is to dynamic sampling."""
+    """Outcome of a group in dynamic sampling."""
 
     GOOD = "different rewards"
     ALL_RIGHT = "all rewards equal and above 0"
     ALL_WRONG = "all rewards equal and not above 0"
-    UNCOUNTED = "no sample counts"
+    OUTSIDE_LOSS = "no sample in the loss"
 
 
-def group_kinds(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> dict[int, GroupKind]:
-    """The kind of each group, by its id in ascending order.
+def group_kinds(rewards: Tensor, group_ids: Tensor, in_loss: Tensor | None = None) -> dict[int, GroupKind]:
+    """Return the kind of each group, by its id in ascending order.
 
     A group is exactly the samples of its id, wherever they stand; one that has lost samples is what is left of it. So a
     group of one has equal rewards.
 
-    `rewards` (B,) float32, `group_ids` (B,) int64, `counted` (B,) bool: the samples that are going to be in the loss,
-    all if None. A group none of whose samples counts is UNCOUNTED whatever its rewards. Those that do not count are
+    `rewards` (B,) float32, `group_ids` (B,) int64, `in_loss` (B,) bool: the samples that are going to be in the loss,
+    all if None. A group without one is OUTSIDE_LOSS whatever its rewards. Samples outside the loss are
     part of the comparison, as they are of the baseline. Raises ValueError for a reward that is not finite, naming its
     row, and for columns of other shapes.
     """
@@ -95,20 +95,20 @@ def group_kinds(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = Non
     lowest = empty.scatter_reduce(0, member_of, rewards, "amin", include_self=False)
     highest = empty.scatter_reduce(0, member_of, rewards, "amax", include_self=False)
     counts = torch.ones_like(groups)
-    if counted is not None:
-        check_mask("group_kinds", counted)
-        check_rows("group_kinds", rows=len(rewards), counted=counted)
-        counts = torch.zeros_like(groups).index_add(0, member_of, counted.to(torch.int64))
+    if in_loss is not None:
+        check_mask("group_kinds", in_loss)
+        check_rows("group_kinds", rows=len(rewards), in_loss=in_loss)
+        counts = torch.zeros_like(groups).index_add(0, member_of, in_loss.to(torch.int64))
     kinds = {}
-    for group, low, high, count in zip(*(each.tolist() for each in (groups, lowest, highest, counts)), strict=True):
+    for group, low, high, count in zip(*(column.tolist() for column in (groups, lowest, highest, counts)), strict=True):
         equal = GroupKind.ALL_RIGHT if low > 0 else GroupKind.ALL_WRONG
-        kinds[group] = GroupKind.UNCOUNTED if not count else equal if low == high else GroupKind.GOOD
+        kinds[group] = GroupKind.OUTSIDE_LOSS if not count else equal if low == high else GroupKind.GOOD
     return kinds
 
 
 @dataclass
-class Tally:
-    """What has become of the prompts of a step so far."""
+class SamplingTally:
+    """Outcomes of a step's prompts so far."""
 
     rounds: int = 0
     drawn: int = 0
@@ -122,19 +122,19 @@ class Tally:
         """Groups with different rewards."""
         return self.used + self.surplus
 
-    def count(self, drawn: int, kinds: Mapping[int, GroupKind], wanted: int) -> list[int]:
-        """Count one more round, of which so many groups can be used; the groups that are, in the order of their ids."""
+    def count(self, drawn: int, kinds: Mapping[int, GroupKind], target: int) -> list[int]:
+        """Count one more round, which needs `target` groups. Return the used groups in the order of their ids."""
         good = [group for group, kind in kinds.items() if kind is GroupKind.GOOD]
         self.rounds += 1
         self.drawn += drawn
         self.failed += drawn - len(kinds)
         self.filtered.update(kind for kind in kinds.values() if kind is not GroupKind.GOOD)
-        self.used += min(len(good), wanted)
-        self.surplus += max(len(good) - wanted, 0)
-        return good[:wanted]
+        self.used += min(len(good), target)
+        self.surplus += max(len(good) - target, 0)
+        return good[:target]
 
     def metrics(self) -> dict[str, float]:
-        """The figures of the step."""
+        """Return the metrics of the step."""
         return {
             metrics.SAMPLING_ROUNDS: self.rounds,
             metrics.SAMPLING_DRAWN: self.drawn,
@@ -149,56 +149,58 @@ class Tally:
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind.value} {self.filtered[kind]}" for kind in GroupKind if self.filtered[kind])
         failed = f", failed {self.failed}" if self.failed else ""
-        return f"{self.used} of {self.drawn} prompts in {self.rounds} rounds are to learn from ({kinds}{failed})"
+        return f"{self.used} of {self.drawn} prompts in {self.rounds} rounds are used ({kinds}{failed})"
 
 
-def next_round(tally: Tally, wanted: int, config: DynamicSamplingSettings, *, least: int = 1) -> int:
-    """How many prompts the next round draws, at least `least`, of a step that is to have `wanted` and has fewer."""
-    missing = wanted - tally.used
+def next_round(tally: SamplingTally, target: int, config: DynamicSamplingSettings, *, least: int = 1) -> int:
+    """Return how many prompts the next round draws, at least `least`, for a step that needs `target` groups and has
+    fewer.
+    """
+    missing = target - tally.used
     if config.dynamic_sampling_draw == "missing" or not tally.drawn:
         return max(missing, least)
     if not tally.good:
-        return wanted
-    return max(min(wanted, math.ceil(missing * tally.drawn / tally.good)), least)
+        return target
+    return max(min(target, math.ceil(missing * tally.drawn / tally.good)), least)
 
 
-def rewarded_samples[C: AlgorithmSettings](step: Step[C], counted: Counted | None = None) -> RemoteBatch:
-    """The step's samples with rewards and the log-probs that are needed; by dynamic sampling if the settings say so.
+def rewarded_samples[C: AlgorithmSettings](step: Step[C], in_loss: InLoss | None = None) -> RemoteBatch:
+    """Return the step's samples with rewards and the log-probs that are needed.
 
-    Those of an algorithm without dynamic sampling never do.
+    They come by dynamic sampling if the settings have it and turn it on.
 
     Args:
-        counted: which samples are going to be in the loss; all if None.
+        in_loss: which samples are going to be in the loss; all if None.
 
     Raises:
         EngineError: too few groups after the last round.
     """
     config: AlgorithmSettings = step.config
     if isinstance(config, DynamicSamplingSettings) and config.dynamic_sampling:
-        return step.logprobs(_draw_until_full(step, config, counted))
+        return step.logprobs(_draw_until_full(step, config, in_loss))
     return step.rewards(step.logprobs(step.generate(step.draw())))
 
 
-def _draw_until_full(step: Step[Any], config: DynamicSamplingSettings, counted: Counted | None) -> RemoteBatch:
-    wanted = step.prompts_per_step
-    tally, parts = Tally(), []
-    while tally.used < wanted and tally.rounds < config.dynamic_sampling_rounds:
-        draw = step.draw(next_round(tally, wanted, config, least=step.least_prompts))
-        batch = step.rewards(step.generate(draw), part=True)
-        ids = batch.facts["group_ids"]
-        kinds = group_kinds(batch.facts["rewards"], ids, None if counted is None else counted(batch))
-        used = tally.count(len(draw.indices), kinds, wanted - tally.used)
+def _draw_until_full(step: Step[Any], config: DynamicSamplingSettings, in_loss: InLoss | None) -> RemoteBatch:
+    target = step.prompts_per_step
+    tally, batches = SamplingTally(), []
+    while tally.used < target and tally.rounds < config.dynamic_sampling_rounds:
+        draw = step.draw(next_round(tally, target, config, least=step.least_prompts))
+        batch = step.rewards(step.generate(draw), partial=True)
+        ids = batch.per_sample["group_ids"]
+        kinds = group_kinds(batch.per_sample["rewards"], ids, None if in_loss is None else in_loss(batch))
+        used = tally.count(len(draw.indices), kinds, target - tally.used)
         if used:
-            parts.append(batch.select(torch.isin(ids, torch.tensor(used)).nonzero()[:, 0]))
+            batches.append(batch.select(torch.isin(ids, torch.tensor(used)).nonzero()[:, 0]))
     step.values.update(tally.metrics())
-    samples = sum(map(len, parts))
-    if tally.used < wanted:
+    samples = sum(map(len, batches))
+    if tally.used < target:
         short = f"step {step.number}: {tally}"
         limit = f"algorithm.dynamic_sampling_rounds={config.dynamic_sampling_rounds}"
         if config.dynamic_sampling_at_limit == "stop" or samples < step.least_samples:
             raise EngineError(
-                f"{short}, expected {wanted} of different rewards within {limit}, or at least {step.least_samples} "
+                f"{short}, expected {target} of different rewards within {limit}, or at least {step.least_samples} "
                 "samples with algorithm.dynamic_sampling_at_limit=learn"
             )
-        log.warning(f"{short}, fewer than {wanted} within {limit}; the step learns from those")
-    return RemoteBatch.concatenate(parts)
+        log.warning(f"{short}, fewer than {target} within {limit}; the step trains on those")
+    return RemoteBatch.concatenate(batches)

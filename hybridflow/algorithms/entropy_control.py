@@ -26,7 +26,7 @@ class AdaptiveEntropy:
     Args:
         coef: c at the start.
         target: the entropy to keep, in nats per token.
-        step: by which c changes in one step.
+        step: change of c in one step.
         largest: c grows no larger.
     """
 
@@ -41,7 +41,7 @@ class AdaptiveEntropy:
         return self._remembered if self._applied else 0.0
 
     def update(self, entropy: float) -> None:
-        """Learn from the mean entropy of a step. Raises ValueError for one that is nan."""
+        """Update the coefficient with the mean entropy of a step. Raises ValueError for nan."""
         if math.isnan(entropy):
             raise ValueError("adaptive entropy: the entropy is nan, expected a number")
         self._applied = entropy < self._target
@@ -49,16 +49,16 @@ class AdaptiveEntropy:
         self._remembered = min(max(moved, 0.0), self._largest)
 
     def state_dict(self) -> dict[str, float]:
-        """What has been learned; the settings are not part of it."""
+        """Return the coefficient, without the settings."""
         return {"coef": self._remembered, "applied": float(self._applied)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken; another limit holds at once."""
+        """Restore `state`. Another limit holds at once."""
         self._remembered, self._applied = min(state["coef"], self._largest), bool(state["applied"])
 
 
 def make_entropy_controller(config: AlgorithmSettings) -> AdaptiveEntropy | None:
-    """The controller that the settings ask for; None where the coefficient is the settings' own."""
+    """Make the controller of the settings; None where the coefficient is fixed."""
     if config.entropy_controller == "fixed":
         return None
     assert config.entropy_target is not None

@@ -1,4 +1,4 @@
-"""Which responses of a prompt a policy is to learn from, by the rank of their rewards."""
+"""Selection of a prompt's responses to train on, by the rank of their rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Filtration = Literal["best-n", "best-random", "best-worst"]
 def filtered_by_rank(
     rewards: Tensor, group_ids: Tensor, filtration: Filtration, generator: Generator, *, best: int = 1
 ) -> Tensor:
-    """The responses whose rewards can be relied on, within the responses of each prompt.
+    """Return the responses with reliable rewards, within the responses of each prompt.
 
         best-n         the `best` first by rank
         best-random    the first, and one of the others, each as likely
@@ -27,7 +27,7 @@ def filtered_by_rank(
     others are left out, as in the paper. Equal rewards rank in the order of the batch. A group that has lost samples is
     ranked among those that are left, and may be smaller than what is kept of it.
 
-    `rewards` (B,) float32, `group_ids` (B,) int64; the `generator` is asked once for each group of at least two, in the
+    `rewards` (B,) float32, `group_ids` (B,) int64; the `generator` draws once for each group of at least two, in the
     order of their ids, with best-random. Returns (B,) bool. Raises ValueError for a reward that is not finite, naming
     its row, and for columns of other shapes.
     """
@@ -51,7 +51,7 @@ def filtered_by_rank(
 
 
 def _ranked(rewards: Tensor, group_ids: Tensor) -> list[list[int]]:
-    """The rows of each group from the highest reward to the lowest, group by group."""
+    """Return the rows of each group from the highest reward to the lowest, group by group."""
     by_reward = rewards.argsort(descending=True, stable=True)
     order = by_reward[group_ids[by_reward].argsort(stable=True)]
     _, counts = group_ids.unique(return_counts=True)

@@ -36,11 +36,11 @@ class GPGSettings(DynamicSamplingSettings):
 
 
 def with_advantages(step: Step[GPGSettings], experience: Experience) -> Experience:
-    """The advantage of a response is that of each of its tokens."""
+    """Give each token the advantage of its response."""
     batch = experience.batch
-    advantages, share = valid_group_advantages(batch.facts["rewards"], batch.facts["group_ids"])
+    advantages, share = valid_group_advantages(batch.per_sample["rewards"], batch.per_sample["group_ids"])
     step.values[metrics.REWARD_VALID_FRACTION] = share
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 ALGORITHM = without_critic(GPGSettings, with_advantages, reinforce_loss)

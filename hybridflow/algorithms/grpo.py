@@ -30,18 +30,18 @@ class GRPOSettings(GroupSettings, ClippedSettings):
 
 
 def make_experience(step: Step[GroupSettings]) -> Experience:
-    """No critic; the baseline of a response is the mean reward of its group."""
+    """Make the experience without a critic: the baseline of a response is the mean reward of its group."""
     return with_advantages(step, Experience(rewarded_samples(step)))
 
 
 def with_advantages(step: Step[GroupSettings], experience: Experience) -> Experience:
-    """The advantage of a response is that of each of its tokens."""
+    """Give each token the advantage of its response."""
     batch = experience.batch
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
     advantages = group_relative_advantages(
-        rewards, batch.facts["group_ids"], normalise_by_std=step.config.normalise_advantages_by_std
+        rewards, batch.per_sample["group_ids"], normalise_by_std=step.config.normalise_advantages_by_std
     )
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 def learn(step: Step[GroupSettings], experience: Experience) -> None:

@@ -24,14 +24,14 @@ class FixedKL:
         self.coef = coef
 
     def update(self, kl: float, samples: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient, where an adaptive controller may start from."""
+        """Return the coefficient, from which an adaptive controller may start."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing: the settings hold, also where they changed since."""
+        """Do nothing: the settings hold, also if they have changed."""
 
 
 class AdaptiveKL:
@@ -48,13 +48,13 @@ class AdaptiveKL:
         self._target, self._horizon = target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Learn from the mean KL divergence of so many samples: `train/reference_kl` of the step.
+        """Update the coefficient with the mean KL divergence of `samples` samples: `train/reference_kl` of the step.
 
             error = clip(kl / target - 1, -0.2, 0.2)
             coef <- coef * (1 + error * samples / horizon)      Ziegler et al., arXiv:1909.08593, section 2.2
 
         There samples / horizon is the constant K_beta, 0.1. Raises ValueError for a KL divergence that is nan, and for
-        so many samples at once that the coefficient could reach 0.
+        too many samples, with which the coefficient could reach 0.
         """
         if math.isnan(kl):
             raise ValueError("adaptive KL: the KL divergence is nan, expected a number")
@@ -67,11 +67,11 @@ class AdaptiveKL:
         self.coef *= 1 + error * samples / self._horizon
 
     def state_dict(self) -> dict[str, float]:
-        """What has been learned; the settings are not part of it."""
+        """Return the coefficient, without the settings."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self.coef = state["coef"]
 
 
@@ -79,7 +79,7 @@ KLController = FixedKL | AdaptiveKL
 
 
 def make_kl_controller(config: AlgorithmSettings) -> KLController:
-    """The controller that the settings ask for.
+    """Make the controller of the settings.
 
     Its coefficient is used in place of the settings' own: `config.model_copy(update={"kl_coef": controller.coef})`.
     """
@@ -90,7 +90,7 @@ def make_kl_controller(config: AlgorithmSettings) -> KLController:
 
 
 def reward_kl(batch: SampleBatch, config: AlgorithmSettings) -> Tensor | None:
-    """(R,) float32: the KL divergence from the reference policy that is a penalty in the rewards; None if none is.
+    """Return the (R,) float32 KL divergence from the reference policy for the rewards; None if they have no penalty.
 
     Estimated with the trainer's `old_logprobs` where present, else with the `logprobs` of the rollout. What stands
     outside the response mask has no meaning. Raises ValueError if `ref_logprobs` are needed and missing.
@@ -104,10 +104,10 @@ def reward_kl(batch: SampleBatch, config: AlgorithmSettings) -> Tensor | None:
 
 
 def sequence_kl(batch: SampleBatch, *, config: AlgorithmSettings) -> Columns:
-    """What is taken from the reward of each sample: fact `kl`, (b,), the sum of `reward_kl` over its counted tokens."""
+    """Sum `reward_kl` over the loss tokens of each sample: per-sample column `kl`, (b,), a penalty of its reward."""
     kl = reward_kl(batch, config)
     assert kl is not None
-    return Columns(facts={"kl": batch.padded(kl.where(batch.response_mask, 0.0)).sum(dim=1)})
+    return Columns(per_sample={"kl": batch.padded(kl.where(batch.response_mask, 0.0)).sum(dim=1)})
 
 
 class KLGuard:
@@ -124,5 +124,5 @@ class KLGuard:
         self._limit = limit
 
     def trips(self, kl: float) -> bool:
-        """Whether `kl` is past the limit. One that is not a number is past any limit."""
+        """True if `kl` is past the limit. A NaN is past any limit."""
         return self._limit is not None and not kl <= self._limit

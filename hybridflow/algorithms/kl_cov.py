@@ -35,8 +35,9 @@ class KLCovSettings(grpo.GroupSettings):
 
     name: str = "kl_cov"
     kl_cov_fraction: float = Field(default=2e-4, gt=0, le=1)
-    """Of the counted tokens of a mini-batch, how many have the penalty: at least one. In the paper 2e-3 for a model of
-    7 billion parameters and 2e-4 for one of 32."""
+    """Fraction of a mini-batch's loss tokens that have the penalty: at least one token. In the paper 2e-3 for a model
+    of 7 billion parameters and 2e-4 for one of 32.
+    """
     kl_cov_coef: float = Field(default=1.0, gt=0)
     """Weight of their divergence from the policy before the step."""
 
@@ -49,12 +50,12 @@ def prepare(step: Step[KLCovSettings], mini_batch: RemoteBatch) -> RemoteBatch:
 def largest_first(
     batch: SampleBatch, covariances: Tensor, config: KLCovSettings, salt: int
 ) -> tuple[npt.NDArray[np.float64], Tensor]:
-    """All tokens, that with the largest covariance first."""
+    """Order all tokens by falling covariance."""
     return (-covariances).numpy(), torch.ones(len(covariances), dtype=torch.bool)
 
 
 def kl_cov_loss(columns: TokenColumns, config: KLCovSettings) -> PolicyLoss:
-    """The surrogate, and the penalty of the tokens that are chosen.
+    """Compute the surrogate, and the penalty of the chosen tokens.
 
         loss_t = -ratio_t A_t + kl_cov_coef |log pi(token_t) - log pi_old(token_t)| [t is chosen]
 

@@ -6,14 +6,15 @@ No engine and no reference role is needed: the reference's log-probs are the act
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 from pydantic import Field
 
 from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.losses.preference import (
-    Judged,
-    Responses,
+    PreferenceResult,
+    ResponsePairs,
     coefficient_loss,
     divergence,
     shares_above,
@@ -26,6 +27,7 @@ from hybridflow.metrics import names as metrics
 class KTOSettings(PreferenceSettings):
     """Settings of KTO."""
 
+    unpaired: ClassVar[bool] = True
     name: str = "kto"
     desirable_weight: float = Field(default=1.0, gt=0)
     """The paper's lambda_D. It advises weights by which both kinds count alike, up to 4/3 to 1."""
@@ -34,25 +36,25 @@ class KTOSettings(PreferenceSettings):
 
     @property
     def needs_engines(self) -> bool:
-        """Whether responses are generated."""
+        """True if responses are generated."""
         return False
 
 
-def kto_loss(responses: Responses, config: KTOSettings) -> Judged:
-    """`unpaired_losses` of the first response of each example; the second, to another prompt, is for z0 alone."""
+def kto_loss(responses: ResponsePairs, config: KTOSettings) -> PreferenceResult:
+    """Compute `unpaired_losses` of each example's first response. The second, to another prompt, is for z0 alone."""
     log_ratios = responses.policy - responses.reference
-    own, desirable = log_ratios[:, 0], responses.rewards[:, 0] > 0
+    log_ratio, desirable = log_ratios[:, 0], responses.rewards[:, 0] > 0
     z0 = divergence(log_ratios[:, 1])
     losses = unpaired_losses(
-        own, desirable, z0, beta=config.beta, weights=(config.desirable_weight, config.undesirable_weight)
+        log_ratio, desirable, z0, beta=config.beta, weights=(config.desirable_weight, config.undesirable_weight)
     )
-    above = shares_above(own, z0)
-    return Judged(
+    above = shares_above(log_ratio, z0)
+    return PreferenceResult(
         losses,
         {
             metrics.PREFERENCE_ACCURACY: torch.where(desirable, above, 1 - above),
-            metrics.PREFERENCE_CHOSEN_REWARD: config.beta * own[desirable],
-            metrics.PREFERENCE_REJECTED_REWARD: config.beta * own[~desirable],
+            metrics.PREFERENCE_CHOSEN_REWARD: config.beta * log_ratio[desirable],
+            metrics.PREFERENCE_REJECTED_REWARD: config.beta * log_ratio[~desirable],
             metrics.PREFERENCE_CHOSEN_LOGPROB: responses.policy[desirable, 0],
             metrics.PREFERENCE_REJECTED_LOGPROB: responses.policy[~desirable, 0],
             metrics.PREFERENCE_Z0: z0[None],
@@ -61,7 +63,7 @@ def kto_loss(responses: Responses, config: KTOSettings) -> Judged:
 
 
 def make_experience(step: Step[KTOSettings]) -> Experience:
-    """The next examples of the data."""
+    """Take the next examples of the data."""
     return Experience(step.given(step.draw()))
 
 
@@ -71,7 +73,7 @@ ALGORITHM = Algorithm(
     with_advantages,
     learn,
     policy_loss=coefficient_loss,
-    prepare=partial(prepare, loss=kto_loss, learned=1),
+    prepare=partial(prepare, loss=kto_loss, trained_on=1),
     together=PAIR,
     preference_loss=kto_loss,
     read=with_reference,

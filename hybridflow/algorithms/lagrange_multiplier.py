@@ -31,7 +31,7 @@ class LagrangeMultiplier:
         return math.exp(self._log)
 
     def update(self, mean_cost: float) -> None:
-        """A step of gradient ascent in xi on lambda * (mean_cost - limit).
+        """Take a step of gradient ascent in xi on lambda * (mean_cost - limit).
 
             xi <- clip(xi + lr * lambda * (mean_cost - limit), log(minimum), log(maximum))
 
@@ -45,11 +45,11 @@ class LagrangeMultiplier:
         self._log = self._within(self._log + self._lr * self.value * (mean_cost - self._limit))
 
     def state_dict(self) -> dict[str, float]:
-        """What has been learned; the settings are not part of it."""
+        """Return the multiplier, without the settings."""
         return {"log_multiplier": self._log}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken; other bounds hold at once."""
+        """Restore `state`. Other bounds hold at once."""
         self._log = self._within(state["log_multiplier"])
 
     def _within(self, log: float) -> float:

@@ -10,7 +10,7 @@ from hybridflow.algorithms.base import Experience, Step
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.reinforce import reinforce_loss
 from hybridflow.algorithms.without_critic import without_critic
-from hybridflow.batch.worker_output import COUNTED
+from hybridflow.batch.worker_output import LOSS_TOKENS
 
 
 class OPOSettings(DynamicSamplingSettings):
@@ -23,11 +23,11 @@ class OPOSettings(DynamicSamplingSettings):
 
 
 def with_advantages(step: Step[OPOSettings], experience: Experience) -> Experience:
-    """The advantage of a response is that of each of its tokens."""
+    """Give each token the advantage of its response."""
     batch = experience.batch
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
-    advantages = length_weighted_advantages(rewards, batch.facts[COUNTED], batch.facts["group_ids"])
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
+    advantages = length_weighted_advantages(rewards, batch.per_sample[LOSS_TOKENS], batch.per_sample["group_ids"])
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 ALGORITHM = without_critic(OPOSettings, with_advantages, reinforce_loss)

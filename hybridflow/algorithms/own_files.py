@@ -28,18 +28,20 @@ def is_own(name: str) -> bool:
 
 
 def absolute(name: str) -> str:
-    """The name with the path of its file absolute."""
+    """Return the name with the path of its file absolute."""
     file, _, attribute = name.rpartition(":")
     return f"{Path(file).expanduser().absolute()}:{attribute}"
 
 
 def file_of(name: str) -> Path:
-    """The file of an algorithm."""
+    """Return the file of an algorithm."""
     return Path(name.rpartition(":")[0])
 
 
 def own_source(settings: Mapping[str, Any]) -> str | None:
-    """The text of the file that a recipe, as it was read, has its algorithm from; None where it has it from none."""
+    """Return the text of the file that a recipe, as it was read, has its algorithm from; None where it has it from
+    none.
+    """
     algorithm = settings.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     if not isinstance(name, str) or not is_own(name):
@@ -59,24 +61,24 @@ def load_own(name: str) -> Any:
         raise ValueError(f"{path}: no such file, expected one with the algorithm as {attribute}")
     module = f"{__name__}.{_PREFIX}{str(path).encode().hex()}"
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the file raises
         raise ValueError(f"{path} cannot be imported: {_described(error, path)}") from None
-    if not hasattr(found, attribute):
+    if not hasattr(imported, attribute):
         raise ValueError(f"{path} has no {attribute!r}, expected {attribute} = Algorithm(...) in it")
-    return getattr(found, attribute)
+    return getattr(imported, attribute)
 
 
 def _described(error: BaseException, path: Path) -> str:
-    """Type, line in the file, and message of an error."""
+    """Describe an error by its type, line in the file and message."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    place = f" in line {line}" if line else ""
+    in_line = f" in line {line}" if line else ""
     message = " ".join(str(error).split())[:300]
     message = "".join(letter if letter.isprintable() else "?" for letter in message)
-    return f"{type(error).__name__}{place}: {message}"
+    return f"{type(error).__name__}{in_line}: {message}"
 
 
 class _Finder(MetaPathFinder):

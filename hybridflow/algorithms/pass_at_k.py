@@ -43,13 +43,13 @@ class PassAtKSettings(ClippedSettings):
 
 
 def with_advantages(step: Step[PassAtKSettings], experience: Experience) -> Experience:
-    """The advantage of a response is that of each of its tokens."""
+    """Give each token the advantage of its response."""
     config, batch = step.config, experience.batch
-    right = batch.facts["rewards"] > config.right_above
-    advantages, passed = pass_at_k_advantages(right, batch.facts["group_ids"], config.pass_k)
+    right = batch.per_sample["rewards"] > config.right_above
+    advantages, passed = pass_at_k_advantages(right, batch.per_sample["group_ids"], config.pass_k)
     if passed is not None:
         step.values[metrics.REWARD_PASS_AT_K] = passed
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 ALGORITHM = without_critic(PassAtKSettings, with_advantages)

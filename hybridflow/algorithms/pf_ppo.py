@@ -1,17 +1,17 @@
-"""PF-PPO: PPO on the responses whose rewards can be relied on, some of them twice (arXiv:2409.06957).
+"""PF-PPO: PPO on the responses with reliable rewards, some of them twice (arXiv:2409.06957).
 
 A step is:
 
 1. Filtration. Of the responses to each prompt those that `filtration` names by the rank of their rewards stay; each
-   other one leaves with probability `filter_prob`.
-2. Replay. From the buffer, which holds samples of former steps, replay_ratio * (number that stayed) samples, rounded
-   down, are drawn: uniformly, without replacement, all if there are fewer. They leave the buffer.
-3. Those of this step that `filtration` names, not those that stayed by chance, enter the buffer. What is more than
-   replay_max_age versions old leaves it, and what there is no room for, the oldest first.
+   other one is dropped with probability `filter_prob`.
+2. Replay. From the buffer, which has samples of earlier steps, replay_ratio * (number that stayed) samples, rounded
+   down, are drawn: uniformly, without replacement, all if there are fewer. They are removed from the buffer.
+3. Those of this step that `filtration` names, not those that stayed by chance, enter the buffer. Samples more than
+   replay_max_age versions old are removed, and those over capacity, the oldest first.
 
-So a sample is learned from at most twice: in the step that drew it and, if it is drawn from the buffer, in one later.
-The rewards stay those of the step that drew it; values, advantages and log-probs of the reference are of the step that
-learns from it. Its ratio is to the log-probs of the policy that drew it, which are the engines', and so are those of
+So a step trains on a sample at most twice: in the step that drew it and, if it is drawn from the buffer, in one later.
+The rewards stay those of the step that drew it. Values, advantages and log-probs of the reference are of the step that
+trains on it. Its ratio is to the log-probs of the policy that drew it, which are the engines', and so are those of
 the step's new samples where old ones are among them. All choices follow from the run's seed and the number of the step.
 
 The paper has the filtration (filter_prob 1) and no replay (replay_buffer_size 0).
@@ -40,19 +40,18 @@ class PFPPOSettings(ppo.PPOSettings):
 
     name: str = "pf_ppo"
     filtration: Filtration = "best-random"
-    """The responses to a prompt that are learned from: the filtration_n of the highest rewards; the best and a random
+    """Responses to a prompt that are trained on: the filtration_n of the highest rewards; the best and a random
     other; or the best and the worst."""
     filtration_n: int = Field(default=1, ge=1)
-    """How many "best-n" keeps."""
+    """Responses that "best-n" keeps."""
     filter_prob: float = Field(default=0.8, ge=0, le=1)
-    """Probability with which each of the other responses is left out: 1 leaves all of them out, 0 none."""
+    """Probability that each of the other responses is dropped: 1 drops all of them, 0 none."""
     replay_buffer_size: int = Field(default=10_000, ge=0)
-    """The most samples that are kept, in host memory of the driver, to be learned from once more; 0 keeps none."""
+    """Most samples of the replay buffer, in host memory of the driver; 0 for no buffer."""
     replay_ratio: float = Field(default=0.5, gt=0, le=1)
     """Samples from the buffer for each new one of a step."""
     replay_max_age: int | None = Field(default=10, ge=1)
-    """Versions by which the weights that drew a sample of the buffer may be older than those that generate; any if
-    null."""
+    """Most versions between the weights that drew a sample of the buffer and those that generate; any if null."""
 
     def least_kept(self, samples_per_prompt: int) -> int:
         if self.filter_prob == 0:
@@ -75,16 +74,16 @@ class PFPPOSettings(ppo.PPOSettings):
 
 
 def make_experience(step: Step[PFPPOSettings]) -> Experience:
-    """PPO's, of filtered samples and of older ones."""
+    """Make PPO's experience from filtered samples and older ones."""
     batch = step.rewards(step.generate(step.draw()))
     batch = step.critic_values(step.logprobs(_with_replayed(step, batch)))
     return ppo.with_advantages(step, Experience(batch))
 
 
 def _with_replayed(step: Step[PFPPOSettings], batch: RemoteBatch) -> RemoteBatch:
-    """What stays of a step's samples, and those of the buffer; the buffer takes its own."""
+    """Join the step's samples that the filter keeps with samples of the buffer, and add the new ones to the buffer."""
     config, chance = step.config, step.generator("filtration")
-    rewards, groups = batch.facts["rewards"], batch.facts["group_ids"]
+    rewards, groups = batch.per_sample["rewards"], batch.per_sample["group_ids"]
     named = filtered_by_rank(rewards, groups, config.filtration, chance, best=config.filtration_n)
     stays = named | (torch.rand(len(batch), generator=chance, dtype=torch.float64) >= config.filter_prob)
     fresh = batch.select(stays.nonzero()[:, 0])
@@ -96,7 +95,7 @@ def _with_replayed(step: Step[PFPPOSettings], batch: RemoteBatch) -> RemoteBatch
         )
     if not config.replay_buffer_size:
         return fresh
-    replay, version = step.replay, int(batch.facts["policy_versions"].max())
+    replay, version = step.replay, int(batch.per_sample["policy_versions"].max())
     replay.drop_older(version)
     old = replay.take(int(config.replay_ratio * len(fresh)), step.generator("replay"))
     replay.add(batch.select(named.nonzero()[:, 0]).fetch())

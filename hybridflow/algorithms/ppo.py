@@ -31,7 +31,7 @@ class PPOSettings(ClippedSettings):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Generalized advantage estimation: 0 trusts the critic, 1 the rewards."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """How far a value moves in one step before its loss is clipped; off when null."""
+    """Range of a value's change in one step before its loss is clipped; off when null."""
     whiten_advantages: bool = True
     """Bring the advantages of a batch (with safe_rlhf, the mixed ones) to mean 0 and standard deviation 1."""
     critic_warmup_steps: int = Field(default=0, ge=0)
@@ -39,13 +39,13 @@ class PPOSettings(ClippedSettings):
 
 
 def make_experience(step: Step[PPOSettings]) -> Experience:
-    """Advantages are generalized advantage estimates over the critic's values."""
+    """Make the experience with generalized advantage estimates over the critic's values."""
     batch = step.critic_values(step.logprobs(step.generate(step.draw())))
     return with_advantages(step, Experience(step.rewards(batch)))
 
 
 def with_advantages(step: Step[PPOSettings], experience: Experience) -> Experience:
-    """The estimates, and the returns that the critic is to learn."""
+    """Add the estimates, and the returns that the critic is trained on."""
     batch, advantages = step.estimate(experience.batch, estimate_advantages, role="critic")
     return replace(experience, batch=batch, whiten=advantages if step.config.whiten_advantages else None)
 
@@ -57,7 +57,7 @@ def learn(step: Step[PPOSettings], experience: Experience) -> None:
 
 
 def estimate_advantages(batch: SampleBatch, *, config: PPOSettings) -> Columns:
-    """Columns `advantages` and `returns` of samples with rewards and values."""
+    """Compute columns `advantages` and `returns` of samples with rewards and values."""
     assert batch.rewards is not None and batch.values is not None
     kl = reward_kl(batch, config)
     advantages, returns = estimated(batch, batch.rewards, batch.values, kl, config.kl_coef, config)
@@ -69,7 +69,7 @@ def estimate_advantages(batch: SampleBatch, *, config: PPOSettings) -> Columns:
 def estimated(
     batch: SampleBatch, scores: Tensor, values: Tensor, kl: Tensor | None, kl_coef: float, config: PPOSettings
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, (R,) float32 each, by generalized advantage estimation, which works on padded rows.
+    """Estimate advantages and returns, (R,) float32 each, by generalized advantage estimation on padded rows.
 
     Args:
         batch: the samples.

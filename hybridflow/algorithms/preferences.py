@@ -1,4 +1,4 @@
-"""What algorithms share that learn from preferences: from two responses to each prompt, and no advantages.
+"""Shared parts of algorithms that train on preferences: two responses to each prompt, and no advantages.
 
 An update is made in two passes, exact on every layout and however a mini-batch is cut. `prepare` has the policy of just
 before the update say the log-prob of each response; the loss of whole responses, and its derivative by each log-prob,
@@ -16,12 +16,12 @@ from pydantic import Field
 from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.base import Experience, Step
 from hybridflow.algorithms.checks import check_finite, check_rows
-from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses, coefficients
+from hybridflow.algorithms.losses.preference import PreferenceLoss, ResponsePairs, coefficients
 from hybridflow.algorithms.segments import segment_reduce
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.worker_output import COUNTED, Columns
+from hybridflow.batch.worker_output import LOSS_TOKENS, Columns
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAIR = 2
-"""Samples of a prompt, which lie side by side and stay in one mini-batch."""
+"""Samples of a prompt, which are adjacent and stay in one mini-batch."""
 
 _OF_NO_MEANING = (metrics.TRAIN_RATIO, metrics.TRAIN_KL_K1, metrics.TRAIN_KL_K3, metrics.TRAIN_REFERENCE_KL)
 """Figures that every policy loss has, and that say nothing of responses that the data gave or that were chosen."""
 
 
 class PreferenceSettings(AlgorithmSettings):
-    """Settings of an algorithm that learns from preferences."""
+    """Settings of an algorithm that trains on preferences."""
 
     not_used: ClassVar[tuple[str, ...]] = (
         *("loss_aggregation", "loss_normalising_length", "entropy_coef", "entropy_controller", "entropy_target"),
@@ -46,29 +46,29 @@ class PreferenceSettings(AlgorithmSettings):
     unscheduled: ClassVar[frozenset[str]] = AlgorithmSettings.unscheduled | frozenset(not_used)
 
     beta: float = Field(default=0.1, gt=0)
-    """How strongly the policy is kept near the reference: a response's implicit reward is beta times its log-ratio."""
+    """Strength that keeps the policy near the reference: a response's implicit reward is beta times its log-ratio."""
 
 
 def sequence_logprobs(batch: SampleBatch, *, config: Any) -> Columns:
-    """Fact `policy`, (b,) float64: the sum of `current_logprobs` over each sample's counted tokens."""
+    """Compute per-sample column `policy`, (b,) float64: sums of `current_logprobs` over the loss tokens."""
     assert batch.current_logprobs is not None
-    return Columns(facts={"policy": _sums(batch, batch.current_logprobs)})
+    return Columns(per_sample={"policy": _sums(batch, batch.current_logprobs)})
 
 
 def reference_sums(batch: SampleBatch, *, config: Any) -> Columns:
-    """Fact `reference`, (b,) float64: the sum of `ref_logprobs` over each sample's counted tokens."""
+    """Compute per-sample column `reference`, (b,) float64: sums of `ref_logprobs` over the loss tokens."""
     assert batch.ref_logprobs is not None
-    return Columns(facts={"reference": _sums(batch, batch.ref_logprobs)})
+    return Columns(per_sample={"reference": _sums(batch, batch.ref_logprobs)})
 
 
 def _sums(batch: SampleBatch, column: Tensor) -> Tensor:
-    """Sums of (R,) figures over each sample's counted tokens; they do not depend on which samples lie beside it."""
-    counted = column.where(batch.response_mask, 0.0).to(torch.float64)
-    return segment_reduce(counted, batch.response_lengths)
+    """Sum (R,) values over each sample's loss tokens, independently of the other samples of the batch."""
+    masked = column.where(batch.response_mask, 0.0).to(torch.float64)
+    return segment_reduce(masked, batch.response_lengths)
 
 
 def best_and_worst(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, int]:
-    """The best and the worst sample of each group, by their rewards; of equal ones the first.
+    """Return the best and the worst sample of each group, by their rewards; of equal ones the first.
 
     A group in which all rewards are equal, and so every group of one, makes no pair.
 
@@ -88,19 +88,19 @@ def best_and_worst(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, int]:
     members: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids.tolist()):
         members.setdefault(group, []).append(row)
-    values, found, without = rewards.tolist(), [], 0
+    values, pairs, without = rewards.tolist(), [], 0
     for rows in members.values():
         best, worst = max(rows, key=values.__getitem__), min(rows, key=values.__getitem__)
         if values[best] == values[worst]:
             without += 1
         else:
-            found += [best, worst]
-    return torch.tensor(found, dtype=torch.int64), without
+            pairs += [best, worst]
+    return torch.tensor(pairs, dtype=torch.int64), without
 
 
 def pairs_of_groups(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
-    """The best and worst response of each group, with what the reference says of them."""
-    rows, without = best_and_worst(batch.facts["rewards"], batch.facts["group_ids"])
+    """Select the best and worst response of each group, and add the reference's log-probs."""
+    rows, without = best_and_worst(batch.per_sample["rewards"], batch.per_sample["group_ids"])
     step.values[metrics.PREFERENCE_WITHOUT_DIFFERENCE] = without
     batch = batch.select(rows)
     if len(batch) < PAIR * step.least_samples:
@@ -109,40 +109,42 @@ def pairs_of_groups(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
 
 
 def with_reference(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
-    """Pairs with what the reference says of them; those that the data gave have it."""
+    """Add the reference's log-probs to pairs. Pairs of the data have them."""
     if not step.config.needs_reference:
         return batch
     batch = step.logprobs(batch)
-    return batch.with_facts(reference_logprobs=step.apply(batch, reference_sums).facts()["reference"])
+    return batch.with_per_sample(reference_logprobs=step.apply(batch, reference_sums).per_sample()["reference"])
 
 
 def with_advantages[C: PreferenceSettings](_: Step[C], experience: Experience) -> Experience:
-    """As it is: what a response weighs depends on the policy of each update, before which `prepare` finds it."""
+    """Return the experience unchanged: `prepare` computes a response's weight before each update, from its policy."""
     return experience
 
 
-def prepare(step: Step[Any], mini_batch: RemoteBatch, *, loss: PreferenceLoss, learned: int = PAIR) -> RemoteBatch:
-    """The mini-batch with the coefficient of each response as its advantage.
+def prepare(step: Step[Any], mini_batch: RemoteBatch, *, loss: PreferenceLoss, trained_on: int = PAIR) -> RemoteBatch:
+    """Add the coefficient of each response as its advantage.
 
     Args:
         step: of the update.
         mini_batch: two samples a prompt, side by side.
         loss: of the two.
-        learned: how many of the two are learned from, the first ones.
+        learned: how many of the two are trained on: the first ones.
     """
-    facts = mini_batch.facts
-    policy = step.apply(step.current_logprobs(mini_batch), sequence_logprobs).facts()["policy"]
-    responses = Responses.of_samples(policy, facts["reference_logprobs"], facts[COUNTED], facts["rewards"])
-    found, judged = coefficients(responses, loss, step.config)
-    step.tell(judged.values)
-    step.values[metrics.PREFERENCE_EXAMPLES] = step.values.get(metrics.PREFERENCE_EXAMPLES, 0) + len(found)
+    per_sample = mini_batch.per_sample
+    policy = step.apply(step.current_logprobs(mini_batch), sequence_logprobs).per_sample()["policy"]
+    responses = ResponsePairs.of_samples(
+        policy, per_sample["reference_logprobs"], per_sample[LOSS_TOKENS], per_sample["rewards"]
+    )
+    gradient, result = coefficients(responses, loss, step.config)
+    step.log(result.values)
+    step.values[metrics.PREFERENCE_EXAMPLES] = step.values.get(metrics.PREFERENCE_EXAMPLES, 0) + len(gradient)
     # The coefficients hold all weight there is; those of tokens only say which ones count.
-    batch = mini_batch.with_facts(advantages=-found.flatten().float(), weights=torch.ones(len(mini_batch)))
-    return batch if learned == PAIR else batch.select(torch.arange(0, len(batch), PAIR))
+    batch = mini_batch.with_per_sample(advantages=-gradient.flatten().float(), weights=torch.ones(len(mini_batch)))
+    return batch if trained_on == PAIR else batch.select(torch.arange(0, len(batch), PAIR))
 
 
 def learn[C: PreferenceSettings](step: Step[C], experience: Experience) -> None:
-    """Update the actor, unless too few groups made a pair. The loss that is told is that of the responses."""
+    """Update the actor, unless too few groups made a pair. The logged loss is that of the responses."""
     if (there := len(experience.batch)) < (least := PAIR * step.least_samples):
         log.warning(f"step {step.number}: {there // PAIR} pairs, and an update needs {least // PAIR}: none is made")
         return

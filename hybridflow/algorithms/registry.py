@@ -41,7 +41,9 @@ def is_known(name: str) -> bool:
 
 
 def known(name: str) -> str:
-    """The name of an algorithm; of one in a file, "file.py:NAME", with an absolute path. ValueError for any other."""
+    """Return the name of an algorithm; of one in a file, "file.py:NAME", with an absolute path. ValueError for any
+    other.
+    """
     if is_own(name):
         return absolute(name)
     if name not in ALGORITHMS:

@@ -29,18 +29,18 @@ class ReinforcePlusPlusSettings(ClippedSettings):
 
 
 def with_advantages(step: Step[ReinforcePlusPlusSettings], experience: Experience) -> Experience:
-    """Each token has an advantage of its own, because the KL penalty of a token counts for those before it."""
+    """Compute an advantage for each token, because the KL penalty of a token counts for those before it."""
     batch, advantages = step.estimate(experience.batch, estimate_advantages, role="actor")
     return replace(experience, batch=batch, whiten=advantages)
 
 
 def estimate_advantages(batch: SampleBatch, *, config: ReinforcePlusPlusSettings) -> Columns:
-    """Column `advantages` of samples with rewards, before they are whitened.
+    """Compute column `advantages` of samples with rewards, before they are whitened.
 
         A_t = sum_{l >= t} gamma^(l - t) ([l is the last] r - kl_coef * kl_l)
 
-    Whitening takes mean and standard deviation over all counted tokens of the batch (`whiten`): as in OpenRLHF without
-    Bessel's correction, which verl has; the epsilons differ (here 1e-6 beside the standard deviation, there 1e-8 in the
+    Whitening takes mean and standard deviation over all loss tokens of the batch (`whiten`): as in OpenRLHF without
+    Bessel's correction, which verl has; the epsilons differ (here 1e-6 in the standard deviation, there 1e-8 in the
     variance).
     """
     assert batch.rewards is not None

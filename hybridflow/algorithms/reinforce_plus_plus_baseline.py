@@ -15,7 +15,7 @@ from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.algorithms.without_critic import without_critic
-from hybridflow.batch.worker_output import COUNTED
+from hybridflow.batch.worker_output import LOSS_TOKENS
 
 
 class ReinforcePlusPlusBaselineSettings(DynamicSamplingSettings, ClippedSettings):
@@ -29,16 +29,16 @@ class ReinforcePlusPlusBaselineSettings(DynamicSamplingSettings, ClippedSettings
 
 
 def with_advantages(step: Step[ReinforcePlusPlusBaselineSettings], experience: Experience) -> Experience:
-    """The advantage of a response is that of each of its tokens; they are whitened over all tokens of the batch.
+    """Give each token the advantage of its response, whitened over all tokens of the batch.
 
     A group of equal rewards, and so one of one sample, is 0 before that; whitening takes the batch's mean from it as
     from all others, which is 0 where responses have one length. verl takes no baseline from a group of one.
     """
     batch = experience.batch
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
-    advantages = group_relative_advantages(rewards, batch.facts["group_ids"], normalise_by_std=False)
-    batch = batch.with_facts(advantages=advantages)
-    return replace(experience, batch=batch, whiten=sample_moments(advantages, batch.facts[COUNTED]))
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
+    advantages = group_relative_advantages(rewards, batch.per_sample["group_ids"], normalise_by_std=False)
+    batch = batch.with_per_sample(advantages=advantages)
+    return replace(experience, batch=batch, whiten=sample_moments(advantages, batch.per_sample[LOSS_TOKENS]))
 
 
 ALGORITHM = without_critic(ReinforcePlusPlusBaselineSettings, with_advantages)

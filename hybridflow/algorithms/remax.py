@@ -24,18 +24,18 @@ def make_experience(step: Step[ReMaxSettings]) -> Experience:
     draw = step.draw()
     batch = step.logprobs(step.generate(draw))
     greedy = step.rewards(step.generate_greedy(draw), baseline=True)
-    baselines = dict(zip(greedy.facts["group_ids"].tolist(), greedy.facts["rewards"].tolist(), strict=True))
+    baselines = dict(zip(greedy.per_sample["group_ids"].tolist(), greedy.per_sample["rewards"].tolist(), strict=True))
     return with_advantages(step, Experience(step.rewards(batch), baselines=baselines))
 
 
 def with_advantages(step: Step[ReMaxSettings], experience: Experience) -> Experience:
     """The samples of a prompt whose greedy response has no reward are left out."""
     batch, baselines = experience.batch, experience.baselines
-    groups = batch.facts["group_ids"].tolist()
+    groups = batch.per_sample["group_ids"].tolist()
     batch = batch.select([row for row, group in enumerate(groups) if group in baselines])
-    of_samples = torch.tensor([baselines[group] for group in batch.facts["group_ids"].tolist()])
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
-    return replace(experience, batch=batch.with_facts(advantages=remax_advantages(rewards, of_samples)))
+    of_samples = torch.tensor([baselines[group] for group in batch.per_sample["group_ids"].tolist()])
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
+    return replace(experience, batch=batch.with_per_sample(advantages=remax_advantages(rewards, of_samples)))
 
 
 def learn(step: Step[ReMaxSettings], experience: Experience) -> None:

@@ -1,4 +1,4 @@
-"""Samples that a driver keeps to learn from them again."""
+"""Replay buffer of samples, in the driver."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 _TOKEN_BYTES = 8 + 4 + 1
-"""Of a response token: its id, its log-prob and whether the policy wrote it. A prompt token has its id alone."""
+"""Bytes of a response token: its id, its log-prob and its mask. A prompt token has its id alone."""
 _SAMPLE_BYTES = 8 * 8
-"""Of a sample: lengths, ids, version, finish reason and reward."""
+"""Bytes of a sample: lengths, ids, version, finish reason and reward."""
 
 
 class ReplayBuffer:
-    """Samples of former steps, as their policies drew them: tokens, log-probs and rewards, in order of their ids.
+    """Samples of earlier steps, as their policies drew them: tokens, log-probs and rewards, in order of their ids.
 
-    It lies in the driver's memory. Each sample leaves when it is drawn, when it is too old, or when there are more than
-    there is room for: those of the smallest ids then, which are the oldest.
+    It is in the driver's memory. A sample is removed when it is drawn, when it is too old, or when the buffer is over
+    capacity: then the samples of the smallest ids, which are the oldest.
 
     Args:
         size: the most samples.
-        max_age: the most versions by which the weights that drew a sample may be older than those that generate; any
-            if None.
+        max_age: most versions between the weights that drew a sample and those that generate; any if None.
     """
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
@@ -37,12 +36,12 @@ class ReplayBuffer:
         return len(self.samples) if self.samples is not None else 0
 
     def drop_older(self, version: int) -> None:
-        """Leave out what is too old beside weights of this version."""
+        """Remove the samples that are too old compared with weights of this version."""
         if self.samples is not None and self._max_age is not None:
             self._keep(version - self.samples.policy_versions <= self._max_age)
 
     def take(self, count: int, generator: Generator) -> SampleBatch | None:
-        """Draw so many samples, or all if there are fewer: uniformly, without replacement. They leave the buffer.
+        """Draw and remove `count` samples, or all if there are fewer: uniformly, without replacement.
 
         Returns:
             The samples in order of their ids; None for none.
@@ -58,7 +57,7 @@ class ReplayBuffer:
         return taken
 
     def add(self, samples: SampleBatch) -> None:
-        """Put samples in, whose ids are larger than those of all that are there; the oldest leave for them."""
+        """Add samples, whose ids are larger than those of all in the buffer. The oldest are removed for them."""
         joined = samples if self.samples is None else SampleBatch.concatenate([self.samples, samples])
         first = max(0, len(joined) - self._size)
         self.samples = joined.select(range(first, len(joined))) if first else joined
@@ -66,7 +65,7 @@ class ReplayBuffer:
             self.samples = None
 
     def restore(self, samples: SampleBatch | None) -> None:
-        """Go on with what `samples` was; the oldest leave where the buffer is smaller now."""
+        """Restore `samples`. The oldest are removed where the buffer is smaller now."""
         self.samples = None
         if samples is not None:
             self.add(samples.with_origins())
@@ -78,5 +77,5 @@ class ReplayBuffer:
 
 
 def most_bytes(samples: int, sequence_tokens: int) -> int:
-    """The most host memory that so many kept samples take, each of at most so many tokens."""
+    """Return the most host memory of `samples` kept samples of at most `sequence_tokens` tokens each."""
     return samples * (sequence_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)

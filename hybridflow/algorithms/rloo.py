@@ -28,11 +28,11 @@ class RLOOSettings(DynamicSamplingSettings, ClippedSettings):
 
 
 def with_advantages(step: Step[RLOOSettings], experience: Experience) -> Experience:
-    """The advantage of a response is that of each of its tokens."""
+    """Give each token the advantage of its response."""
     batch = experience.batch
-    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
-    advantages = leave_one_out_advantages(rewards, batch.facts["group_ids"])
-    return replace(experience, batch=batch.with_facts(advantages=advantages))
+    rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
+    advantages = leave_one_out_advantages(rewards, batch.per_sample["group_ids"])
+    return replace(experience, batch=batch.with_per_sample(advantages=advantages))
 
 
 ALGORITHM = without_critic(RLOOSettings, with_advantages)

@@ -50,26 +50,26 @@ class SafeRLHFSettings(ppo.PPOSettings):
 
 
 def make_experience(step: Step[SafeRLHFSettings]) -> Experience:
-    """PPO's, on the Lagrangian of reward and cost."""
+    """Make PPO's experience on the Lagrangian of reward and cost."""
     batch = step.critic_values(step.logprobs(step.generate(step.draw())))
     return with_advantages(step, Experience(step.costs(step.rewards(batch))))
 
 
 def with_advantages(step: Step[SafeRLHFSettings], experience: Experience) -> Experience:
-    """The estimates of both, mixed by the multiplier of now, and the returns that both critics are to learn."""
+    """Mix the estimates of both with the current multiplier, and add the returns of both critics."""
     step.values[metrics.COST_MULTIPLIER] = multiplier = step.multiplier.value
     batch, advantages = step.estimate(experience.batch, estimate_advantages, role="critic", multiplier=multiplier)
     return replace(experience, batch=batch, whiten=advantages if step.config.whiten_advantages else None)
 
 
 def learn(step: Step[SafeRLHFSettings], experience: Experience) -> None:
-    """A step of the multiplier, and PPO's updates."""
-    step.multiplier.update(float(experience.batch.facts["costs"].double().mean()))
+    """Take a step of the multiplier, and PPO's updates."""
+    step.multiplier.update(float(experience.batch.per_sample["costs"].double().mean()))
     ppo.learn(step, experience)
 
 
 def estimate_advantages(batch: SampleBatch, *, config: SafeRLHFSettings, multiplier: float) -> Columns:
-    """Columns `advantages`, `returns` and `cost_returns` of samples with rewards, costs, and values of both."""
+    """Compute columns `advantages`, `returns` and `cost_returns` of samples with rewards, costs, and values of both."""
     assert batch.rewards is not None and batch.costs is not None
     assert batch.values is not None and batch.cost_values is not None
     mask, kl = batch.response_mask, reward_kl(batch, config)

@@ -23,19 +23,19 @@ class SAPOSettings(grpo.GroupSettings):
     name: str = "sapo"
     loss_aggregation: AggregationMode = "seq-mean-token-mean"
     gate_temperature_positive: float = Field(default=1.0, gt=0)
-    """Of the gate of tokens with a positive advantage: the larger, the sooner a gradient fades."""
+    """Temperature of the gate of tokens with a positive advantage: the larger, the sooner a gradient fades."""
     gate_temperature_negative: float = Field(default=1.05, gt=0)
-    """Of the gate of all other tokens; larger than the other in the paper."""
+    """Temperature of the gate of all other tokens; larger than the other in the paper."""
 
 
 def sapo_loss(columns: TokenColumns, config: SAPOSettings) -> PolicyLoss:
-    """loss = -f(ratio) A, with `soft_gate` f at the temperature of the advantage's sign."""
+    """Compute loss = -f(ratio) A, with `soft_gate` f at the temperature of the advantage's sign."""
     ratio = token_ratios(columns)
     positive, negative = config.gate_temperature_positive, config.gate_temperature_negative
     temperatures = torch.full_like(columns.advantages, negative).masked_fill(columns.advantages > 0, positive)
     loss = -soft_gate(ratio, temperatures) * columns.advantages
-    figures = {metrics.TRAIN_GATE_SLOPE: gate_slope(ratio, temperatures).where(columns.counted, 0.0)}
-    return PolicyLoss(loss, ratio.detach(), figures)
+    stats = {metrics.TRAIN_GATE_SLOPE: gate_slope(ratio, temperatures).where(columns.loss_mask, 0.0)}
+    return PolicyLoss(loss, ratio.detach(), stats)
 
 
 ALGORITHM = Algorithm(SAPOSettings, grpo.make_experience, grpo.with_advantages, grpo.learn, policy_loss=sapo_loss)

@@ -28,7 +28,7 @@ _BOUNDS = (annotated_types.Ge, annotated_types.Gt, annotated_types.Le, annotated
 
 
 class Schedule(Settings):
-    """How a setting changes from step to step."""
+    """Change of a setting from step to step."""
 
     shape: Literal["linear", "cosine", "steps"]
     """Straight, or as half a cosine wave, from the setting's own value to another; or other values from given steps."""
@@ -39,7 +39,7 @@ class Schedule(Settings):
     after: int = Field(default=0, ge=0)
     """First steps that keep the first value. Not with steps."""
     at: dict[Annotated[int, Field(gt=1)], float] | None = Field(default=None, min_length=1)
-    """With steps: the value from each of these steps on."""
+    """Value from each of these steps on, with shape steps."""
 
     @model_validator(mode="after")
     def _fits_its_shape(self) -> Self:
@@ -54,7 +54,7 @@ class Schedule(Settings):
         return self
 
     def value(self, step: int, first: float) -> float:
-        """The value in a step, counted from 1.
+        """Return the value in a step, counted from 1.
 
             p = min(max((step - 1 - after) / over, 0), 1)
             linear:  first + (to - first) * p
@@ -86,11 +86,11 @@ class Schedule(Settings):
 
 
 Schedules = Mapping[str, Schedule]
-"""By the setting that changes."""
+"""Schedules by the setting that changes."""
 
 
 def in_force[C: BaseModel](config: C, schedules: Schedules, step: int) -> C:
-    """The settings of a step, counted from 1: every scheduled one has its value, and there are no schedules."""
+    """Return the settings of a step, counted from 1: every scheduled one has its value, and there are no schedules."""
     if not schedules:
         return config
     values = {name: schedule.value(step, getattr(config, name)) for name, schedule in schedules.items()}
@@ -98,12 +98,12 @@ def in_force[C: BaseModel](config: C, schedules: Schedules, step: int) -> C:
 
 
 def largest(first: float, schedule: Schedule | None) -> float:
-    """The largest value in any step of a setting with this value of its own."""
+    """Return the largest value in any step of a setting with this value of its own."""
     return first if schedule is None else max([first, *(schedule.value(step, first) for step in schedule.turns)])
 
 
 def schedulable(settings: type[BaseModel], unscheduled: Set[str]) -> list[str]:
-    """The settings that may have a schedule: bounded numbers, but for those that a schedule cannot change."""
+    """Return the settings that may have a schedule: bounded numbers, but for those that a schedule cannot change."""
     bounded = (name for name, field in settings.model_fields.items() if _is_bounded(field))
     return [name for name in bounded if name not in unscheduled]
 
@@ -116,14 +116,14 @@ def schedule_errors(
     unused: Mapping[str, str],
     controllers: Mapping[str, str],
 ) -> Iterator[str]:
-    """What is wrong with the schedules of settings that are right without them.
+    """Yield the errors of the schedules of settings that are right without them.
 
     Args:
         config: the settings.
         schedules: of some of them.
         unscheduled: the settings that a schedule cannot change.
-        unused: the settings that have no use, with what takes it from them and what would give it back.
-        controllers: for settings that may have a controller, the setting that says so, as "fixed" or "adaptive".
+        unused: the settings without a use, with the setting that disables them and the one that would enable them.
+        controllers: for settings that may have a controller, the setting with "fixed" or "adaptive".
     """
     names = schedulable(type(config), unscheduled)
     expected = f"expected one of {', '.join(names)}"
@@ -146,7 +146,7 @@ def schedule_errors(
 
 
 def _errors_on_the_way(config: BaseModel, schedules: Schedules) -> Iterator[str]:
-    """The first step in which the settings are none that a recipe could have."""
+    """Yield the error of the first step with settings that a recipe could not have."""
     for step in sorted({turn for schedule in schedules.values() for turn in schedule.turns}):
         try:
             type(config).model_validate(in_force(config, schedules, step).model_dump())
@@ -159,12 +159,12 @@ def _errors_on_the_way(config: BaseModel, schedules: Schedules) -> Iterator[str]
 
 
 def _is_bounded(field: FieldInfo) -> bool:
-    """Whether a setting is a number with a bound; one that may be null too counts."""
+    """True if a setting is a number with a bound, null allowed or not."""
     annotation, metadata = field.annotation, list(field.metadata)
-    parts = [annotation]
+    kinds = [annotation]
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    if len(parts) == 1 and typing.get_origin(parts[0]) is Annotated:
-        part, *inner = typing.get_args(parts[0])
-        parts, metadata = [part], metadata + inner
-    return parts == [float] and any(isinstance(each, _BOUNDS) for each in metadata)
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    if len(kinds) == 1 and typing.get_origin(kinds[0]) is Annotated:
+        kind, *inner = typing.get_args(kinds[0])
+        kinds, metadata = [kind], metadata + inner
+    return kinds == [float] and any(isinstance(constraint, _BOUNDS) for constraint in metadata)

@@ -1,4 +1,4 @@
-"""Reductions over the tokens of each sample, where samples lie end to end."""
+"""Reductions over the tokens of each sample, of samples end to end."""
 
 from __future__ import annotations
 

@@ -24,25 +24,27 @@ _CONTROLLERS = {"kl_coef": "kl_controller", "entropy_coef": "entropy_controller"
 
 
 class AlgorithmSettings(Settings):
-    """Which algorithm, and the constants that all have. Each algorithm has a class of these beside it.
+    """Name of the algorithm, and the settings that all have. Each algorithm has a subclass of these next to it.
 
     A key without a use is refused, and is not written when the settings are.
     """
 
     needs_critic: ClassVar[bool] = False
-    """Whether a critic's values of the reward are needed."""
+    """True if a critic's values of the reward are needed."""
     needs_cost: ClassVar[bool] = False
-    """Whether costs, and a critic's values of the cost, are needed."""
+    """True if costs, and a critic's values of the cost, are needed."""
     needs_teacher: ClassVar[bool] = False
-    """Whether a teacher's log-probs of the responses are needed."""
+    """True if a teacher's log-probs of the responses are needed."""
     group_baseline: ClassVar[bool] = False
-    """Whether the samples of a prompt are compared with each other."""
+    """True if the samples of a prompt are compared with each other."""
     greedy_baseline: ClassVar[bool] = False
-    """Whether each sample is compared with the most likely response of the same weights."""
+    """True if each sample is compared with the most likely response of the same weights."""
     on_policy: ClassVar[bool] = False
-    """Whether the loss has no ratio, so that it is right on the first update from a rollout alone."""
+    """True if the loss has no ratio, so that it is right on the first update from a rollout alone."""
     needs_old_policy: ClassVar[bool] = False
-    """Whether what the algorithm adds is nothing where a step's policy is the one that made the samples."""
+    """True if the algorithm has no effect where a step's policy is the one that made the samples."""
+    unpaired: ClassVar[bool] = False
+    """True if one given response to each prompt is enough."""
     unscheduled: ClassVar[frozenset[str]] = frozenset().union(*_OF_ADAPTIVE.values())
     """The settings that a schedule cannot change: read at the start alone, or what is checked before a run rests on
     them."""
@@ -52,34 +54,37 @@ class AlgorithmSettings(Settings):
     name: str
     """One of `registry.ALGORITHMS`, or "file.py:NAME" of an algorithm in a file of the user."""
     loss_aggregation: AggregationMode = "token-mean"
-    """How the losses of the tokens of an update become one. If not set: "seq-mean-token-mean" with gspo, gspo_token and
-    sapo, "token-mean" with all others."""
+    """Aggregation of an update's token losses. If not set: "seq-mean-token-mean" with gspo, gspo_token and sapo,
+    "token-mean" with all others.
+    """
     loss_normalising_length: int | None = Field(default=None, gt=0)
-    """Tokens by which "seq-mean-token-sum-norm" divides, and no other mode; the most that a response may have if null:
+    """Divisor in tokens of "seq-mean-token-sum-norm", and of no other mode; the most tokens of a response if null:
     rollout.sampling.max_new_tokens, or the largest of rollout.adaptive_sampling."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_controller: Literal["fixed", "adaptive"] = "fixed"
-    """Whether entropy_coef stays, or is where a controller starts that raises it while the entropy of the policy is
-    below entropy_target; above the target there is no bonus (Skywork-OR1, arXiv:2505.22312)."""
+    """"fixed" keeps entropy_coef. "adaptive" starts from it and raises it while the entropy of the policy is below
+    entropy_target; above the target there is no bonus (Skywork-OR1, arXiv:2505.22312).
+    """
     entropy_target: float | None = Field(default=None, gt=0)
     """The entropy below which there is a bonus, in nats per token. Needed by adaptive."""
     entropy_coef_step: float = Field(default=1e-4, gt=0)
-    """By which entropy_coef grows or shrinks in a step. Only adaptive."""
+    """Change of entropy_coef in a step. Only adaptive."""
     entropy_coef_max: float = Field(default=5e-3, gt=0)
     """The most that entropy_coef grows to. Only adaptive."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL divergence is a penalty. If not set: "reward" with ppo, ippo, vapo, pf_ppo, safe_rlhf, remax, rloo,
-    opo and reinforce_plus_plus, "loss" with all others."""
+    """Place of the KL penalty. If not set: "reward" with ppo, ippo, vapo, pf_ppo, safe_rlhf, remax, rloo, opo and
+    reinforce_plus_plus, "loss" with all others.
+    """
     kl_estimator: KLEstimator = "k1"
     """If not set: "k3" in the loss, "k2" with reinforce_plus_plus_baseline; in the reward "k1", whose gradient is there
     that of the KL divergence. "k1+" and "k3+", only in the loss, have the value of k1 and k3 and the gradient of k2,
     which is that of the KL divergence; k3 has the gradient of the divergence of the other direction."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """Whether kl_coef stays, or is where a controller starts that keeps the KL divergence near kl_target."""
+    """"fixed" keeps kl_coef. "adaptive" starts from it and keeps the KL divergence near kl_target."""
     kl_target: float | None = Field(default=None, gt=0)
     """The KL divergence from the reference policy to keep, in nats per token. Needed by adaptive."""
     kl_horizon: int = Field(default=10_000, gt=0)
@@ -88,7 +93,7 @@ class AlgorithmSettings(Settings):
     """An update past this KL divergence of the policy from the one before the step, in nats per token, is skipped, and
     the learning rate is reset. Off when null."""
     correction: CorrectionSettings | None = None
-    """Importance weights and masks for tokens that the engines drew from another policy than learns; off when null."""
+    """Importance weights and masks for tokens that the engines drew from another policy; off when null."""
     schedules: dict[str, Schedule] = Field(default_factory=dict)
     """Settings of the algorithm that change from step to step, by name: {shape: linear or cosine, to: VALUE, over:
     STEPS, after: STEPS} goes from the setting's own value to another, {shape: steps, at: {STEP: VALUE}} changes it at
@@ -96,33 +101,33 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `ref_logprobs` are needed, in any step."""
+        """True if `ref_logprobs` are needed in any step."""
         return largest(self.kl_coef, self.schedules.get("kl_coef")) > 0
 
     @property
     def needs_engines(self) -> bool:
-        """Whether engines generate what is learned from; the data have it otherwise."""
+        """True if engines generate the samples to train on. Otherwise the data have them."""
         return True
 
     def normalising_length(self, limit: int) -> int | None:
-        """Tokens by which the loss divides, given the most tokens of a response; None with a mode that has no such."""
+        """Return the loss's divisor in tokens, given the most tokens of a response; None with a mode without one."""
         if self.loss_aggregation != "seq-mean-token-sum-norm":
             return None
         return self.loss_normalising_length or limit
 
     @property
     def smallest_group(self) -> int:
-        """The fewest samples of a prompt that something is learned from."""
+        """Least samples of a prompt that an update can train on."""
         return 2 if self.group_baseline else 1
 
     @field_validator("name")
     @classmethod
     def _is_its_own(cls, name: str) -> str:
-        own = cls.model_fields["name"].default
+        default = cls.model_fields["name"].default
         if is_own(name):  # whose class is that of its file, see `config.load`
             return known(name)
-        if known(name) != own:
-            raise ValueError(f"{name!r} with the settings of {own!r}, expected {own!r}")
+        if known(name) != default:
+            raise ValueError(f"{name!r} with the settings of {default!r}, expected {default!r}")
         return name
 
     @model_validator(mode="before")
@@ -181,7 +186,7 @@ class AlgorithmSettings(Settings):
         return {key: value for key, value in serialize(self).items() if key not in self._unused}
 
     def least_kept(self, samples_per_prompt: int) -> int:
-        """The fewest samples that are learned from, of so many to a prompt, where all of them have a reward."""
+        """Return the least samples of a prompt that are trained on, where all of them have a reward."""
         return samples_per_prompt
 
     @property
@@ -191,12 +196,14 @@ class AlgorithmSettings(Settings):
 
     @property
     def compares_with_left_out(self) -> bool:
-        """Whether advantages depend on samples of the step that are not learned from, beside `Experience.baselines`."""
+        """True if advantages depend on samples of the step that it does not train on, apart from
+        `Experience.baselines`.
+        """
         return False
 
     @property
     def _unused(self) -> dict[str, str]:
-        """The keys that have no use, with what takes it from them and what would give it back."""
+        """Keys without a use, with the setting that disables them and the one that would enable them."""
         of_adaptive = {
             key: self._other(f"{controller} 'adaptive'")
             for controller, keys in _OF_ADAPTIVE.items()
@@ -208,7 +215,7 @@ class AlgorithmSettings(Settings):
         )
 
     def _other(self, user: str) -> str:
-        """What takes its use from a key: the setting that `user` begins with, which has another value."""
+        """Describe the setting that makes a key unused: the one that `user` begins with, which has another value."""
         setting = user.split()[0]
         return f"{setting} {getattr(self, setting)!r}, which does not use it; expected {user}"
 

@@ -18,7 +18,7 @@ from hybridflow.algorithms.losses.positive_lm import positive_weights, with_posi
 from hybridflow.algorithms.losses.value import value_moments
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.worker_output import COUNTED, Columns
+from hybridflow.batch.worker_output import LOSS_TOKENS, Columns
 from hybridflow.metrics import names as metrics
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ class VAPOSettings(ppo.PPOSettings):
 
 
 def make_experience(step: Step[VAPOSettings]) -> Experience:
-    """PPO's, with advantages and returns of two lambdas."""
+    """Make PPO's experience with advantages and returns of two lambdas."""
     batch = step.critic_values(step.logprobs(step.generate(step.draw())))
     return with_advantages(step, Experience(step.rewards(batch)))
 
 
 def with_advantages(step: Step[VAPOSettings], experience: Experience) -> Experience:
-    """The estimates, and the returns that the critic is to learn."""
+    """Add the estimates, and the returns that the critic is trained on."""
     config = step.config
     critic_lambda = 1.0 if step.number <= config.critic_warmup_steps else config.critic_gae_lambda
     batch, advantages = step.estimate(experience.batch, estimate_advantages, role="critic", critic_lambda=critic_lambda)
@@ -78,22 +78,24 @@ def learn(step: Step[VAPOSettings], experience: Experience) -> None:
 
 
 def prepare(step: Step[VAPOSettings], batch: RemoteBatch) -> RemoteBatch:
-    """The column `lm_weights`, which depends on the right responses of the whole mini-batch."""
-    facts, config = batch.facts, step.config
+    """Add the column `lm_weights`, which depends on the right responses of the whole mini-batch."""
+    per_sample, config = batch.per_sample, step.config
     if config.positive_lm_coef == 0:
         return batch
-    found = positive_weights(facts["rewards"], facts[COUNTED], facts["weights"], right_above=config.right_above)
-    return batch.with_facts(lm_weights=found)
+    factors = positive_weights(
+        per_sample["rewards"], per_sample[LOSS_TOKENS], per_sample["weights"], right_above=config.right_above
+    )
+    return batch.with_per_sample(lm_weights=factors)
 
 
 def policy_loss(columns: TokenColumns, config: VAPOSettings) -> PolicyLoss:
-    """The clipped surrogate and, weighted, the negative log-likelihood of right responses."""
+    """Return the clipped surrogate and, weighted, the negative log-likelihood of right responses."""
     policy = clipped_loss(columns, config)
     return with_positive_lm(policy, columns, config.positive_lm_coef) if config.positive_lm_coef > 0 else policy
 
 
 def estimate_advantages(batch: SampleBatch, *, config: VAPOSettings, critic_lambda: float) -> Columns:
-    """Columns `advantages` and `returns` of samples with rewards and values."""
+    """Compute columns `advantages` and `returns` of samples with rewards and values."""
     assert batch.rewards is not None and batch.values is not None
     lam: float | Tensor = config.gae_lambda
     if config.length_adaptive_alpha is not None:

@@ -1,4 +1,4 @@
-"""What algorithms share that need nothing but samples and their rewards: no critic, and no further responses."""
+"""Shared parts of algorithms that need only samples and their rewards: no critic, and no further responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def without_critic[C: AlgorithmSettings](
     with_advantages: Callable[[Step[C], Experience], Experience],
     policy_loss: PolicyLossFunction = clipped_loss,
 ) -> Algorithm[C]:
-    """An algorithm that is its advantages and its loss, with dynamic sampling where its settings have it.
+    """Make an algorithm of advantages and a loss, with dynamic sampling where its settings have it.
 
     Args:
         settings: its settings.

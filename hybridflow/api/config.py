@@ -68,24 +68,27 @@ class PPOConfig(Settings):
     reward_options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of `reward_fn`, as a recipe has them: workers, timeout_s, on_failure and so on."""
     actor_device_mapping: DeviceMapping = None
-    """Where the actor trains; if not given, on all GPUs, or on one CPU slot where there is none."""
+    """Devices of the actor; if not given, all GPUs, or one CPU slot where there is none."""
     rollout_device_mapping: DeviceMapping = None
-    """Where responses are generated; on the actor's devices if not given."""
+    """Devices of the engines; those of the actor if not given."""
     critic_device_mapping: DeviceMapping = None
-    """Where the critic is; on the actor's devices if not given."""
+    """Devices of the critic; those of the actor if not given."""
     reward_device_mapping: DeviceMapping = None
-    """Where the reward model is, or the reward functions are called if there is none."""
+    """Devices of the reward model, or of the reward functions if there is none."""
     async_rollout: bool = False
-    """Let engines generate while models learn (`rollout.stream`), from weights a version older at most unless `recipe`
-    has another `trainer.max_staleness`; they need a `rollout_device_mapping` of their own."""
+    """Generate while models are trained (`rollout.stream`), with weights a version older at most unless `recipe` has
+    another `trainer.max_staleness`. The engines need a `rollout_device_mapping` of their own.
+    """
     use_dynamic_batching: bool = False
-    """With `async_rollout`: let the requests in flight at each engine follow the room in its KV cache
-    (`rollout.stream.dynamic_batching`). Micro-batches are always filled by tokens."""
+    """Adapt the requests in flight at each engine to the free capacity of its KV cache
+    (`rollout.stream.dynamic_batching`); needs `async_rollout`. Micro-batches are always filled by tokens.
+    """
     adaptive_sampling: list[dict[str, Any]] | None = None
-    """What responses are drawn by, by the length of their prompts: rows of a recipe's `rollout.adaptive_sampling`, such
-    as {"prompt_tokens": 512, "max_new_tokens": 2048}."""
+    """Sampling settings by the length of the prompt: rows of a recipe's `rollout.adaptive_sampling`, such as
+    {"prompt_tokens": 512, "max_new_tokens": 2048}.
+    """
     checkpoint_config: dict[str, Any] | None = None
-    """What a recipe has under `checkpoint`: save_interval, keep_last_k, async_save and so on."""
+    """Settings of a recipe's `checkpoint`: save_interval, keep_last_k, async_save and so on."""
     recipe: Path | dict[str, Any] | None = None
     """All other settings: a recipe file, or its content as a mapping."""
 
@@ -118,7 +121,7 @@ def get_ppo_config(*unnamed: object, **settings: Any) -> PPOConfig:
 
 
 def mini_batches(batch_size: int, mini_batch_size: int) -> int:
-    """How many mini-batches a batch has.
+    """Return the number of mini-batches of a batch.
 
     Raises:
         ValueError: they are not of one size.

@@ -120,7 +120,8 @@ class DataFlow:
         self._inputs.setdefault(stage, [])
 
     def connect(self, first: Stage | str, second: Stage | str) -> None:
-        """Let what the first stage returns be an input of the second. A name stands for a stage that is in the flow.
+        """Connect the outputs of the first stage to the inputs of the second. A name stands for a stage that is in the
+        flow.
 
         Raises:
             UserError: a name that is unknown, a connection that is there, or that makes a cycle.
@@ -154,11 +155,11 @@ class DataFlow:
 
     def _stage(self, stage: Stage | str) -> Stage:
         if isinstance(stage, str):
-            found = next((each for each in self._inputs if each.name == stage), None)
-            if found is None:
-                known = ", ".join(each.name for each in self._inputs) or "none"
+            connected = next((source for source in self._inputs if source.name == stage), None)
+            if connected is None:
+                known = ", ".join(source.name for source in self._inputs) or "none"
                 raise UserError(f"flow: no stage is called {stage!r}; there are {known}")
-            return found
+            return connected
         self.add(stage)
         return stage
 
@@ -205,7 +206,7 @@ class DataFlow:
     def _can_be_called(
         self, stage: Stage, calls: Mapping[Stage, Future[Any]], groups: Mapping[Stage, WorkerGroup]
     ) -> bool:
-        """Whether each input is there, or goes from rank to rank as soon as it is."""
+        """True if each input is there, or goes from rank to rank as soon as it is."""
         return all(
             before in calls and (len(groups[before].pool) == len(groups[stage].pool) or calls[before].done())
             for before in self._inputs[stage]
@@ -253,4 +254,4 @@ def _group(stage: Stage, pool: ResourcePool) -> WorkerGroup:
 
 
 def _has_call(module: type) -> bool:
-    return any("__call__" in each.__dict__ for each in module.__mro__)
+    return any("__call__" in base.__dict__ for base in module.__mro__)

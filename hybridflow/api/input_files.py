@@ -1,4 +1,4 @@
-"""What a trainer is given, model, prompts and reward function, as files that every process of a run can read."""
+"""Files of a trainer's arguments (model, prompts, reward function), which every process of a run can read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InputFiles:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a trainer is given. Construction checks all that can be checked without starting or writing anything.
+    """Arguments of a trainer. Construction checks all that can be checked without starting or writing anything.
 
     Args:
         model: HuggingFace directory, or a loaded `transformers` model; the recipe's if None.

@@ -1,4 +1,4 @@
-"""Which libraries there are."""
+"""Availability of optional libraries."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from engine3d.platform import platform
 
 
 def is_flash_attn_available() -> bool:
-    """Whether FlashAttention is installed for this Python."""
+    """True if FlashAttention is installed for this Python."""
     return platform.libraries()["flash-attn"] != "absent"

@@ -25,9 +25,10 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.config.known_names import no_attribute
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
+from hybridflow.trainer.run import fall_back, start_trainer
 from hybridflow.trainer.run_setup import open_run
 from hybridflow.trainer.step import TrainerStep
-from hybridflow.trainer.trainer import Trainer, fall_back, start_trainer
+from hybridflow.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +130,7 @@ class PPOTrainer:
         with Timer(step.values, metrics.TRAIN_STEP_TIME):
             experience = trainer.algorithm.make_experience(step)
             step.wait_for_columns()
-        batch = RolloutBatch.of(experience.batch.fetch(), trainer.facts.tokenizer.pad_token_id)
+        batch = RolloutBatch.of(experience.batch.fetch(), trainer.setup.tokenizer.pad_token_id)
         self._made.append(_Made(batch, experience, step))
         return batch
 
@@ -139,7 +140,8 @@ class PPOTrainer:
         Args:
             rollouts: what `rollout` returned since the last update: as it is, some samples of it (`select`), several
                 joined (`concatenate`), or with other `rewards`, `costs` or `advantages` (`replace`). Where rewards or
-                costs are others and advantages are not, the advantages are estimated anew.
+                costs are others and advantages are not, the advantages are estimated anew. With `rollout.stream` or
+                `trainer.max_staleness` above 0 an update has one rollout.
 
         Returns:
             The figures of the step by metric name, and `reward`, the mean of `rollouts.rewards`.
@@ -149,15 +151,15 @@ class PPOTrainer:
             EngineError: a role failed.
         """
         if not self._made:
-            found = "rollouts" if isinstance(rollouts, RolloutBatch) else f"a {type(rollouts).__name__}"
-            raise UserError(f"update: {found} before any rollout(), expected what rollout() returned")
+            shown = "rollouts" if isinstance(rollouts, RolloutBatch) else f"a {type(rollouts).__name__}"
+            raise UserError(f"update: {shown} before any rollout(), expected what rollout() returned")
         trainer = self._started()
         step = trainer.next_step(trainer.steps_done + 1, begun=bool(self._made))
         for made in self._made:
-            step.record.add_all(made.step.record, step.version - 1, trainer.facts.train)
-        whole = next((made for made in self._made if made.batch is rollouts), None)
-        if whole is not None:
-            trainer.learn(step, lambda: whole.experience)
+            step.record.add_all(made.step.record, step.version - 1, trainer.setup.train)
+        rollout = next((made for made in self._made if made.batch is rollouts), None)
+        if rollout is not None:
+            trainer.learn(step, lambda: rollout.experience)
         else:
             if trainer.algorithm.together > 1:
                 raise UserError(
@@ -206,18 +208,18 @@ class PPOTrainer:
         recipe = checked_recipe(self.config, self._sources.write(files, self._prompts))
         atexit.register(self.close)  # after Ray's own, which was registered when it was imported, and so before it
         while True:
-            with ExitStack() as held:
-                opened = held.enter_context(open_run(recipe))
-                held.callback(opened.phases.enter, "end")
+            with ExitStack() as run_stack:
+                opened = run_stack.enter_context(open_run(recipe))
+                run_stack.callback(opened.phases.enter, "end")
                 try:
                     with ExitStack() as started:
                         trainer = started.enter_context(start_trainer(opened))
                         trainer.start()
-                        held.push(started.pop_all())
+                        run_stack.push(started.pop_all())
                 except DamagedCheckpointError as error:
                     fall_back(opened, error)
                     continue
-                stack.push(held.pop_all())
+                stack.push(run_stack.pop_all())
                 return trainer
 
     def _started(self) -> Trainer:
@@ -226,17 +228,17 @@ class PPOTrainer:
         return self._trainer
 
     def _experience(self, given: RolloutBatch) -> Experience:
-        """What to learn from where it is not a rollout as it was."""
+        """Build the experience of rollouts that the caller has changed."""
         experiences = [made.experience for made in self._made]
         whiten = None  # where advantages are estimated anew, so are their moments
-        if given.advantages is not None and any(each.whiten is not None for each in experiences):
+        if given.advantages is not None and any(experience.whiten is not None for experience in experiences):
             whiten = moments(given.advantages, given.response_mask)
-        baselines = {group: reward for each in experiences for group, reward in each.baselines.items()}
+        baselines = {group: reward for experience in experiences for group, reward in experience.baselines.items()}
         return Experience(RemoteBatch.of(given.samples()), whiten, baselines)
 
 
 def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: int) -> RolloutBatch:
-    """What to learn from where it is not a rollout as it was.
+    """Return the changed experience to train on.
 
     Args:
         rollouts: some samples of `batches`, perhaps with other rewards, costs or advantages.
@@ -282,15 +284,15 @@ def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: 
 def _as_rolled_out(rollouts: RolloutBatch, batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """The samples of `rollouts` as they were at first."""
     ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
-    place = {sample: row for row, sample in enumerate(ids)}
-    unknown = [sample for sample in rollouts.sample_ids.tolist() if sample not in place]
+    row_of = {sample: row for row, sample in enumerate(ids)}
+    unknown = [sample for sample in rollouts.sample_ids.tolist() if sample not in row_of]
     if unknown:
         raise UserError(f"update: sample {unknown[0]} is of no rollout() since the last update, expected only such")
-    return RolloutBatch.concatenate(batches).select([place[sample] for sample in rollouts.sample_ids.tolist()])
+    return RolloutBatch.concatenate(batches).select([row_of[sample] for sample in rollouts.sample_ids.tolist()])
 
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two columns of responses hold the same, whatever their padding."""
+    """True if two columns of responses have the same values, whatever their padding."""
     assert other is not None
     width = min(one.shape[1], other.shape[1])
     return torch.equal(one[:, :width], other[:, :width])

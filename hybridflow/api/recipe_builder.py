@@ -1,4 +1,4 @@
-"""From the settings and arguments of the Python API to a recipe. Nothing here starts or writes anything."""
+"""Recipe of the settings and arguments of the Python API. Nothing here starts or writes anything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _EVALUATED = 64
 
 @dataclass(frozen=True)
 class Given:
-    """What a trainer was given beside its settings, as a recipe names it.
+    """Arguments of a trainer, as a recipe names them.
 
     Args:
         model: HuggingFace directory of the actor; the recipe's if None.
@@ -70,7 +70,7 @@ class Base:
     """A recipe's content before it is checked, and where each key was read."""
 
     data: dict[str, Any]
-    places: dict[Key, str]
+    locations: dict[Key, str]
     source: str
 
     @classmethod
@@ -81,38 +81,38 @@ class Base:
             SettingsError: the file cannot be read.
         """
         if isinstance(config.recipe, Path):
-            data, places = read_with_bases(config.recipe)
-            return cls(data, places, str(config.recipe))
+            data, locations = read_with_bases(config.recipe)
+            return cls(data, locations, str(config.recipe))
         return cls(copy.deepcopy(config.recipe or {}), {}, "PPOConfig" if config.recipe is None else "recipe")
 
     def get(self, key: Key) -> Any:
         """The value of a key, None where it has none."""
-        found: Any = self.data
-        for part in key:
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+        value: Any = self.data
+        for name in key:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
     def has(self, key: Key) -> bool:
-        """Whether a key is there, or the group that it belongs to is null."""
+        """True if a key is there, or its group is null."""
         group: Any = self.data
-        for part in key:
+        for name in key:
             if not isinstance(group, dict):
                 return True
-            if part not in group:
+            if name not in group:
                 return False
-            group = group[part]
+            group = group[name]
         return True
 
     def put(self, key: Key, value: Any) -> None:
         """Set a key, in place."""
         group = self.data
-        for part in key[:-1]:
-            if not isinstance(group.get(str(part)), dict):
-                group[str(part)] = {}
-            group = group[str(part)]
+        for name in key[:-1]:
+            if not isinstance(group.get(str(name)), dict):
+                group[str(name)] = {}
+            group = group[str(name)]
         group[str(key[-1])] = value
-        for read in [each for each in self.places if each[: len(key)] == key]:
-            del self.places[read]
+        for read in [location_key for location_key in self.locations if location_key[: len(key)] == key]:
+            del self.locations[read]
 
     def drop(self, key: Key) -> None:
         """Take a key away, in place, if it is there."""
@@ -158,7 +158,7 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
     _put_mini_batches(base, config)
     _put_steps(base, config, given)
     _check_generates(algorithm, base)
-    recipe = build_settings(Recipe, base.data, base.places, base.source)
+    recipe = build_settings(Recipe, base.data, base.locations, base.source)
     if given.passes is not None and getattr(recipe.algorithm, "dynamic_sampling", False):
         raise UserError(
             f"num_epochs={given.passes} with algorithm.dynamic_sampling=true, where a step draws as many prompts as it "
@@ -168,13 +168,13 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
 
 
 def _check_generates(algorithm: str, base: Base) -> None:
-    """Whether there is something to roll out. Raises SettingsError."""
+    """Check that there is something to roll out. Raises SettingsError."""
     if not is_known(algorithm):
         return
     settings = load(algorithm).settings
-    own = {name: value for name in settings.model_fields if (value := base.get(("algorithm", name))) is not None}
+    given = {name: value for name in settings.model_fields if (value := base.get(("algorithm", name))) is not None}
     with contextlib.suppress(ValidationError):  # which the recipe tells, by its place
-        if not settings(**own).needs_engines:
+        if not settings(**given).needs_engines:
             raise SettingsError(
                 [
                     f"algorithm {algorithm} learns from responses that the data have, and generates none; expected "
@@ -184,7 +184,7 @@ def _check_generates(algorithm: str, base: Base) -> None:
 
 
 def run_directory(config: PPOConfig) -> Path:
-    """Where the run of these settings will be.
+    """Return the directory of the run of these settings.
 
     Raises:
         SettingsError: the recipe file cannot be read.
@@ -197,7 +197,7 @@ def run_directory(config: PPOConfig) -> Path:
 def _defaults(
     config: PPOConfig, base: Base, algorithm: str, gpus: int, *, has_own_evaluation: bool
 ) -> Iterator[tuple[Key, Any]]:
-    """What holds where neither the settings nor the recipe say otherwise."""
+    """Yield the defaults of what neither the settings nor the recipe say."""
     settings = load(algorithm).settings if is_known(algorithm) else AlgorithmSettings
     compared = settings.group_baseline or (is_known(algorithm) and load(algorithm).together > 1)
     unused = {("algorithm", name) for name in settings.not_used}
@@ -248,7 +248,7 @@ def _put_given(base: Base, config: PPOConfig, given: Given) -> None:
 
 
 def _put_mini_batches(base: Base, config: PPOConfig) -> None:
-    """How many mini-batches the batch has: those of the recipe, if it says so and no size is set."""
+    """Set the number of mini-batches: the recipe's, if it has one and no size is set."""
     key = ("trainer", "mini_batches")
     if base.has(key) and "mini_batch_size" not in config.model_fields_set:
         return

@@ -21,12 +21,12 @@ from hybridflow.metrics.names import EVAL
 from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.rundir.file_names import EXPORT
 from hybridflow.trainer.attached_cluster import check_cluster_of
-from hybridflow.trainer.trainer import train
+from hybridflow.trainer.run import train
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a run.
+    """Result of a run.
 
     Args:
         directory: of the run, with its metrics and logs.
@@ -150,9 +150,9 @@ def changed(config: PPOConfig, **settings: Any) -> PPOConfig:
     return PPOConfig(**config.model_dump(exclude_unset=True) | settings)
 
 
-def check_same_config(config: PPOConfig | None, *own: PPOConfig) -> None:
+def check_same_config(config: PPOConfig | None, *others: PPOConfig) -> None:
     """Refuse another config than the trainer's own, as it was given or with what was changed by other arguments."""
-    if config is not None and config not in own:
+    if config is not None and config not in others:
         raise UserError("init_distributed: another config than the trainer's, expected the same or none")
 
 
@@ -163,7 +163,9 @@ def refuse_unknown(trainer: type, arguments: Mapping[str, Any]) -> None:
         UserError: there is one.
     """
     for name in arguments:
-        taken = [each for each in inspect.signature(trainer).parameters if each not in ("others", "unnamed")]
+        taken = [
+            parameter for parameter in inspect.signature(trainer).parameters if parameter not in ("others", "unnamed")
+        ]
         text = API_NAMES.get(name, f"{trainer.__name__} takes {', '.join(taken)}")
         if name in PPOConfig.model_fields:
             text = f"a setting, as config=PPOConfig({name}=...)"
@@ -198,7 +200,7 @@ def checked_recipe(config: PPOConfig, given: Given) -> Recipe:
     recipe = make_recipe(config, given, gpus=platform.gpus)
     for warning in check_recipe(recipe):
         log.info(warning)
-    check_cluster_of(recipe)
+    check_cluster_of(recipe.placement, recipe.device_maps, recipe.run_dir, recipe.limits)
     return recipe
 
 

@@ -4,7 +4,8 @@ Prompts and responses are kept apart, and **both are padded on the right**: row 
 `prompt_lengths[i]` prompt tokens and then padding, row `i` of `generated_ids` holds `response_lengths[i]` tokens and
 then padding. Roles and engines have the same samples without padding: see `SampleBatch`.
 
-B is the number of samples, S the width of the prompts, S' the width of the responses.
+B is the number of samples, S the width of the prompts, S' the width of the responses. Routes are of whole samples: W is
+their width, and C the number of a token's experts in all layers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.sample_fields import SAMPLE, SampleFields, column_types, pad_rows, wide, within
+from hybridflow.batch.sample_fields import ROUTES, SAMPLE, SampleFields, column_types, pad_rows, wide, within
 
 PROMPT, RESPONSE = "(B, S)", "(B, S')"
-WIDE_RESPONSE = wide(RESPONSE)
+WIDE_RESPONSE, TOKEN_ROUTES = wide(RESPONSE), "(B, W, C)"
 """Shapes of columns."""
-COLUMNS = column_types({"input_ids": PROMPT, "generated_ids": RESPONSE}, RESPONSE)
-"""Shape and dtype of every column of a `RolloutBatch`, by its name."""
+COLUMNS = column_types({"input_ids": PROMPT, "generated_ids": RESPONSE}, RESPONSE, TOKEN_ROUTES)
+"""Shape and dtypes of every column of a `RolloutBatch`, by its name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,7 +55,8 @@ class RolloutBatch(SampleFields):
         if responses[0] != prompts[0]:
             raise ValueError(f"RolloutBatch: {prompts[0]} rows of input_ids and {responses[0]} of generated_ids")
         sizes = {PROMPT: prompts, RESPONSE: responses, SAMPLE: prompts[:1]}
-        self._check_columns(sizes | {WIDE_RESPONSE: (*responses, *self.width)}, self.input_ids.device)
+        sizes |= {WIDE_RESPONSE: (*responses, *self.width), TOKEN_ROUTES: (*prompts[:1], *self.route_shape)}
+        self._check_columns(sizes, self.input_ids.device)
         for name, least, most in (("prompt_lengths", 1, prompts[1]), ("response_lengths", 0, responses[1])):
             lengths = getattr(self, name)
             if len(self) and not least <= int(lengths.min()) <= int(lengths.max()) <= most:
@@ -73,7 +75,7 @@ class RolloutBatch(SampleFields):
     def of(cls, samples: SampleBatch, pad_token_id: int) -> RolloutBatch:
         """The samples as rows, as wide as the longest prompt and the longest response."""
         is_response, columns = samples.is_response, samples.columns()
-        tokens = columns.pop("tokens")
+        tokens, routes = columns.pop("tokens"), columns.pop(ROUTES, None)
         return cls(
             input_ids=pad_rows(tokens.masked_select(~is_response), samples.prompt_lengths, pad_token_id),
             generated_ids=pad_rows(tokens.masked_select(is_response), samples.response_lengths, pad_token_id),
@@ -81,6 +83,7 @@ class RolloutBatch(SampleFields):
                 name: column if COLUMNS[name][0] == SAMPLE else samples.padded(column)
                 for name, column in columns.items()
             },
+            routes=None if routes is None else pad_rows(routes, samples.sequence_lengths),
             pad_token_id=pad_token_id,
         )
 
@@ -118,6 +121,7 @@ class RolloutBatch(SampleFields):
             PROMPT: max(batch.input_ids.shape[1] for batch in batches),
             RESPONSE: longest,
             WIDE_RESPONSE: longest,
+            TOKEN_ROUTES: max((batch.route_shape[0] for batch in batches if batch.route_shape), default=0),
         }
 
         def widen(name: str, column: Tensor) -> Tensor:

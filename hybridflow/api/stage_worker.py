@@ -22,10 +22,10 @@ class StageWorker:
 
     @register(DP_PROTO)
     def process(self, *batches: Any) -> Any:
-        """What the module makes of this rank's part of each batch."""
+        """Return the module's output for this rank's shard of each batch."""
         return self._call(*batches)
 
     @register(DP_PROTO)
     def make(self, *, step: int) -> Any:
-        """What the module, a source, makes for a step, from 1."""
+        """Return the output of the module, a source, for a step, from 1."""
         return self._call(step)

@@ -1,8 +1,9 @@
-"""SampleBatch: the samples of a rollout as they flow through a step, from engines to updates, without padding.
+"""SampleBatch: the samples of a rollout, from engines to updates, without padding.
 
-The tokens of all samples lie end to end, each sample's prompt before its response, and so do the figures of response
-tokens. B is the number of samples, T that of their tokens, R that of the tokens of their responses, and K that of the
-figures of each response token in the few columns that have several.
+The tokens of all samples are end to end, each sample's prompt before its response. The values of response tokens are
+end to end too. B is the number of samples, T that of their tokens, R that of the tokens of their responses, and K that
+of the values of each response token in the few columns that have several, and C that of the experts of a token in all
+layers.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from engine3d.startup.lazy_imports import torch
-from hybridflow.batch.sample_fields import SAMPLE, FinishReason, SampleFields, column_types, pad_rows, wide, within
+from hybridflow.batch.sample_fields import (
+    ROUTES,
+    SAMPLE,
+    FinishReason,
+    SampleFields,
+    column_types,
+    pad_rows,
+    wide,
+    within,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TOKENS, RESPONSE = "(T,)", "(R,)"
-WIDE_RESPONSE = wide(RESPONSE)
+WIDE_RESPONSE, TOKEN_ROUTES = wide(RESPONSE), "(T, C)"
 """Shapes of columns."""
-COLUMNS = column_types({"tokens": TOKENS}, RESPONSE)
-"""Shape and dtype of every column of a `SampleBatch`, by its name."""
+COLUMNS = column_types({"tokens": TOKENS}, RESPONSE, TOKEN_ROUTES)
+"""Shape and dtypes of every column of a `SampleBatch`, by its name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,17 +59,30 @@ class SampleBatch(SampleFields):
                 f"{tuple(self.response_lengths.shape)}, expected (B,) each"
             )
         for name, least in (("prompt_lengths", 1), ("response_lengths", 0)):
-            if len(self) and (found := int(getattr(self, name).min())) < least:
-                raise ValueError(f"samples: {name} has {found}, expected at least {least}")
+            if len(self) and (minimum := int(getattr(self, name).min())) < least:
+                raise ValueError(f"samples: {name} has {minimum}, expected at least {least}")
         tokens, responses = int(self.sequence_lengths.sum()), int(self.response_lengths.sum())
-        sizes = {TOKENS: (tokens,), RESPONSE: (responses,), SAMPLE: (len(self),)}
-        self._check_columns(sizes | {WIDE_RESPONSE: (responses, *self.width)}, torch.device("cpu"))
+        sizes: dict[str, tuple[int, ...]] = {TOKENS: (tokens,), RESPONSE: (responses,), SAMPLE: (len(self),)}
+        sizes |= {WIDE_RESPONSE: (responses, *self.width), TOKEN_ROUTES: (tokens, *self.route_shape[-1:])}
+        self._check_columns(sizes, torch.device("cpu"))
 
     @property
     def is_response(self) -> Tensor:
         """(T,) bool: which of the tokens are of responses."""
-        parts = torch.stack([self.prompt_lengths, self.response_lengths], dim=1).flatten()
-        return torch.tensor([False, True]).repeat(len(self)).repeat_interleave(parts)
+        lengths = torch.stack([self.prompt_lengths, self.response_lengths], dim=1).flatten()
+        return torch.tensor([False, True]).repeat(len(self)).repeat_interleave(lengths)
+
+    @property
+    def missing_routes(self) -> Tensor:
+        """(B,) int64: tokens of each sample but its last whose routes are missing in a layer."""
+        from engine3d.models.experts.routes import missing
+
+        assert self.routes is not None
+        is_missing = (self.routes == missing(self.routes.dtype)).any(1)
+        ends = self.sequence_lengths.cumsum(0)
+        is_missing[ends - 1] = False
+        upto = torch.nn.functional.pad(is_missing.cumsum(0), (1, 0))
+        return upto[ends] - upto[ends - self.sequence_lengths]
 
     @classmethod
     def from_generations(
@@ -75,6 +98,7 @@ class SampleBatch(SampleFields):
         finish_reasons: Sequence[FinishReason | str],
         response_masks: Sequence[Sequence[bool]] | None = None,
         token_versions: Sequence[Sequence[int]] | None = None,
+        routes: Sequence[np.ndarray[Any, Any] | None] | None = None,
         engine: int | None = None,
         times: Sequence[tuple[float, float]] | None = None,
     ) -> SampleBatch:
@@ -82,7 +106,8 @@ class SampleBatch(SampleFields):
 
         `finish_reasons` takes the names "stop", "length" and "abort" too. `response_masks` says which response tokens
         the policy wrote; without it, all of them. `token_versions` is of the weights that drew each token.
-        `engine` is the number of the one that drew all of them, and `times` are when each was asked for and whole.
+        `routes` are of the first tokens of each sample, as many as there are rows; those of further ones are missing.
+        `engine` is the number of the one that drew all of them, and `times` are when each was requested and complete.
         Raises ValueError naming the sample whose lists do not fit together.
         """
         for name, rows in (
@@ -95,6 +120,7 @@ class SampleBatch(SampleFields):
             ("finish_reasons", finish_reasons),
             ("response_masks", prompts if response_masks is None else response_masks),
             ("token_versions", prompts if token_versions is None else token_versions),
+            ("routes", prompts if routes is None else routes),
             ("times", prompts if times is None else times),
         ):
             if len(rows) != len(prompts):
@@ -110,7 +136,7 @@ class SampleBatch(SampleFields):
                 )
         response_lengths = _int64([len(response) for response in responses])
         batch = cls(
-            tokens=_end_to_end((part for pair in zip(prompts, responses, strict=True) for part in pair), "q"),
+            tokens=_end_to_end((tokens for pair in zip(prompts, responses, strict=True) for tokens in pair), "q"),
             prompt_lengths=_int64([len(prompt) for prompt in prompts]),
             response_lengths=response_lengths,
             response_mask=torch.ones(int(response_lengths.sum()), dtype=torch.bool)
@@ -125,7 +151,17 @@ class SampleBatch(SampleFields):
             token_versions=None if token_versions is None else _end_to_end(token_versions, "q"),
             newest_versions=None
             if token_versions is None
-            else _int64([max(each, default=oldest) for each, oldest in zip(versions, policy_versions, strict=True)]),
+            else _int64(
+                [
+                    max(sample_versions, default=oldest)
+                    for sample_versions, oldest in zip(versions, policy_versions, strict=True)
+                ]
+            ),
+            routes=None
+            if routes is None
+            else _token_routes(
+                [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)], routes
+            ),
             engines=None if engine is None else torch.full((len(prompts),), engine),
             began=None if times is None else _float64([began for began, _ in times]),
             ended=None if times is None else _float64([ended for _, ended in times]),
@@ -145,69 +181,91 @@ class SampleBatch(SampleFields):
 
         Args:
             columns: (B, S) `input_ids` and (B, S') `generated_ids` in place of `tokens`, the other columns of responses
-                (B, S') as well, and the (B,) ones.
+                (B, S') as well, (B, W, C) routes, and the (B,) ones.
         """
         rest = dict(columns)
         prompts, responses = rest.pop("input_ids"), rest.pop("generated_ids")
         mask = within(rest["response_lengths"], responses)
         sequence = torch.cat([within(rest["prompt_lengths"], prompts), mask], dim=1)
-        flat = {name: column if COLUMNS[name][0] == SAMPLE else column[mask] for name, column in rest.items()}
+        masks = {RESPONSE: mask, WIDE_RESPONSE: mask}
+        if (routes := rest.get(ROUTES)) is not None:
+            masks[TOKEN_ROUTES] = within(rest["prompt_lengths"] + rest["response_lengths"], routes)
+        flat = {
+            name: column if COLUMNS[name][0] == SAMPLE else column[masks[COLUMNS[name][0]]]
+            for name, column in rest.items()
+        }
         return cls(tokens=torch.cat([prompts, responses], dim=1)[sequence], **flat)
 
     def padded(self, column: Tensor) -> Tensor:
-        """(R,) or (R, K) figures as (B, S') or (B, S', K) rows with zeros on the right; S' is the longest response."""
+        """Pad (R,) or (R, K) values to (B, S') or (B, S', K) rows with zeros on the right. S' is the longest one."""
         return pad_rows(column, self.response_lengths)
 
     def flat(self, rows: Tensor) -> Tensor:
-        """(B, S') rows as (R,) figures: what `padded` is the inverse of."""
+        """Flatten (B, S') rows to (R,) values, the inverse of `padded`."""
         return rows.masked_select(within(self.response_lengths, rows))
 
     def sums(self, column: Tensor) -> Tensor:
-        """(R,) int64 or bool figures -> (B,) int64: the sum of those of each sample."""
+        """Sum (R,) int64 or bool values of each sample -> (B,) int64."""
         upto = torch.nn.functional.pad(column.cumsum(0, dtype=torch.int64), (1, 0))
         ends = self.response_lengths.cumsum(0)
         return upto[ends] - upto[ends - self.response_lengths]
 
     def place_of(self, position: int) -> tuple[int, int]:
-        """The sample, and the token of its response, that a position of the (R,) figures is about."""
+        """Return the sample, and the token of its response, that a position of (R,) values belongs to."""
         ends = self.response_lengths.cumsum(0)
         sample = int(torch.searchsorted(ends, position, right=True))
         return sample, position - int(ends[sample] - self.response_lengths[sample])
 
     def prompts(self) -> list[list[int]]:
-        """The prompt tokens of each sample."""
+        """Return the prompt tokens of each sample."""
         lengths = self.prompt_lengths.tolist()
         return [row[:prompt].tolist() for row, prompt in zip(self._sequences(), lengths, strict=True)]
 
     def responses(self) -> list[list[int]]:
-        """The response tokens of each sample."""
+        """Return the response tokens of each sample."""
         lengths = self.prompt_lengths.tolist()
         return [row[prompt:].tolist() for row, prompt in zip(self._sequences(), lengths, strict=True)]
 
     def select(self, indices: Sequence[int] | Tensor) -> SampleBatch:
-        """The samples at `indices` (integers, each at most once), in that order."""
+        """Select the samples at `indices` (integers, each at most once), in that order."""
         rows = self._rows(indices)
         responses = self.response_lengths.tolist()
-        lengths = {TOKENS: self.sequence_lengths.tolist(), RESPONSE: responses, WIDE_RESPONSE: responses}
+        sequences = self.sequence_lengths.tolist()
+        lengths = {TOKENS: sequences, TOKEN_ROUTES: sequences, RESPONSE: responses, WIDE_RESPONSE: responses}
 
         def taken(name: str, column: Tensor) -> Tensor:
             symbol, _ = COLUMNS[name]
             if symbol == SAMPLE:
                 return column[rows]
-            pieces = column.split(lengths[symbol])
-            return torch.cat([column[:0], *(pieces[row] for row in rows.tolist())])
+            by_sample = column.split(lengths[symbol])
+            return torch.cat([column[:0], *(by_sample[row] for row in rows.tolist())])
 
         return dataclasses.replace(self, **{name: taken(name, column) for name, column in self.columns().items()})  # type: ignore[arg-type]
 
     @staticmethod
     def concatenate(batches: Sequence[SampleBatch]) -> SampleBatch:
-        """One batch of all samples in order. All must hold the same columns."""
+        """Join batches in order. All must have the same columns."""
         names = SampleBatch._same_columns(batches)
         columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
         return dataclasses.replace(batches[0], **columns)  # type: ignore[arg-type]
 
     def _sequences(self) -> tuple[Tensor, ...]:
         return self.tokens.split(self.sequence_lengths.tolist())
+
+
+def _token_routes(lengths: Sequence[int], routes: Sequence[np.ndarray[Any, Any] | None]) -> Tensor | None:
+    """Join the routes of samples of these lengths, and fill up the rows that are missing; None where none has any."""
+    from engine3d.models.experts.routes import missing
+
+    known = [rows for rows in routes if rows is not None]
+    if not known:
+        return None
+    of_tokens = torch.from_numpy(np.empty((sum(lengths), *known[0].shape[1:]), known[0].dtype))
+    of_tokens.fill_(missing(of_tokens.dtype))
+    for rows, of_sample in zip(routes, of_tokens.split(list(lengths)), strict=True):
+        if rows is not None:
+            of_sample[: len(rows)] = torch.from_numpy(np.array(rows))
+    return of_tokens
 
 
 def _int64(values: Sequence[int]) -> Tensor:
@@ -219,7 +277,7 @@ def _float64(values: Sequence[float]) -> Tensor:
 
 
 def _end_to_end(rows: Iterable[Sequence[Any]], code: str) -> Tensor:
-    """All rows as one tensor. `code`: of the dtype, as `array.array` has it, which reads lists quicker than NumPy."""
+    """Join all rows in one tensor. `code`: the dtype's code in `array.array`, which reads lists quicker than NumPy."""
     flat = array(code)
     for row in rows:
         flat.extend(array(code, row))

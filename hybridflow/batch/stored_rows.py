@@ -1,4 +1,4 @@
-"""Samples of a stream where they lie: in object stores, batch by batch as they ended."""
+"""Samples of a stream in object stores, batch by batch as they ended."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class StoredRows:
     """Samples that an engine has made.
 
     Args:
-        summary: reference to their facts, a `Summary`.
+        summary: reference to their per-sample columns, a `Summary`.
         packed: reference to their columns, a `Packed`.
-        node: Ray's id of the node that they lie on.
+        node: Ray's id of their node.
     """
 
     summary: Any
@@ -26,22 +26,22 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Where a sample lies: `rows` of an `Ended`, and its place in it."""
+class StoredRow:
+    """Position of a sample: the `StoredRows` that has it, and its index there."""
 
     rows: Any
-    place: int
+    index: int
 
 
-def gathered(rows: Sequence[Row]) -> RemoteBatch:
-    """The samples at these places, each of which lies in a `StoredRows`, in this order."""
+def gathered(rows: Sequence[StoredRow]) -> RemoteBatch:
+    """Return the samples of these rows as one batch, in this order."""
     stored: dict[Any, StoredRows] = {row.rows.packed: row.rows for row in rows}
-    summaries = ray.get([each.summary for each in stored.values()])
-    sizes = [len(summary.facts["sample_ids"]) for summary in summaries]
+    summaries = ray.get([results.summary for results in stored.values()])
+    sizes = [len(summary.per_sample["sample_ids"]) for summary in summaries]
     firsts, first = {}, 0
     for ref, size in zip(stored, sizes, strict=True):
         firsts[ref], first = first, first + size
-    whole = RemoteBatch.of_results(
-        summaries, [each.packed for each in stored.values()], [each.node for each in stored.values()]
+    batch = RemoteBatch.of_results(
+        summaries, [results.packed for results in stored.values()], [results.node for results in stored.values()]
     )
-    return whole.select([firsts[row.rows.packed] + row.place for row in rows])
+    return batch.select([firsts[row.rows.packed] + row.index for row in rows])

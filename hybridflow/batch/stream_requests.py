@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import Response
+from engine3d.rollout.requests import Request, Response
 
 
 class EngineLostError(EngineError):
-    """An engine failed in a way after which it can be started again."""
+    """An engine failed and can be restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,9 @@ class StreamRequest:
         prompt: index of the prompt.
         tokens: count of the prompt's, and of the prefix's.
         prefix: of the response, which continues from it.
+        limit: most tokens of the response, the prefix included; that of its prompt if None.
+        engine: number of the engine that has the prefix in its cache; None if none has.
+        turn_start: as of `Request`.
     """
 
     sample: int
@@ -34,6 +37,9 @@ class StreamRequest:
     prompt: int
     tokens: int
     prefix: Response | None = None
+    limit: int | None = None
+    engine: int | None = None
+    turn_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class SampleEnd:
         tokens: count of the response's.
         oldest: version of the oldest weights that drew a token of it.
         complete: True if it ended by itself, False if it was aborted.
+        error: why the engine could not make it; None otherwise.
     """
 
     sample: int
@@ -53,6 +60,7 @@ class SampleEnd:
     tokens: int
     oldest: int
     complete: bool
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +70,27 @@ class SampleEnds:
     Args:
         samples: complete ones first, in the order of `rows`.
         rows: the complete samples with their tokens, in the object store of the engine's node.
-        figures: of the engine, if it reports them.
+        stats: of the engine, if it reports them.
+        turns: complete responses with their tokens, in place of rows, by sample: a turn of an episode has ended.
     """
 
     samples: Sequence[SampleEnd]
     rows: Any = None
-    figures: EngineFigures | None = None
+    stats: EngineStats | None = None
+    turns: Mapping[int, Response] = field(default_factory=dict)
 
 
 class StreamEngine(Protocol):
     """An engine as the controller sees it.
 
-    Each call raises what the engine failed of: EngineLostError where it can be started again.
+    Each call raises the engine's error: EngineLostError if it can be restarted.
     """
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         """Begin responses."""
+
+    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+        """Begin responses to other prompts than those of training, together. `prompts`: index of each request's."""
 
     async def ended(self) -> SampleEnds:
         """Responses that have ended since the last call; waits until one has, but not for ever: it may be none."""

@@ -1,4 +1,4 @@
-"""What a rank returns of its samples: columns, which stay where they were made, and facts, which go to the driver."""
+"""A rank's results for its samples: token columns, which stay where they were made, and columns for the driver."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ import numpy as np
 
 from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.lazy_ray import ray
-from hybridflow.batch.sample_batch import COLUMNS, TOKENS, SampleBatch
-from hybridflow.batch.sample_fields import SAMPLE, WIDE
+from hybridflow.batch.sample_batch import COLUMNS, TOKEN_ROUTES, TOKENS, SampleBatch
+from hybridflow.batch.sample_fields import ROUTES, SAMPLE, WIDE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-COUNTED = "counted"
-"""The fact that says how many response tokens of a sample the policy wrote."""
+LOSS_TOKENS = "loss_tokens"
+"""Per-sample column: response tokens that the policy wrote."""
+ROUTE_BYTES, MISSING_ROUTES = "route_bytes", "missing_routes"
+"""Per-sample columns: bytes of the routes of a sample, and its tokens but the last whose routes are missing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What a rank has found out about the b samples of its part, whose responses have r tokens.
+    """A rank's results for the b samples of its shard, whose responses have r tokens.
 
     Args:
-        tokens: name to (r,) tensor, or (r, K) of the columns that have K figures of each token; they stay where they
-            are, and become columns of the batch.
-        facts: name to (b,) tensor; they go to the driver.
-        note: anything else that is small, one a part; it goes to the driver.
+        tokens: name to (r,) tensor, or (r, K) of the columns that have K values of each token; they stay where they
+            are, and become columns of the batch. Routes are of all tokens, those of prompts too.
+        per_sample: name to (b,) tensor; they go to the driver.
+        note: any other small value, one a shard; it goes to the driver.
     """
 
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    facts: dict[str, Tensor] = field(default_factory=dict)
+    per_sample: dict[str, Tensor] = field(default_factory=dict)
     note: Any = None
 
 
 class Kept(ABC):
-    """What lies in an object store in a form that its users unpack."""
+    """A value in an object store, in a form that its users unpack."""
 
     @abstractmethod
     def unpack(self) -> Any:
-        """What it stands for."""
+        """Return the value in its own form."""
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Where some samples lie in what a rank has made of its own.
+    """Token spans of some samples in a rank's own results.
 
     Args:
         rows: (n,) int64 numbers of the samples.
-        starts, lengths: (n, 2) int64: where the tokens of each begin and how many there are, of the whole sequence and
-            of the response alone.
+        starts, lengths: (n, 2) int64: first token and number of tokens of each, of the whole sequence and of the
+            response alone.
     """
 
     rows: Tensor
@@ -62,15 +64,15 @@ class Spans:
 
     @classmethod
     def of(cls, lengths: Tensor, rows: Tensor) -> Spans:
-        """Those of `rows` among samples of (m, 2) `lengths` that lie end to end."""
+        """Return the spans of `rows` among samples of (m, 2) `lengths` that lie end to end."""
         return cls(rows, (lengths.cumsum(0) - lengths)[rows], lengths[rows])
 
     def cut(self, name: str, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        """Of a column that is called so, the part of each sample, as a view."""
+        """Return each sample's part of the column `name` as a view."""
         symbol, _ = COLUMNS[name]
         if symbol == SAMPLE:
             return [array[row : row + 1] for row in self.rows.tolist()]
-        kind = 0 if symbol == TOKENS else 1
+        kind = 0 if symbol in (TOKENS, TOKEN_ROUTES) else 1
         spans = zip(self.starts[:, kind].tolist(), self.lengths[:, kind].tolist(), strict=True)
         return [array[start : start + length] for start, length in spans]
 
@@ -80,81 +82,86 @@ class Packed(Kept):
     """Columns as arrays, which the processes of a node can read without a copy.
 
     Args:
-        arrays: by the name of the column; figures of tokens lie end to end, sample by sample.
-        whole: whether they are a `SampleBatch`.
+        arrays: by the name of the column; values of tokens lie end to end, sample by sample.
+        is_batch: True if they are a `SampleBatch`.
     """
 
     arrays: dict[str, np.ndarray[Any, Any]]
-    whole: bool = False
+    is_batch: bool = False
 
-    def take(self, spans: Spans) -> Packed:
-        """Some samples."""
-        return Packed({name: np.concatenate(spans.cut(name, array)) for name, array in self.arrays.items()}, self.whole)
+    def take(self, spans: Spans, without: Sequence[str] = ()) -> Packed:
+        """Select samples. `without`: columns to leave out."""
+        arrays = {name: array for name, array in self.arrays.items() if name not in without}
+        return Packed({name: np.concatenate(spans.cut(name, array)) for name, array in arrays.items()}, self.is_batch)
 
     def unpack(self) -> SampleBatch | Columns:
-        """What was packed."""
+        """Return the packed batch or columns as tensors."""
         tensors = {name: torch.from_numpy(array.copy()) for name, array in self.arrays.items()}
-        return SampleBatch(**tensors) if self.whole else Columns(tensors)
+        return SampleBatch(**tensors) if self.is_batch else Columns(tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """What the driver is told of a result that stays where it is."""
+    """The driver's part of a result whose columns stay where they are."""
 
-    facts: dict[str, Tensor]
+    per_sample: dict[str, Tensor]
     note: Any = None
 
 
-def pack(result: Any, asked: Sequence[Any] = ()) -> tuple[Any, Summary | None]:
-    """A rank's result as it is kept, and what the driver is told of it; anything but columns stays as it is.
+def pack(result: Any, arguments: Sequence[Any] = ()) -> tuple[Any, Summary | None]:
+    """Pack a rank's columns or batch for its object store, with a summary for the driver. Keep other results.
 
     Args:
         result: what the rank's method returned.
-        asked: its arguments, with the samples that columns are of.
+        arguments: of the method, with the samples that columns belong to.
 
     Raises:
         ValueError: columns that do not fit the samples.
     """
     if isinstance(result, SampleBatch):
-        return Packed(_arrays(result.columns()), whole=True), Summary(_facts(result))
+        return Packed(_arrays(result.columns()), is_batch=True), Summary(_per_sample(result))
     if isinstance(result, Columns):
-        for samples in asked:
+        for samples in arguments:
             if isinstance(samples, SampleBatch):
                 _check(result, samples)
-        facts = {name: fact.detach().cpu() for name, fact in result.facts.items()}
-        return Packed(_arrays(result.tokens)), Summary(facts, result.note)
+        per_sample = {name: column.detach().cpu() for name, column in result.per_sample.items()}
+        return Packed(_arrays(result.tokens)), Summary(per_sample, result.note)
     return result, None
 
 
 def _check(columns: Columns, samples: SampleBatch) -> None:
-    for kind, figures, size, each in (
-        ("column", columns.tokens, int(samples.response_lengths.sum()), "response token"),
-        ("fact", columns.facts, len(samples), "sample"),
+    routes = {name: column for name, column in columns.tokens.items() if name == ROUTES}
+    of_responses = {name: column for name, column in columns.tokens.items() if name != ROUTES}
+    for kind, named, size, unit in (
+        ("column", routes, int(samples.sequence_lengths.sum()), "token"),
+        ("column", of_responses, int(samples.response_lengths.sum()), "response token"),
+        ("per-sample column", columns.per_sample, len(samples), "sample"),
     ):
-        for name, figure in figures.items():
-            if tuple(figure.shape[:1] if name in WIDE and figure.dim() == 2 else figure.shape) != (size,):
+        for name, column in named.items():
+            several = name in WIDE or name == ROUTES
+            if tuple(column.shape[:1] if several and column.dim() == 2 else column.shape) != (size,):
                 raise ValueError(
-                    f"columns: {kind} {name} has shape {tuple(figure.shape)}, expected ({size},), one figure for each "
-                    f"{each} of the batch"
+                    f"columns: {kind} {name} has shape {tuple(column.shape)}, expected ({size},), one value for each "
+                    f"{unit} of the batch"
                 )
 
 
-def joined_facts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The facts of all parts, one after another; all have the same names."""
-    return {name: torch.cat([facts[name] for facts in parts]) for name in parts[0]}
+def joined_per_sample(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the per-sample columns of all shards, which have the same names."""
+    return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
 
 def unpack(value: Any) -> Any:
-    """What was packed, or a batch out of its parts; anything else stays as it is."""
+    """Unpack a packed value, or a batch out of its slices. Anything else stays as it is."""
     return value.unpack() if isinstance(value, Kept) else value
 
 
 @functools.cache
 def send_tensors_as_arrays() -> None:
-    """Have Ray carry the tensors that this process sends as their values alone.
+    """Register a serializer with Ray that sends this process's tensors as their values alone.
 
-    Megatron-Core puts a function of its own into how PyTorch pickles a tensor, so that whoever is sent one would have
-    to import Megatron-Core: the driver, the rewards, and whoever they send tensors to.
+    Megatron-Core adds a function of its own to PyTorch's pickling of tensors. A receiver of such a tensor would have to
+    import Megatron-Core: the driver, the rewards, and the receivers of their tensors.
     """
     ray.util.register_serializer(torch.Tensor, serializer=_values, deserializer=_tensor)
 
@@ -174,11 +181,15 @@ def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """On the CPU, in a dtype that arrays have."""
+    """Return a tensor on the CPU, in a dtype that arrays have."""
     tensor = tensor.detach().cpu()
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _facts(batch: SampleBatch) -> dict[str, Tensor]:
-    facts = {name: column for name, column in batch.columns().items() if COLUMNS[name][0] == SAMPLE}
-    return facts | {COUNTED: batch.sums(batch.response_mask)}
+def _per_sample(batch: SampleBatch) -> dict[str, Tensor]:
+    per_sample = {name: column for name, column in batch.columns().items() if COLUMNS[name][0] == SAMPLE}
+    per_sample[LOSS_TOKENS] = batch.sums(batch.response_mask)
+    if batch.routes is not None:
+        per_sample[ROUTE_BYTES] = batch.sequence_lengths * batch.routes[:1].nbytes
+        per_sample[MISSING_ROUTES] = batch.missing_routes
+    return per_sample

@@ -1,11 +1,11 @@
-"""Where a recipe differs from the one that made a checkpoint, and which differences make it another run."""
+"""Differences between a recipe and the one that made a checkpoint, and those that make it another run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from engine3d.models import ModelSpec, load_model_spec
 from engine3d.models.safetensors_files import TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, exported_config
 from hybridflow.algorithms.own_files import file_of, is_own
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
@@ -49,8 +50,19 @@ _SINCE: dict[str, Any] = {
     "placement.teacher": None,
     "judge": None,
     "placement.judge": None,
+    "environment": None,
 }
-"""What a checkpoint's recipe means that is older than these settings."""
+"""Values of these settings in a checkpoint's recipe that is older than they are."""
+
+_RENAMED = {
+    "train.one_step_experts": "train.fused_experts",
+    "train.expert_copies": "train.copy_engine_dispatcher",
+    "train.expert_rows_ahead": "train.predicted_expert_capacity",
+    "chat.learn": "chat.train_on",
+    "rollout.lend": "rollout.lease",
+    "rollout.lend_after_s": "rollout.lease_after_s",
+}
+"""Settings of older checkpoints' recipes by their ends, with today's."""
 
 _OF_NO_RESULT = (
     "checkpoint.", "limits.", "network.", "samples.", "trainer.async_evaluation",
@@ -81,35 +93,35 @@ class Difference:
         return f"{self.name}: {self.saved} in the checkpoint, {self.given} in the recipe"
 
 
-def check_accepted(recipe: Recipe) -> None:
-    """Every name in `checkpoint.accept` against what a recipe can contradict.
+def check_accepted(accept: Sequence[str], algorithm: AlgorithmSettings) -> None:
+    """Check every name in `checkpoint.accept` against what a recipe can contradict.
 
     Raises:
         UserError: it is the name of nothing.
     """
-    for name in recipe.checkpoint.accept:
+    for name in accept:
         if name not in _ACCEPTED and not name.startswith("model.config."):
             raise UserError(
                 f"checkpoint.accept: {name!r} is nothing that a recipe could contradict; expected seed, tokenizer, "
                 "algorithm.file, model, model.config.KEY, roles, roles.ROLE, data or one of the settings in it"
             )
-        if not recipe.algorithm.needs_engines and name.partition(".")[0] in ("data", "tokenizer"):
+        if not algorithm.needs_engines and name.partition(".")[0] in ("data", "tokenizer"):
             raise UserError(
-                f"checkpoint.accept: {name!r} with algorithm.name={recipe.algorithm.name}, whose checkpoints hold what "
-                "the reference policy says of the data of before; expected the same data"
+                f"checkpoint.accept: {name!r} with algorithm.name={algorithm.name}, whose checkpoints hold what "
+                "the reference policy says of the previous data; expected the same data"
             )
 
 
 def is_accepted(accept: Iterable[str], name: str) -> bool:
-    """Whether `checkpoint.accept` names a setting, or a group that it is in."""
+    """True if `checkpoint.accept` names a setting, or a group that it is in."""
     return any(name == accepted or name.startswith(f"{accepted}.") for accepted in accept)
 
 
 def contradictions(
     recipe: Recipe, model: Path, roles: Iterable[str], saved: Mapping[str, Any], inputs: Mapping[str, str]
 ) -> list[Difference]:
-    """What makes the recipe another run than the checkpoint's: another model, tokenizer or seed, fewer trained roles,
-    or other data.
+    """Find differences that make the recipe another run than the checkpoint's: another model, tokenizer or seed, fewer
+    trained roles, or other data.
 
     Args:
         recipe: of the run that is to be resumed.
@@ -120,28 +132,30 @@ def contradictions(
         inputs: `input_checksums` of the checkpoint's run.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        _, tokenizer = initial_tokenizer(recipe, Path(scratch))
-        found = [
-            *_compare(_config(load_model_spec(model)), _config(initial_spec(recipe)), "model.config."),
+        _, tokenizer = initial_tokenizer(recipe.model, Path(scratch))
+        differences = [
+            *_compare(_config(load_model_spec(model)), _config(initial_spec(recipe.model)), "model.config."),
             *_tokenizer_difference(model, tokenizer),
         ]
     trained = recipe.trained_roles
-    found += [Difference(f"roles.{role}", "trained", "not trained") for role in roles if role not in trained]
+    differences += [Difference(f"roles.{role}", "trained", "not trained") for role in roles if role not in trained]
     if not saved:
-        return found
+        return differences
     before, now = (_identity(settings) for settings in (saved, public_settings(recipe)))
-    # Checkpoints of before say nothing of pairs in data sets and patterns, and of their template.
-    own = {name: each for name, each in input_checksums(recipe).items() if name in inputs or name not in _SINCE_INPUTS}
-    if _FILE_OF_ALGORITHM not in inputs or _FILE_OF_ALGORITHM not in own:  # another algorithm, which is a change
-        inputs, own = ({name: each for name, each in of.items() if name != _FILE_OF_ALGORITHM} for of in (inputs, own))
-    return [*found, *_compare(before, now), *_compare(inputs, own)]
+    given = input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data)
+    # Older checkpoints say nothing of pairs in data sets and patterns, and of their template.
+    current = {name: checksum_ for name, checksum_ in given.items() if name in inputs or name not in _SINCE_INPUTS}
+    if _FILE_OF_ALGORITHM not in inputs or _FILE_OF_ALGORITHM not in current:  # another algorithm, which is a change
+        inputs, current = (
+            {name: entry for name, entry in of.items() if name != _FILE_OF_ALGORITHM} for of in (inputs, current)
+        )
+    return [*differences, *_compare(before, now), *_compare(inputs, current)]
 
 
-def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
-    """Every other setting in which the recipe differs from the checkpoint's."""
+def changes(given: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Difference]:
+    """Find every other setting in which the public settings of a recipe differ from the checkpoint's."""
     if not saved:
         return []
-    given = public_settings(recipe)
     identity = {*_identity(saved), *_identity(given), *_FILES_OF_DATA}
 
     def others(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,34 +168,39 @@ def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
     return _compare(others(saved), others(given))
 
 
-def input_checksums(recipe: Recipe) -> dict[str, str]:
-    """What the run's own files hold, wherever they lie: the weights that it starts from, and its prompts.
+def input_checksums(algorithm: str, model: Path | None, data: DataConfig) -> dict[str, str]:
+    """Checksums of the run's own files, wherever they lie: the weights that it starts from, and its prompts.
+
+    Args:
+        algorithm: its name.
+        model: directory of the initial weights; None of a model that the recipe makes.
+        data: where the prompts come from.
 
     Returns:
         `TensorFiles.fingerprint` of a model that was not made by the recipe, as model.weights; and the checksum of
         every file of prompts, by the setting that names it; and of the user's file that has the algorithm.
     """
-    found = {}
-    if is_own(recipe.algorithm.name):
-        found[_FILE_OF_ALGORITHM] = checksum(file_of(recipe.algorithm.name))
-    if recipe.model.path is not None:
-        with TensorFiles(recipe.model.path) as files:
-            found["model.weights"] = files.fingerprint()
-    if recipe.data.files is not None:
-        found |= _files_checksums(recipe.data.files)
-    for names, given in ((_FILES_OF_JSONL, recipe.data.jsonl), (_FILES_OF_PAIRS, recipe.data.pairs)):
+    checksums_by_setting = {}
+    if is_own(algorithm):
+        checksums_by_setting[_FILE_OF_ALGORITHM] = checksum(file_of(algorithm))
+    if model is not None:
+        with TensorFiles(model) as files:
+            checksums_by_setting["model.weights"] = files.fingerprint()
+    if data.files is not None:
+        checksums_by_setting |= _files_checksums(data.files)
+    for names, given in ((_FILES_OF_JSONL, data.jsonl), (_FILES_OF_PAIRS, data.pairs)):
         paths = (given.train_path, given.eval_path, given.sft_path) if given is not None else ()
         checksums = {name: _checksum(path) for name, path in zip(names, paths, strict=False) if path is not None}
-        found |= {name: each for name, each in checksums.items() if each is not None}
-    chats = (each.chat if each is not None else None for each in (recipe.data.files, recipe.data.pairs))
+        checksums_by_setting |= {name: digest for name, digest in checksums.items() if digest is not None}
+    chats = (config.chat if config is not None else None for config in (data.files, data.pairs))
     for name, chat in zip(_TEMPLATES, chats, strict=True):
         if chat is not None and chat.template is not None and chat.template.is_file():
-            found[name] = checksum(chat.template)
-    return found
+            checksums_by_setting[name] = checksum(chat.template)
+    return checksums_by_setting
 
 
 def _checksum(path: Path) -> str | None:
-    """Of a file, or of all that a data set or a pattern stands for; None where there is none, which nobody has read."""
+    """Checksum of a file, or of all files of a data set or a pattern; None if there is none, which nothing has read."""
     if path.is_file():
         return checksum(path)
     try:
@@ -196,12 +215,12 @@ def _of_all(files: Iterable[DataFile]) -> str:
 
 
 def _files_checksums(files: FilesConfig) -> dict[str, str]:
-    """Of the files of each source together, by the source's name."""
-    cache, found = files.cache or default_cache(), {}
+    """Checksum of the files of each source together, by the source's name."""
+    cache, checksums = files.cache or default_cache(), {}
     for what, sources in (("train", files.train), ("sft", files.sft)):
         for source in sources:
-            found[f"data.files.{what}.{source.label}"] = _of_all(files_of(source, cache))
-    return found
+            checksums[f"data.files.{what}.{source.label}"] = _of_all(files_of(source, cache))
+    return checksums
 
 
 def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,12 +245,14 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _tokenizer_difference(saved: Path, given: Path) -> list[Difference]:
-    before, now = ({name: checksum(each / name) for name in _tokenizer_files(each)} for each in (saved, given))
+    before, now = (
+        {name: checksum(directory / name) for name in _tokenizer_files(directory)} for directory in (saved, given)
+    )
     names = [name for name in (*before, *now) if before.get(name) != now.get(name)]
     if not before or not names:
         return []
     name = names[0]
-    return [Difference("tokenizer", *(f"{name} {_text(each.get(name, _ABSENT))}" for each in (before, now)))]
+    return [Difference("tokenizer", *(f"{name} {_text(checksums.get(name, _ABSENT))}" for checksums in (before, now)))]
 
 
 def _tokenizer_files(directory: Path) -> list[str]:
@@ -241,7 +262,9 @@ def _tokenizer_files(directory: Path) -> list[str]:
 
 def _compare(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[Difference]:
     return [
-        Difference(f"{prefix}{name}", *(_text(each[name]) if name in each else _ABSENT for each in (saved, given)))
+        Difference(
+            f"{prefix}{name}", *(_text(settings[name]) if name in settings else _ABSENT for settings in (saved, given))
+        )
         for name in dict.fromkeys((*saved, *given))
         if (name in saved) != (name in given) or saved[name] != given[name]
     ]
@@ -249,13 +272,19 @@ def _compare(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Every value by its dotted name."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[_current(f"{prefix}{name}")] = value
+    return flat
+
+
+def _current(name: str) -> str:
+    """Today's name of a setting."""
+    ends = (old for old in _RENAMED if f".{name}".endswith(f".{old}"))
+    return next((name.removesuffix(old) + _RENAMED[old] for old in ends), name)
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the driver knows between two steps: all that the steps to come depend on, beside the state of the roles."""
+"""The driver's state between two steps: all that later steps depend on, but for the state of the roles."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from engine3d.durable import naming
-from engine3d.errors import UserError, shortened
+from engine3d.errors import EngineError, UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from engine3d.json_records import first_error
 from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.checkpoint.batch_files import read_batch, write_batch, write_tensors
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.data.sampler import RATES, RETURNED, check_state
 from hybridflow.rollout.buffered_groups import BufferedGroups
@@ -59,7 +58,7 @@ class RandomState:
 
     @classmethod
     def capture(cls) -> RandomState:
-        """Those of now."""
+        """Capture the current states."""
         version, words, gauss = random.getstate()
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         return cls(
@@ -76,7 +75,7 @@ class RandomState:
         torch.manual_seed(seed)
 
     def restore(self) -> None:
-        """Go on with them."""
+        """Restore the states."""
         version, words, gauss = self.python
         random.setstate((version, tuple(words), gauss))
         name, keys, position, has_gauss, cached = self.numpy
@@ -117,7 +116,7 @@ class RunState:
             numbers by name, by the name of the controller.
         replay: samples of former steps that the algorithm keeps, in its order; None where it keeps none.
         kept: what was found once of all the data and later steps need, by name.
-        evaluation_due: the state is that of before the evaluation of the step, which a resumed run begins with.
+        evaluation_due: the state is the one before the evaluation of the step, with which a resumed run begins.
     """
 
     step: _Count
@@ -140,7 +139,7 @@ class RunState:
 
     @property
     def measurements(self) -> Measurements:
-        """What was measured up to here."""
+        """The first and the last measurement of each set so far."""
         return Measurements(self.first_measured, self.last_measured)
 
     def evaluated(self, measurements: Measurements, samples_drawn: int) -> RunState:
@@ -160,27 +159,27 @@ class RunState:
 
     def write(self, directory: Path) -> list[Path]:
         """Write driver.json, and files for samples and for what else is kept; their paths."""
-        names = [each.name for each in dataclasses.fields(self) if each.name not in _IN_FILES]
-        facts = {name: getattr(self, name) for name in names}
-        facts["groups"], written = None, [directory / DRIVER]
+        names = [attribute.name for attribute in dataclasses.fields(self) if attribute.name not in _IN_FILES]
+        document = {name: getattr(self, name) for name in names}
+        document["groups"], written = None, [directory / DRIVER]
         if self.replay is not None:
             write_batch(directory / _REPLAY, self.replay)
-            facts["replay"] = _REPLAY
+            document["replay"] = _REPLAY
             written.append(directory / _REPLAY)
         if self.groups is not None:
             kept = ("ledger", "first_samples", "scores", "streamed")
-            facts["groups"] = {name: getattr(self.groups, name) for name in kept}
+            document["groups"] = {name: getattr(self.groups, name) for name in kept}
             for name, samples in (("ended", self.groups.ended), ("begun", self.groups.begun)):
                 if samples is not None:
                     written.append(directory / _GROUPS[name])
                     write_batch(written[-1], samples)
-                    facts["groups"][name] = _GROUPS[name]
-        facts["random"] = dataclasses.asdict(self.random)
-        facts["best"] = dataclasses.asdict(self.best) if self.best is not None else None
+                    document["groups"][name] = _GROUPS[name]
+        document["random"] = dataclasses.asdict(self.random)
+        document["best"] = dataclasses.asdict(self.best) if self.best is not None else None
         for name in _MEASURED:
-            facts[name] = {key: dataclasses.asdict(each) for key, each in facts[name].items()}
+            document[name] = {key: dataclasses.asdict(measured) for key, measured in document[name].items()}
         with naming(directory / DRIVER):
-            (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
+            (directory / DRIVER).write_text(json.dumps(document, indent=1) + "\n")
         if self.kept:
             write_tensors(directory / _KEPT, self.kept)
             written.append(directory / _KEPT)
@@ -195,25 +194,25 @@ class RunState:
         """
         path = directory / DRIVER
         try:
-            facts = read_json_object(path, MOST_LIST_BYTES)
-            if missing := [name for name in _required(cls, facts) if name not in facts]:
+            document = read_json_object(path, MOST_LIST_BYTES)
+            if missing := [name for name in _required(cls, document) if name not in document]:
                 raise ValueError(f"it has no {missing[0]}")
-            groups = _read_groups(directory, facts)
-            kept = facts.pop("replay", None)
+            groups = _read_groups(directory, document)
+            kept = document.pop("replay", None)
             if kept not in (None, _REPLAY):
                 raise ValueError(f"replay: {shortened(repr(kept))}, expected {_REPLAY}")
             replay = read_batch(directory / _REPLAY) if kept is not None else None
-            facts = {name: fact for name, fact in facts.items() if name not in _EARLIER}
-            texts = {name: facts["sampler"].pop(name) for name in (RATES, RETURNED) if name in facts["sampler"]}
+            document = {name: fact for name, fact in document.items() if name not in _EARLIER}
+            texts = {name: document["sampler"].pop(name) for name in (RATES, RETURNED) if name in document["sampler"]}
             for name, text in texts.items():
                 if not isinstance(text, str):
                     raise ValueError(f"sampler.{name}: {shortened(repr(text))}, expected text")
-            facts = {name: _checked(cls, name, value) for name, value in facts.items()}
-            check_state(facts["sampler"] | texts)
-            facts["sampler"] |= texts
-            _check_random(facts["random"])
-            found = {"groups": groups, "replay": replay, "kept": _read_kept(directory / _KEPT)}
-            return cls(**facts | found)
+            document = {name: _checked(cls, name, value) for name, value in document.items()}
+            check_state(document["sampler"] | texts)
+            document["sampler"] |= texts
+            _check_random(document["random"])
+            samples = {"groups": groups, "replay": replay, "kept": _read_kept(directory / _KEPT)}
+            return cls(**document | samples)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
         except ValidationError as error:
@@ -224,21 +223,23 @@ class RunState:
             raise UserError(f"{path} is not the state of a run's driver: {reason}") from None
 
 
-def _required(kind: type, facts: Mapping[str, Any]) -> list[str]:
+def _required(kind: type, document: Mapping[str, Any]) -> list[str]:
     """The names of what the version that wrote `facts` has written."""
     fields = dataclasses.fields(kind)
-    without_default = [each.name for each in fields if each.default is MISSING and each.default_factory is MISSING]
-    return without_default if "buffer" in facts else ["groups", *without_default]
+    without_default = [
+        attribute.name for attribute in fields if attribute.default is MISSING and attribute.default_factory is MISSING
+    ]
+    return without_default if "buffer" in document else ["groups", *without_default]
 
 
-def _check_random(found: RandomState) -> None:
+def _check_random(state: RandomState) -> None:
     """Raise ValueError for what is no state of the generators."""
     try:
-        version, words, gauss = found.python
+        version, words, gauss = state.python
         random.Random().setstate((version, tuple(words), gauss))
-        name, keys, position, has_gauss, cached = found.numpy
+        name, keys, position, has_gauss, cached = state.numpy
         np.random.RandomState().set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-        _check_torch_state(base64.b64decode(found.torch))
+        _check_torch_state(base64.b64decode(state.torch))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"random: {error}") from None
 
@@ -256,12 +257,12 @@ def _check_torch_state(state: bytes) -> None:
         raise ValueError("torch: not the state of a Mersenne Twister")
 
 
-def _read_groups(directory: Path, facts: dict[str, Any]) -> BufferedGroups | None:
+def _read_groups(directory: Path, document: dict[str, Any]) -> BufferedGroups | None:
     """The buffered groups of a checkpoint, whose entries leave `facts`. Raises ValueError for other entries."""
-    names: list[str] = facts.pop("buffer", [])
+    names: list[str] = document.pop("buffer", [])
     if not all(map(_OLD_BATCH.fullmatch, names)) or len(names) > 1:
         raise ValueError(f"buffer: {shortened(repr(names))}, expected one name such as buffer-00000.safetensors")
-    streamed, entry = facts.pop("stream", None), facts.pop("groups", None)
+    streamed, entry = document.pop("stream", None), document.pop("groups", None)
     if names:
         return BufferedGroups.of_batch(read_batch(directory / names[0]))
     if streamed is not None:
@@ -285,7 +286,7 @@ def _groups_of(directory: Path, key: str, entry: Any, files: Mapping[str, str]) 
 
 
 def _read_kept(path: Path) -> dict[str, Tensor]:
-    """What is kept of the data; nothing where there is no such file. Raises ValueError for another file."""
+    """Read what is kept of the data; nothing if there is no such file. Raises ValueError for another file."""
     if not path.exists():
         return {}
     check_regular(path)
@@ -298,7 +299,7 @@ def _read_kept(path: Path) -> dict[str, Tensor]:
 
 
 def _checked(kind: type, name: str, value: Any) -> Any:
-    """What JSON holds of a field, as the field has it. Raises ValidationError, titled `name`, for another type."""
+    """Convert a JSON value to the type of a field. Raises ValidationError, titled `name`, for another type."""
     hints = get_type_hints(kind, localns={"Tensor": object}, include_extras=True)
     hints["sampler"] = dict[str, int]  # whose text was taken out
     if name not in hints:
@@ -309,3 +310,40 @@ def _checked(kind: type, name: str, value: Any) -> Any:
         return TypeAdapter(hints[name], config=config).validate_python(value)
     except ValidationError as error:
         raise ValidationError.from_exception_data(name, error.errors(include_url=False)) from None  # type: ignore[arg-type]
+
+
+_PADDED = "pad_token_id"
+"""Metadata of files of padded rows, as checkpoints before format 4 have them."""
+
+
+def write_batch(path: Path, batch: SampleBatch) -> None:
+    """Write all columns of a batch."""
+    write_tensors(path, batch.columns())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of tensors. Raises EngineError where the disk does not take it."""
+    from safetensors.torch import save_file  # imports torch
+
+    # Copies, because the format takes no two tensors of one memory.
+    copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(copies, path)
+    except (SafetensorError, OSError) as error:
+        raise EngineError(f"cannot write {path}: {' '.join(str(error).split())}") from None
+
+
+def read_batch(path: Path) -> SampleBatch:
+    """The batch that `write_batch` wrote, or the same samples of a file of padded rows.
+
+    Raises:
+        UserError: no such file, or not one of a batch.
+    """
+    check_regular(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            padded = _PADDED in (file.metadata() or {})
+        return SampleBatch.from_padded(columns) if padded else SampleBatch(**columns)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{path} holds no rollout batch: {' '.join(str(error).split())}") from None

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints: at most one at a time, beside training, and never at the cost of an older one."""
+"""Saves a run's checkpoints: at most one at a time, during training, and never at the cost of an older one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine3d.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
-    RoleFacts,
+    RoleSummary,
     file_entry,
     find_checkpoints,
     prune,
@@ -50,25 +50,25 @@ class _SaveError(Exception):
 
 @dataclass
 class _Save:
-    """A save that is under way.
+    """A save in flight.
 
     Args:
         directory: the checkpoint's.
         trained: the roles whose ranks write, by name.
         state: the driver's, as it was when the save began.
-        figures: what is logged of it.
+        values: metrics that are logged of it.
         started: when it began, by `time.perf_counter`.
         made: whether the directory is this save's: what it did not make it does not remove.
-        facts: what the manifest is to say of each role.
+        roles: summary of each role for the manifest.
     """
 
     directory: Path
     trained: Mapping[str, ModelGroup]
     state: RunState
-    figures: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     made: bool = False
-    facts: dict[str, RoleFacts] = field(default_factory=dict)
+    roles: dict[str, RoleSummary] = field(default_factory=dict)
 
     def role(self, name: str) -> Path:
         """The directory of a role's state."""
@@ -101,8 +101,8 @@ class _Save:
 class Checkpoints:
     """The checkpoints of one run.
 
-    To be entered before the roles start, so that it is left when they are gone: a save that is then under way will
-    never be whole, and its directory is removed.
+    To be entered before the roles start, so that it is left when they are gone: a save that is then in flight will
+    never be complete, and its directory is removed.
 
     Args:
         recipe: with the settings of checkpoints.
@@ -122,8 +122,8 @@ class Checkpoints:
         self.best: Best | None = None
         """The best whole checkpoint of this directory."""
 
-    def go_on(self, best: Best | None) -> None:
-        """What was the best one stays it if this directory has it: a run may be resumed under another name."""
+    def resume(self, best: Best | None) -> None:
+        """Keep the best checkpoint if this directory has it: a run may be resumed under another name."""
         self.best = best if best is not None and self.has(best.step) else None
 
     def __enter__(self) -> Checkpoints:
@@ -154,16 +154,17 @@ class Checkpoints:
 
         Older ones than the one that the run resumes from are in nobody's way.
         """
-        whole, skipped = find_checkpoints(self._root)
+        complete, skipped = find_checkpoints(self._root)
         if self._resumed is not None and self._resumed.parent.resolve() == self._root.resolve():
-            found = [each for each in (*whole, *(each.directory for each in skipped)) if each.name > self._resumed.name]
+            directories = (*complete, *(skip.directory for skip in skipped))
+            damaged = [directory for directory in directories if directory.name > self._resumed.name]
         else:
-            found = [each.directory for each in skipped if not whole or each.directory.name > whole[0].name]
-        for each in sorted(found):
-            log.info(f"checkpoint: {each} is damaged; now {move_aside(each)}")
+            damaged = [skip.directory for skip in skipped if not complete or skip.directory.name > complete[0].name]
+        for directory in sorted(damaged):
+            log.info(f"checkpoint: {directory} is damaged; now {move_aside(directory)}")
 
     def due(self, step: int) -> bool:
-        """Whether there is to be a checkpoint after this step; 0 is the end of the warm-up."""
+        """True if a checkpoint is due after this step; 0 is the end of the warm-up."""
         interval = self._settings.save_interval
         if interval is None:
             return False
@@ -172,16 +173,16 @@ class Checkpoints:
         return step % interval == 0 or step == self._recipe.trainer.steps
 
     def has(self, step: int) -> bool:
-        """Whether there is a whole one of after this step."""
+        """True if the checkpoint of this step is complete."""
         directory = step_directory(self._root, step)
         return not self.begun(step) and directory in find_checkpoints(self._root)[0]
 
     def begun(self, step: int) -> bool:
-        """Whether the one of after this step is being written."""
+        """True if the checkpoint of this step is being written."""
         return self._save is not None and self._save.state.step == step
 
     def save(self, trained: Mapping[str, ModelGroup], state: RunState) -> None:
-        """Begin to save; wait for the save before, if it is still under way.
+        """Begin to save; wait for the previous save, if it is still in flight.
 
         Args:
             trained: every role that is trained, by the name that its directory and its facts get.
@@ -194,7 +195,7 @@ class Checkpoints:
         state = replace(state, best=best_of(self._settings.keep_best, self.best, state.last_measured, state.step))
         self._save = save = _Save(step_directory(self._root, state.step), trained, state)
         try:
-            with Timer(save.figures, metrics.CHECKPOINT_STALL):
+            with Timer(save.values, metrics.CHECKPOINT_STALL):
                 self._begin(save)
         except (_SaveError, EngineError, UserError, OSError) as error:
             self._fail(save, error)
@@ -222,15 +223,15 @@ class Checkpoints:
                 log.warning(f"{directory / RESULTS} cannot be written: {error.strerror}")
 
     def poll(self) -> None:
-        """Make the save that is under way whole, if all of it is written. Raises as `save`."""
+        """Complete the save in flight, if all of it is written. Raises as `save`."""
         if self._save is not None and self._is_written(self._save):
             self._finish(self._save)
 
     def wait(self) -> None:
-        """Wait until no save is under way. Raises as `save`."""
+        """Wait until no save is in flight. Raises as `save`."""
         if (save := self._save) is None:
             return
-        with Timer(save.figures, metrics.CHECKPOINT_STALL):
+        with Timer(save.values, metrics.CHECKPOINT_STALL):
             limit_s = self._recipe.limits.save_s
             deadline = time.monotonic() + limit_s
             while not self._is_written(save):
@@ -253,10 +254,10 @@ class Checkpoints:
             name: group.begin_checkpoint(save.role(name), background=background) for name, group in save.trained.items()
         }
         begun: dict[str, list[CheckpointBegun]] = _succeeded(_collect(calls))
-        save.facts = {name: ranks[0].facts for name, ranks in begun.items()}
+        save.roles = {name: ranks[0].summary for name, ranks in begun.items()}
         took = [rank.begun for ranks in begun.values() for rank in ranks]
-        save.figures[metrics.CHECKPOINT_BYTES] = sum(each.nbytes for each in took)
-        save.figures[metrics.CHECKPOINT_HOST_BYTES] = max(each.host_bytes for each in took)
+        save.values[metrics.CHECKPOINT_BYTES] = sum(begin.nbytes for begin in took)
+        save.values[metrics.CHECKPOINT_HOST_BYTES] = max(begin.host_bytes for begin in took)
 
     def _is_written(self, save: _Save) -> bool:
         calls = {name: group.checkpoint_written() for name, group in save.trained.items()}
@@ -264,28 +265,31 @@ class Checkpoints:
 
     def _finish(self, save: _Save) -> None:
         try:
-            with Timer(save.figures, metrics.CHECKPOINT_STALL):
+            with Timer(save.values, metrics.CHECKPOINT_STALL):
                 self._make_whole(save)
         except (_SaveError, EngineError, UserError, OSError) as error:
             self._fail(save, error)
             return
         self._save = None
-        save.figures[metrics.CHECKPOINT_SECONDS] = time.perf_counter() - save.started
+        save.values[metrics.CHECKPOINT_COMPLETE_AFTER] = time.perf_counter() - save.started
         self.best = save.state.best
         if self.best is not None:
-            figures = {metrics.CHECKPOINT_BEST_STEP: self.best.step, metrics.CHECKPOINT_BEST_VALUE: self.best.value}
-            save.figures |= figures
+            best_metrics = {
+                metrics.CHECKPOINT_BEST_STEP: self.best.step,
+                metrics.CHECKPOINT_BEST_VALUE: self.best.value,
+            }
+            save.values |= best_metrics
         if self._settings.keep_last_k is not None:
             try:
-                with Timer(save.figures, metrics.CHECKPOINT_STALL):
+                with Timer(save.values, metrics.CHECKPOINT_STALL):
                     best = () if self.best is None else (self.best.step,)
                     prune(self._root, self._settings.keep_last_k, best)
             except (OSError, UserError) as error:
                 log.warning(f"an old checkpoint could not be removed: {error}")
-        self._sinks.log(save.state.step, save.figures, phase="checkpoint")
+        self._sinks.log(save.state.step, save.values, phase="checkpoint")
 
     def _make_whole(self, save: _Save) -> None:
-        """Everything beside the ranks' files, and at the very end the manifest."""
+        """Write all but the ranks' files, and at the very end the manifest."""
         calls = {name: group.finish_checkpoint() for name, group in save.trained.items()}
         written: dict[str, list[list[FileEntry]]] = _succeeded(_collect(calls))
         files = [
@@ -303,7 +307,7 @@ class Checkpoints:
         manifest = Manifest(
             step=save.state.step,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            roles=save.facts,
+            roles=save.roles,
             recipe=public_settings(self._recipe),
             software=software(),
             files=tuple(files),
@@ -316,8 +320,8 @@ class Checkpoints:
         self._save = None
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         line = f"the checkpoint of step {save.state.step} could not be saved in {save.directory}: {cause}"
-        figures = {metrics.CHECKPOINT_FAILED: 1.0, metrics.CHECKPOINT_STALL: save.figures[metrics.CHECKPOINT_STALL]}
-        self._sinks.log(save.state.step, figures, phase="checkpoint")
+        values = {metrics.CHECKPOINT_FAILED: 1.0, metrics.CHECKPOINT_STALL: save.values[metrics.CHECKPOINT_STALL]}
+        self._sinks.log(save.state.step, values, phase="checkpoint")
         if self._settings.on_failure == "stop":
             raise EngineError(line) from None
         log.warning(line + termination.unless_ending("; training continues"))
@@ -325,17 +329,17 @@ class Checkpoints:
 
 def software() -> dict[str, str]:
     """The versions of what a checkpoint is made with."""
-    found = {"python": machine.python_version()}
+    versions = {"python": machine.python_version()}
     for name in _SOFTWARE:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            versions[name] = "unknown"
+    return versions
 
 
 def _collect[Answers](calls: Mapping[str, Future[Answers]]) -> dict[str, Answers]:
-    """What the ranks of each role answer. All have answered before what killed one of the roles is raised."""
+    """Collect the answers of the ranks of each role. All answer before the error of a role that died is raised."""
     answers: dict[str, Answers] = {}
     errors: list[EngineError | UserError] = []
     for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on after: found, compared with the recipe, and described, before anything is started."""
+"""The checkpoint that a run resumes from: found, compared with the recipe and described before anything starts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine3d.checkpoint.hf import MODEL
 from engine3d.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    RoleFacts,
+    RoleSummary,
     Skipped,
     file_entry,
     find_checkpoints,
+    read_complete,
     read_manifest,
-    read_whole,
     verify_hint,
     write_manifest,
 )
@@ -28,12 +28,16 @@ from engine3d.checkpoint.verify import damaged_description, damaged_shard
 from engine3d.errors import UserError
 from engine3d.input_files import FileError, read_text
 from engine3d.platform import platform
+from engine3d.training.config import TrainConfig
 from hybridflow.checkpoint.compatibility import changes, contradictions, is_accepted
 from hybridflow.checkpoint.contents import contradictions_of_run
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.cluster.hosts.checks.host_check import check_writable
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import CheckpointConfig
+from hybridflow.config.yaml_loader import public_settings
+from hybridflow.rewards.config import RewardConfig
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
 from hybridflow.rundir.run_record import started_from
@@ -42,7 +46,7 @@ SMALL_BYTES = 8 << 30
 """Shards of a checkpoint that are no larger in all are compared with their checksums before roles start: seconds from a
 local disk. Larger ones are compared by the ranks that load them, each of which reads its own part anyway."""
 WARMED_UP = "warmed-up"
-"""The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
+"""The model after the warm-up, next to the checkpoints: the reference policy of all of them."""
 RUN_IDENTITY = ".run"
 """The file of a run's directory that says which run's it is, wherever the directory is moved to."""
 _MOST_IDENTITY_BYTES = 4096
@@ -50,13 +54,13 @@ _MOST_IDENTITY_BYTES = 4096
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run goes on.
+    """The checkpoint that a run resumes from.
 
     Args:
         directory: of the checkpoint.
         manifest: what it says of itself.
         state: the driver's; None in a checkpoint of weights alone, as an import makes: the run starts with them.
-        in_place: the run's own directory goes on, with its metrics and logs.
+        in_place: the run's own directory is continued, with its metrics and logs.
         accepted: what makes this run another than the checkpoint's and `checkpoint.accept` takes, by its name.
     """
 
@@ -68,7 +72,7 @@ class Resumption:
 
     @property
     def has_same_prompts(self) -> bool:
-        """Whether prompts are those of the checkpoint, in their order."""
+        """True if the prompts are those of the checkpoint, in their order."""
         return not any(_is_of_prompts(name) for name in self.accepted)
 
     def role(self, name: str) -> Path:
@@ -83,10 +87,10 @@ def _is_of_prompts(name: str) -> bool:
 
 
 def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
-    """What `resume` asks for.
+    """Find the checkpoint that `resume` asks for.
 
     Returns:
-        Where to go on, None for a fresh start; and what the user should know of it, in lines.
+        The resumption, None for a fresh start; and lines that the user should know.
 
     Raises:
         UserError: there is no such checkpoint, it lacks a role that the recipe trains, the recipe contradicts it, or a
@@ -116,12 +120,12 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
             f"resume: {directory} holds weights alone, and the checkpoint after the warm-up would have its name; "
             "expected another checkpoint.dir, or no warmup"
         )
-    if state is not None and needs_warmed_up(recipe):
+    if state is not None and recipe.reference_is_warmed_up:
         _check_warmed_up(directory, verify=verify)
     in_place = state is not None and run_identity(recipe.directory) == state.run
     after = f"after step {state.step}" if state is not None else "from the weights alone"
     notes.append(f"resume: {after}, from {directory}")
-    notes += [f"resume: {change}" for change in changes(recipe, manifest.recipe)]
+    notes += [f"resume: {change}" for change in changes(public_settings(recipe), manifest.recipe)]
     return Resumption(directory, manifest, state, in_place, accepted), notes
 
 
@@ -139,22 +143,30 @@ def run_identity(directory: Path) -> str | None:
         raise
 
 
-def inexact_because(recipe: Recipe) -> list[str]:
-    """The settings by which a resumed run of this recipe may differ from an uninterrupted one."""
-    found, engines = [], recipe.algorithm.needs_engines
-    if engines and not recipe.rollout.engine.deterministic:
-        found.append("rollout.engine.deterministic=false (generated tokens)")
-    if engines and not recipe.rollout.weights.flush_cache:
-        found.append("rollout.weights.flush_cache=false (keys and values that older weights made)")
-    found += [
+def inexact_because(
+    train: TrainConfig, rollout: RolloutRole | None, functions: Mapping[str, RewardConfig]
+) -> list[str]:
+    """Settings by which a resumed run may differ from an uninterrupted one.
+
+    Args:
+        train: settings of training.
+        rollout: settings of the engines; None in a run without any.
+        functions: of rewards and costs.
+    """
+    reasons = []
+    if rollout is not None and not rollout.engine.deterministic:
+        reasons.append("rollout.engine.deterministic=false (generated tokens)")
+    if rollout is not None and not rollout.weights.flush_cache:
+        reasons.append("rollout.weights.flush_cache=false (keys and values that older weights made)")
+    reasons += [
         f"on_failure={function.on_failure} of reward {function.name} (what fails may depend on time)"
-        for config in recipe.functions.values()
+        for config in functions.values()
         for function in config.functions
         if function.on_failure != "stop"
     ]
-    if platform.gpus and not recipe.train.deterministic:
-        found.append("train.deterministic=false (order of sums on a GPU)")
-    return found
+    if platform.gpus and not train.deterministic:
+        reasons.append("train.deterministic=false (order of sums on a GPU)")
+    return reasons
 
 
 def check_checkpoint_directory(settings: CheckpointConfig, directory: Path) -> None:
@@ -177,13 +189,13 @@ def check_checkpoint_directory(settings: CheckpointConfig, directory: Path) -> N
 
 def _newest(root: Path, run: Path, *, verify: bool) -> tuple[Path | None, list[str]]:
     """The newest sound checkpoint in `root`, or the one that the run in `run` started from; and notes."""
-    whole, skipped = find_sound(root, most_bytes=SMALL_BYTES if verify else None)
+    complete, skipped = find_sound(root, most_bytes=SMALL_BYTES if verify else None)
     # Of those that are older than the newest whole one nobody needs to hear.
-    newer = [each for each in skipped if not whole or each.directory.name > whole[0].name]
-    notes = [f"resume: skipped {each.directory}: {each.reason}" for each in newer]
-    if not whole:
+    newer = [skip for skip in skipped if not complete or skip.directory.name > complete[0].name]
+    notes = [f"resume: skipped {skip.directory}: {skip.reason}" for skip in newer]
+    if not complete:
         # A save that was killed leaves no manifest: it never was a checkpoint.
-        if damaged := [each for each in skipped if (each.directory / MANIFEST).exists()]:
+        if damaged := [skip for skip in skipped if (skip.directory / MANIFEST).exists()]:
             raise UserError(
                 f"resume=auto: no checkpoint in {root} is whole ({_reasons(damaged)}); {verify_hint()}, resume=none "
                 "starts afresh"
@@ -192,7 +204,7 @@ def _newest(root: Path, run: Path, *, verify: bool) -> tuple[Path | None, list[s
             notes.append(f"resume: no whole checkpoint in {root}; resuming from {first}, as this run's last start did")
             return _named(first, verify=verify)[0], notes
         return None, [*notes, f"resume: no whole checkpoint in {root}; starting afresh"]
-    return whole[0], notes
+    return complete[0], notes
 
 
 def find_sound(root: Path, *, most_bytes: int | None = SMALL_BYTES) -> tuple[list[Path], list[Skipped]]:
@@ -201,12 +213,12 @@ def find_sound(root: Path, *, most_bytes: int | None = SMALL_BYTES) -> tuple[lis
     Raises:
         UserError: the directory cannot be read, or a newer version has saved there.
     """
-    whole, skipped = find_checkpoints(root)
-    if newer := next((each for each in skipped if each.newer), None):
+    complete, skipped = find_checkpoints(root)
+    if newer := next((skip for skip in skipped if skip.newer), None):
         raise UserError(f"checkpoint {newer.directory}: {newer.reason}")
-    while whole and (damage := damage_of(whole[0], most_bytes)):
-        skipped.append(Skipped(whole.pop(0), damage))
-    return whole, skipped
+    while complete and (damage := damage_of(complete[0], most_bytes)):
+        skipped.append(Skipped(complete.pop(0), damage))
+    return complete, skipped
 
 
 def damage_of(directory: Path, most_bytes: int | None = SMALL_BYTES) -> str | None:
@@ -234,7 +246,7 @@ def _named(path: Path, *, verify: bool) -> tuple[Path, list[str]]:
         expected = "expected none, auto, a checkpoint, a directory of them, or a run's directory"
         raise UserError(f"resume: no such directory: {path}; {expected}")
     if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
-        read_whole(path)
+        read_complete(path)
         if damage := damage_of(path, SMALL_BYTES if verify else None):
             raise UserError(f"resume: checkpoint {path}: {damage}; {verify_hint(path)}")
         return path, []
@@ -243,27 +255,27 @@ def _named(path: Path, *, verify: bool) -> tuple[Path, list[str]]:
         if saved is None:
             raise UserError(f"resume: the run in {run} has saved no checkpoint (checkpoint.save_interval)")
         path = saved
-    whole, skipped = find_sound(path, most_bytes=SMALL_BYTES if verify else None)
-    if not whole:
+    complete, skipped = find_sound(path, most_bytes=SMALL_BYTES if verify else None)
+    if not complete:
         raise UserError(f"resume: no whole checkpoint in {path}" + (f" ({_reasons(skipped)})" if skipped else ""))
-    return whole[0], [f"resume: skipped {each.directory}: {each.reason}" for each in skipped]
+    return complete[0], [f"resume: skipped {skip.directory}: {skip.reason}" for skip in skipped]
 
 
 def _reasons(skipped: Iterable[Skipped]) -> str:
-    return "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
+    return "; ".join(f"{skip.directory.name}: {skip.reason}" for skip in skipped)
 
 
 def _check_room(root: Path, resumed: Path | None) -> None:
     """Refuse to add to checkpoints in `root` that the run does not follow from."""
-    whole, _ = find_sound(root, most_bytes=None) if resumed is not None else find_checkpoints(root)
+    complete, _ = find_sound(root, most_bytes=None) if resumed is not None else find_checkpoints(root)
     if resumed is None:
-        others, remedy = whole, "resume=auto goes on after the newest"
+        others, remedy = complete, "resume=auto resumes from the newest"
     else:
         earlier = root.resolve() == resumed.resolve().parent
-        others = [each for each in whole if not earlier or each.name > resumed.name]
-        remedy = f"remove them to go on after {resumed.name}"
+        others = [checkpoint for checkpoint in complete if not earlier or checkpoint.name > resumed.name]
+        remedy = f"remove them to resume from {resumed.name}"
     if others:
-        names = ", ".join(each.name for each in others[:3]) + (", ..." if len(others) > 3 else "")
+        names = ", ".join(checkpoint.name for checkpoint in others[:3]) + (", ..." if len(others) > 3 else "")
         raise UserError(
             f"checkpoint.dir: {root} holds checkpoints of another course of training ({names}); {remedy}, or choose "
             "another directory"
@@ -271,18 +283,22 @@ def _check_room(root: Path, resumed: Path | None) -> None:
 
 
 def _accepted(recipe: Recipe, directory: Path, manifest: Manifest, state: RunState | None) -> tuple[str, ...]:
-    """What makes the recipe another run than the checkpoint's. Raises UserError for what `checkpoint.accept` lacks."""
+    """Names of the differences that make the recipe another run. Raises UserError for those that `checkpoint.accept`
+    lacks.
+    """
     inputs = state.inputs if state is not None else {}
-    found = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
-    refused = [difference for difference in found if not is_accepted(recipe.checkpoint.accept, difference.name)]
+    differences = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
+    refused = [difference for difference in differences if not is_accepted(recipe.checkpoint.accept, difference.name)]
     if refused:
         heading = f"resume: {directory} is of another run than this recipe; checkpoint.accept takes what may differ"
         raise UserError("\n".join([heading, *map(str, refused)]))
-    return tuple(difference.name for difference in found)
+    return tuple(difference.name for difference in differences)
 
 
-def check_saved_roles(trained: Sequence[str], algorithm: str, directory: Path, saved: Mapping[str, RoleFacts]) -> None:
-    """Whether every role that the recipe trains can go on with what was saved.
+def check_saved_roles(
+    trained: Sequence[str], algorithm: str, directory: Path, saved: Mapping[str, RoleSummary]
+) -> None:
+    """Check that every role that the recipe trains can be resumed from what was saved.
 
     Args:
         trained: roles that the resumed run trains.
@@ -300,13 +316,8 @@ def check_saved_roles(trained: Sequence[str], algorithm: str, directory: Path, s
         )
     for role in trained:
         if saved[role].value_head != (role != "actor"):
-            found, expected = ("a value head", "logits") if role == "actor" else ("logits", "a value head")
-            raise UserError(f"resume: {directory}: the {role} ends in {found}, expected {expected}")
-
-
-def needs_warmed_up(recipe: Recipe) -> bool:
-    """Whether the reference policy is the model after the warm-up."""
-    return recipe.warmup is not None and "reference" in recipe.models and recipe.reference.path is None
+            ending, expected = ("a value head", "logits") if role == "actor" else ("logits", "a value head")
+            raise UserError(f"resume: {directory}: the {role} ends in {ending}, expected {expected}")
 
 
 def seal_warmed_up(directory: Path) -> None:
@@ -324,7 +335,7 @@ def _check_warmed_up(checkpoint: Path, *, verify: bool) -> None:
     warmed_up = checkpoint.parent / WARMED_UP
     if not warmed_up.is_dir():
         raise UserError(
-            f"resume: beside {checkpoint} there is no {WARMED_UP}, the run's model after the warm-up, which is its "
+            f"resume: next to {checkpoint} there is no {WARMED_UP}, the run's model after the warm-up, which is its "
             "reference policy"
         )
     sealed = (warmed_up / MANIFEST).exists()  # older versions gave it no manifest
@@ -333,14 +344,14 @@ def _check_warmed_up(checkpoint: Path, *, verify: bool) -> None:
 
 
 def keep_warmed_up(checkpoints: Path, resumption: Resumption) -> None:
-    """Put the reference policy of a run that goes on under another name beside its own checkpoints too."""
-    found, kept = resumption.directory.parent / WARMED_UP, checkpoints / WARMED_UP
+    """Put the reference policy of a run that resumes under another name next to its own checkpoints too."""
+    source, kept = resumption.directory.parent / WARMED_UP, checkpoints / WARMED_UP
     if resumption.state is not None and not kept.exists():
-        shutil.copytree(found, kept, copy_function=_link_or_copy)
+        shutil.copytree(source, kept, copy_function=_link_or_copy)
 
 
-def _link_or_copy(found: str, kept: str) -> None:
+def _link_or_copy(source: str, kept: str) -> None:
     try:
-        os.link(found, kept)  # nothing is ever changed in place there
+        os.link(source, kept)  # nothing is ever changed in place there
     except OSError:
-        shutil.copy2(found, kept)
+        shutil.copy2(source, kept)

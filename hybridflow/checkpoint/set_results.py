@@ -22,7 +22,7 @@ from hybridflow.rundir.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from hybridflow.config.evaluation import PlannedSet
-    from hybridflow.config.recipe import Recipe
+    from hybridflow.config.roles import JudgeModel, ScoringModel
     from hybridflow.config.run import BestConfig
     from hybridflow.data.prompts import Prompts
 
@@ -46,9 +46,9 @@ class MeasuredSet:
         identity: of its prompts, answers, rewards and sampling; two measurements compare only where it is the same.
         measure: the figure that sums it up.
         step: after which training step; 0 before the first.
-        prompts: that have a response in the figures.
+        prompts: that have a scored response.
         samples: responses to each that were asked for.
-        figures: values and ends of intervals, by the names of `evaluation_statistics`.
+        statistics: values and ends of intervals, by the names of `evaluation_statistics`.
     """
 
     identity: str
@@ -56,17 +56,17 @@ class MeasuredSet:
     step: int
     prompts: int
     samples: int
-    figures: dict[str, float] = field(default_factory=dict)
+    statistics: dict[str, float] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
         """The figure that sums it up."""
-        return self.figures[self.measure]
+        return self.statistics[self.measure]
 
     @property
     def subject(self) -> str:
         """The figure and its prompts, in words."""
-        learned = int(self.figures.get(metrics.SET_TRAINING, 0))
+        learned = int(self.statistics.get(metrics.SET_TRAINING, 0))
         if self.measure == ACCURACY and not learned:
             return _HELD_OUT_ACCURACY
         kind = {0: "held-out ", self.prompts: "training "}.get(learned, "")
@@ -76,7 +76,7 @@ class MeasuredSet:
 
     def metrics(self, name: str) -> dict[str, float]:
         """The figures by the names of their metrics, for the set of this name."""
-        return {metrics.of_set(name, figure): value for figure, value in self.figures.items()}
+        return {metrics.of_set(name, figure): value for figure, value in self.statistics.items()}
 
 
 @dataclass(frozen=True)
@@ -96,34 +96,43 @@ class Best:
     identity: str
 
 
-def set_identity(recipe: Recipe, planned: PlannedSet, prompts: Prompts) -> str:
-    """Identify all that the figures of a set depend on beside the weights.
+def set_identity(
+    planned: PlannedSet,
+    prompts: Prompts,
+    *,
+    algorithm: str,
+    judge: JudgeModel | None,
+    reward_model: ScoringModel | None,
+) -> str:
+    """Identify all that the figures of a set depend on, but for the weights.
 
     Args:
-        recipe: of the run.
         planned: the set.
-        prompts: of it.
+        prompts: of the set.
+        algorithm: its name, which pairs are measured by.
+        judge: that functions may ask.
+        reward_model: which scores where there are no functions.
     """
     from hybridflow.config.judge_identity import asked_judge_identity  # imports torch
 
     rewards: list[Any] = []
     if planned.pairs:
-        rewards = [recipe.algorithm.name]
+        rewards = [algorithm]
     elif planned.reward is not None:
         functions = planned.reward.functions
-        rewards = [(each.name, each.path, each.weight, each.arguments) for each in functions]
-        rewards += asked_judge_identity(functions, recipe.judge)
-    elif (model := recipe.scoring.get("reward")) is not None:
-        rewards = [str(model.path.absolute())]
+        rewards = [(function.name, function.path, function.weight, function.arguments) for function in functions]
+        rewards += asked_judge_identity(functions, judge)
+    elif reward_model is not None:
+        rewards = [str(reward_model.path.absolute())]
     answers = [example.answer for example in prompts.examples]
     sampling, settings = planned.sampling.model_dump(mode="json"), planned.settings
-    hashes = [int(each) for each in prompts.text_hashes()]
-    facts = json.dumps([hashes, answers, rewards, sampling, settings.samples, settings.passing], default=str)
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+    hashes = [int(text_hash) for text_hash in prompts.text_hashes()]
+    content = json.dumps([hashes, answers, rewards, sampling, settings.samples, settings.passing], default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def learned_from(prompts: Prompts, phases: Sequence[Prompts]) -> int:
-    """How many prompts of a set are among those that the model learns from.
+    """Count the prompts of a set that are among those that the model trains on.
 
     Args:
         prompts: of the set.
@@ -150,9 +159,9 @@ def best_of(
     measured = sets.get(name)
     if before is not None and before.metric != settings.metric:
         before = None
-    if measured is None or measured.step != step or not math.isfinite(measured.figures.get(figure, math.nan)):
+    if measured is None or measured.step != step or not math.isfinite(measured.statistics.get(figure, math.nan)):
         return before
-    here = Best(settings.metric, step, measured.figures[figure], measured.identity)
+    here = Best(settings.metric, step, measured.statistics[figure], measured.identity)
     if before is None or before.identity != here.identity or settings.is_better(here.value, before.value):
         return here
     return before
@@ -164,20 +173,20 @@ def write_results(checkpoint: Path, last_measured: Mapping[str, MeasuredSet], be
     Raises:
         OSError: it cannot be written.
     """
-    facts = {
-        "last_measured": {name: dataclasses.asdict(each) for name, each in last_measured.items()},
+    document = {
+        "last_measured": {name: dataclasses.asdict(measured) for name, measured in last_measured.items()},
         "best": dataclasses.asdict(best) if best is not None else None,
     }
-    replace_file(checkpoint / RESULTS, json.dumps(facts, indent=1) + "\n")
+    replace_file(checkpoint / RESULTS, json.dumps(document, indent=1) + "\n")
 
 
 def _driver_facts(checkpoint: Path) -> dict[str, Any]:
     """The driver's state of a checkpoint, with what was measured later; nothing of a checkpoint of weights alone."""
     path, results = checkpoint / DRIVER, checkpoint / RESULTS
-    facts = read_json_object(path, MOST_LIST_BYTES) if path.exists() else {}
-    if facts.get("evaluation_due") and results.exists():
-        facts |= read_json_object(results, MOST_LIST_BYTES)
-    return facts
+    document = read_json_object(path, MOST_LIST_BYTES) if path.exists() else {}
+    if document.get("evaluation_due") and results.exists():
+        document |= read_json_object(results, MOST_LIST_BYTES)
+    return document
 
 
 def read_best(checkpoint: Path) -> Best | None:
@@ -186,11 +195,11 @@ def read_best(checkpoint: Path) -> Best | None:
     Raises:
         UserError: its driver's state cannot be read.
     """
-    found = _driver_facts(checkpoint).get("best")
+    best = _driver_facts(checkpoint).get("best")
     try:
-        return None if found is None else Best(**found)
+        return None if best is None else Best(**best)
     except TypeError:
-        raise UserError(f"{checkpoint / DRIVER}: best is {found!r}, expected what a run writes") from None
+        raise UserError(f"{checkpoint / DRIVER}: best is {best!r}, expected what a run writes") from None
 
 
 def measured_at(checkpoint: Path) -> dict[str, MeasuredSet]:
@@ -199,19 +208,19 @@ def measured_at(checkpoint: Path) -> dict[str, MeasuredSet]:
     Raises:
         UserError: the driver's state cannot be read.
     """
-    facts = _driver_facts(checkpoint)
+    document = _driver_facts(checkpoint)
     try:
-        found = {name: MeasuredSet(**each) for name, each in facts.get("last_measured", {}).items()}
+        last = {name: MeasuredSet(**fields) for name, fields in document.get("last_measured", {}).items()}
     except (TypeError, AttributeError):
         raise UserError(f"{checkpoint / DRIVER}: last_measured is damaged, expected what a run writes") from None
-    return {name: each for name, each in found.items() if each.step == facts["step"]}
+    return {name: measured for name, measured in last.items() if measured.step == document["step"]}
 
 
 def value_of(checkpoint: Path, metric: str) -> float | None:
     """A metric of a set that was measured at the step of a checkpoint; None where it was not."""
-    found = metrics.set_of(metric)
-    measured = measured_at(checkpoint).get(found[0]) if found is not None else None
-    return measured.figures.get(found[1]) if found is not None and measured is not None else None
+    set_and_figure = metrics.set_of(metric)
+    measured = measured_at(checkpoint).get(set_and_figure[0]) if set_and_figure is not None else None
+    return measured.statistics.get(set_and_figure[1]) if set_and_figure is not None and measured is not None else None
 
 
 def compared_with_run(name: str, here: MeasuredSet, run: MeasuredSet, temperature: float) -> str:
@@ -226,9 +235,9 @@ def compared_with_run(name: str, here: MeasuredSet, run: MeasuredSet, temperatur
     line = f"{name}: the run measured {figure} {_with_interval(run, figure)} of this checkpoint"
     if run.identity != here.identity:
         return f"{line} with other prompts, answers, rewards or sampling: not comparable"
-    if run.figures.items() >= here.figures.items():  # the run's also count training prompts
+    if run.statistics.items() >= here.statistics.items():  # the run's also count training prompts
         return f"{line}: the same"
-    ends = [each.figures.get(f"{figure}{end}") for each in (here, run) for end in ("_low", "_high")]
+    ends = [measured.statistics.get(f"{figure}{end}") for measured in (here, run) for end in ("_low", "_high")]
     low, high, run_low, run_high = (math.nan if end is None else end for end in ends)
     if math.isnan(low + high + run_low + run_high):
         return f"{line}, {_drawn_again(temperature)}"
@@ -250,25 +259,25 @@ def summary_of_sets(first: Mapping[str, MeasuredSet], last: Mapping[str, Measure
         begin, subject = first.get(name, end), end.subject if name == metrics.EVAL else f"{name}, {end.subject}"
         count = f", {end.prompts} prompts" if end.subject == _HELD_OUT_ACCURACY else ""
         value = _with_interval(end, end.measure)
-        whole = f"{subject}: {value}{count}, step {end.step}"
+        result = f"{subject}: {value}{count}, step {end.step}"
         if begin.step != end.step and (begin.identity, begin.measure) == (end.identity, end.measure):
             points = f" ({100 * (end.value - begin.value):+.1f} points)" if "accuracy" in end.measure else ""
-            whole = (
+            result = (
                 f"{subject}: {_with_interval(begin, begin.measure)} -> {value}{points}{count}, step {begin.step} -> "
                 f"step {end.step}"
             )
         elif begin.step != end.step:
-            whole += "; not compared with the first, which was measured otherwise"
-        lines.append(whole)
+            result += "; not compared with the first, which was measured otherwise"
+        lines.append(result)
     return lines
 
 
 def summary_of_best(best: Best | None) -> list[str]:
-    """Which checkpoint is the best, in a line; nothing where none is kept as such."""
+    """Name the best checkpoint in a line; no line if none is kept as such."""
     return [] if best is None else [f"best checkpoint: step {best.step}, {best.metric} {best.value:.4g}"]
 
 
 def _with_interval(measured: MeasuredSet, figure: str) -> str:
-    low, high = (measured.figures.get(f"{figure}{end}") for end in ("_low", "_high"))
+    low, high = (measured.statistics.get(f"{figure}{end}") for end in ("_low", "_high"))
     interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
-    return f"{measured.figures[figure]:.3f}{interval}"
+    return f"{measured.statistics[figure]:.3f}{interval}"

@@ -43,17 +43,17 @@ def train(recipes: Mapping[str, Recipe], words: Sequence[str]) -> int:
     termination.grace_s = stop_s + _MARGIN_S
     width = max(map(len, recipes))
     with _Commands(words, list(recipes), width, limit_s or termination.grace_s) as commands, termination.saves(limit_s):
-        asked = False
+        signalled = False
         while commands.running():
-            if termination.asked and not asked:
-                asked = True
+            if termination.asked and not signalled:
+                signalled = True
                 commands.send(_signal_that_came())
             if termination.take_save_request():
                 commands.send(signal.SIGUSR1)
-            if commands.failed() is not None and not asked:
+            if commands.failed() is not None and not signalled:
                 break
             time.sleep(_LOOK_S)
-        if asked:
+        if signalled:
             unsaved = [name for name, code in commands.codes.items() if code not in (0, STOPPED_AFTER_SAVING)]
             termination.end_asked(None if unsaved else "the checkpoint of every actor is whole")
         failed = commands.failed()
@@ -132,7 +132,7 @@ class _Commands:
                 out.flush()
 
     def running(self) -> list[str]:
-        """Who has not ended."""
+        """Return the commands that have not ended."""
         for name, process in self._processes.items():
             if name not in self.codes and (code := process.poll()) is not None:
                 self.codes[name] = code if code >= 0 else 128 - code

@@ -37,13 +37,13 @@ from hybridflow.config.yaml_loader import apply_override, build_settings, parse_
 
 MOST_HOSTS = 1 << 14
 COMMANDS = ("train", DOCTOR)
-"""What a launch can run."""
+"""Commands that a launch can run."""
 _SIGNALS = {b"INT": signal.SIGINT, b"TERM": signal.SIGTERM, b"USR1": signal.SIGUSR1}
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher says of this host.
+    """Description of this host by its launcher.
 
     Args:
         host: number of this host, from 0.
@@ -92,13 +92,13 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
     if launched.spares and not launched.restarts and launched.words[:1] != [DOCTOR]:
         raise UserError(f"--spares {launched.spares} without --max-restarts: a host that stands by would never be used")
     if not launched.words or launched.words[0] not in COMMANDS:
-        found = shortened(launched.words[0]) if launched.words else "nothing"
-        raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {found}")
+        given = shortened(launched.words[0]) if launched.words else "nothing"
+        raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {given}")
     limits, preflight = _settings(launched.words[1:])
     interface = _one_interface(launched.interface, preflight.network.interface)
     role = checked_role(launched.role)
     if launched.hosts == 1:
-        place = Place(0, LOOPBACK, 0, LOOPBACK, role=role, cpu_slots=launched.cpu_slots)
+        host = Place(0, LOOPBACK, 0, LOOPBACK, role=role, cpu_slots=launched.cpu_slots)
         token = find_token() or new_token()
     else:
         token = needed(find_token())
@@ -110,7 +110,7 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         elif launched.host == 0:
             address = _own_address(launched.head)
         head = address if launched.host == 0 and address is not None else launched.head
-        place = Place(launched.host, head, launched.port, address, interface, role=role, cpu_slots=launched.cpu_slots)
+        host = Place(launched.host, head, launched.port, address, interface, role=role, cpu_slots=launched.cpu_slots)
     plan = LaunchPlan(
         launched.hosts,
         list(launched.words),
@@ -122,7 +122,7 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         spares=launched.spares,
         spare_s=limits.spare_s,
     )
-    return Agent(place, plan, token, limits).run(announce)
+    return Agent(host, plan, token, limits).run(announce)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -249,7 +249,7 @@ def _input_lines(descriptor: int) -> Iterator[bytes]:
 
 
 def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
-    """What the recipe says of limits and of the hosts, before anything that takes long is imported.
+    """Read the recipe's limits and requirements on hosts, before slow imports.
 
     Raises:
         UserError: there is no such recipe, or what it says of these is wrong.
@@ -257,13 +257,13 @@ def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
     paths = [word for word in words if "=" not in word and not word.startswith("-")]
     if len(paths) != 1:
         raise UserError(f"train: expected one recipe and settings such as seed=1, found {shortened(' '.join(words))!r}")
-    data, places = read_with_bases(Path(paths[0]))
+    data, locations = read_with_bases(Path(paths[0]))
     for word in words:
         if "=" in word and not word.startswith("-"):
             apply_override(data, parse_override(word))
 
     def section[S: Settings](name: str, kind: type[S]) -> S:
-        within = {key[1:]: place for key, place in places.items() if key[:1] == (name,)}
+        within = {key[1:]: location for key, location in locations.items() if key[:1] == (name,)}
         return build_settings(kind, data.get(name) or {}, within, f"{paths[0]}: {name}")
 
     network, placement = section("network", NetworkConfig), data.get("placement")
@@ -299,13 +299,13 @@ def _own_address(head: str) -> str:
         UserError: the name does not resolve, or not to an address at which others reach this host.
     """
     try:
-        found = socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(f"{head} does not resolve on this host ({error.strerror})") from None
-    reached = [each[4][0] for each in found if not ipaddress.ip_address(str(each[4][0])).is_loopback]
+    reached = [info[4][0] for info in infos if not ipaddress.ip_address(str(info[4][0])).is_loopback]
     if not reached:
         raise UserError(
-            f"{head} resolves to {found[0][4][0]} on this host, which other hosts do not reach; name host 0 by an "
+            f"{head} resolves to {infos[0][4][0]} on this host, which other hosts do not reach; name host 0 by an "
             "address of the cluster's network, or the interface (--interface)"
         )
     return str(reached[0])
@@ -318,13 +318,15 @@ def _check_head(head: str, interface: str, address: str) -> None:
         UserError: they are.
     """
     try:
-        found = {str(each[4][0]) for each in socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)}
+        addresses_of_head = {str(info[4][0]) for info in socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)}
     except OSError:  # others may know the name
         return
-    own = all_interfaces()
-    others = {name for name, addresses in own.items() if found & set(addresses) and name != interface}
-    reached = {each for each in found if not ipaddress.ip_address(each).is_loopback}
-    if address not in found and reached and others:
+    interfaces = all_interfaces()
+    others = {
+        name for name, addresses in interfaces.items() if addresses_of_head & set(addresses) and name != interface
+    }
+    reached = {resolved for resolved in addresses_of_head if not ipaddress.ip_address(resolved).is_loopback}
+    if address not in addresses_of_head and reached and others:
         raise UserError(
             f"--interface {interface} ({address}): the others look for host 0 at {head}, which is "
             f"{', '.join(sorted(reached))} ({', '.join(sorted(others))}); expected --head {address} on all hosts"
@@ -340,7 +342,9 @@ def _address_of(interface: str, head: str) -> str:
     family = None
     with contextlib.suppress(OSError, ValueError):
         family = socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)[0][0]
-    found = named(interface, family)
-    if ipaddress.ip_address(found.address).is_loopback:
-        raise UserError(f"--interface {found}: other hosts do not reach it; expected one of the cluster's network")
-    return found.address
+    named_interface = named(interface, family)
+    if ipaddress.ip_address(named_interface.address).is_loopback:
+        raise UserError(
+            f"--interface {named_interface}: other hosts do not reach it; expected one of the cluster's network"
+        )
+    return named_interface.address

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,8 +101,10 @@ def doctor(parsed: argparse.Namespace) -> int:
     from hybridflow.cli import agent
     from hybridflow.cluster.hosts.launch.launch_plan import CAN_START, CANNOT_START
     from hybridflow.config.yaml_loader import read_with_overrides
+    from hybridflow.sandbox.opening import means_of_this_machine
 
     placement = read_with_overrides(Path(parsed.recipe), parsed.overrides)[0].get("placement")
+    print(asyncio.run(means_of_this_machine()), flush=True)
     if not isinstance(placement, dict) or placement.get("cluster") is None:
         options = [f"--actor={parsed.actor}"] if parsed.actor is not None else []
         words = ["doctor", parsed.recipe, *parsed.overrides, *options]
@@ -133,7 +136,7 @@ def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> in
     print(f"{parsed.recipe}: nothing wrong found")
     for recipe in recipes.values() if nodes is None else ():
         try:
-            check_name(recipe)
+            check_name(recipe.directory, recipe.resume, overwrite=recipe.overwrite)
         except UserError as error:
             print(f"hybridflow train would refuse it now: {error}")
     return 0
@@ -150,7 +153,7 @@ def _check_rest(parsed: argparse.Namespace, recipe: Recipe, nodes: Sequence[Node
     if nodes is None:
         from hybridflow.planning.recipe_check import check_nobody_else
 
-        check_nobody_else(recipe)
+        check_nobody_else(recipe.device_maps, recipe.placement)
 
 
 def _assumed_nodes(recipes: Mapping[str, Recipe]) -> list[Node] | None:
@@ -228,4 +231,4 @@ def _check_cluster(parsed: argparse.Namespace) -> None:
 
     recipe = next(iter(recipes.values()))  # several actors are refused with a cluster
     check_used(recipe.network, 1, recipe.placement.cluster)
-    check_nodes(recipe)
+    check_nodes(recipe.placement, recipe.device_maps, recipe.run_dir, recipe.limits)

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from engine3d.checkpoint.inspect import inspect_checkpoint
 from engine3d.checkpoint.manifest import MANIFEST, Skipped, find_checkpoints, read_manifest
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
 from engine3d.errors import UserError, amount, one_line, shortened
+from engine3d.models.precision import Precision
 from hybridflow.rundir.file_names import CHECKPOINTS
 
 _TENSORS_NAMED = 3
@@ -40,6 +42,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     export.add_argument("out", metavar="OUT", type=Path, help="the directory to make")
     export.add_argument("--role", default="actor", help="whose weights (actor)")
     export.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="of the tensors (that of the run)")
+    export.add_argument("--precision", choices=get_args(Precision), help="quantise in DeepSeek's block format (no)")
     export.add_argument(
         "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="largest file, 1e9 bytes (5)"
     )
@@ -70,14 +73,14 @@ def run(parsed: argparse.Namespace) -> int:
         case "import":
             from engine3d.checkpoint.hf import import_checkpoint
 
-            with _room(parsed.out):
+            with _unused_root(parsed.out):
                 import_checkpoint(parsed.model, parsed.out)
             print(f"imported {parsed.model} into {parsed.out}")
     return 0
 
 
 @contextlib.contextmanager
-def _room(root: Path) -> Iterator[None]:
+def _unused_root(root: Path) -> Iterator[None]:
     """A directory of checkpoints that no run uses meanwhile."""
     from hybridflow.rundir.lock import hold
 
@@ -98,6 +101,7 @@ def _export(parsed: argparse.Namespace) -> None:
         parsed.out,
         role=parsed.role,
         dtype=parsed.dtype,
+        precision=parsed.precision,
         max_shard_bytes=parsed.max_shard_gb * 1e9,
         verify=not parsed.no_verify,
     )
@@ -130,9 +134,9 @@ def _listed(path: Path) -> list[str]:
 
     newest = _checkpoint(path)
     best = read_best(newest)
-    whole, _ = find_checkpoints(newest.parent)
+    complete, _ = find_checkpoints(newest.parent)
     lines = []
-    for directory in reversed(whole):
+    for directory in reversed(complete):
         manifest = read_manifest(directory)
         size = amount(sum(entry.size for entry in manifest.files))
         line = f"{directory.name}  step {manifest.step}, saved {manifest.created}, {size}"
@@ -162,15 +166,15 @@ def _checkpoint(path: Path) -> Path:
         raise UserError(f"checkpoint: {path} cannot be read: {error.strerror}") from None
     skipped: list[Skipped] = []
     for root in (path, path / CHECKPOINTS):
-        whole, others = find_checkpoints(root)
+        complete, others = find_checkpoints(root)
         skipped += others
-        if whole:
-            for each in skipped:
-                if each.directory.name > whole[0].name:
-                    print(f"skipped {each.directory}: {each.reason}")
-            print(f"newest whole checkpoint: {whole[0]}")
-            return whole[0]
-    reasons = "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
+        if complete:
+            for incomplete in skipped:
+                if incomplete.directory.name > complete[0].name:
+                    print(f"skipped {incomplete.directory}: {incomplete.reason}")
+            print(f"newest whole checkpoint: {complete[0]}")
+            return complete[0]
+    reasons = "; ".join(f"{incomplete.directory.name}: {incomplete.reason}" for incomplete in skipped)
     raise UserError(f"checkpoint: no whole checkpoint in {path}" + (f" ({reasons})" if reasons else ""))
 
 

@@ -75,9 +75,9 @@ def _of_a_setting(option: str) -> str:
         from hybridflow.config.error_messages import suggestion
         from hybridflow.config.recipe import Recipe
 
-    told = suggestion(Recipe, tuple(option.lstrip("-").replace("-", "_").split(".")), None, None)
-    if told.startswith("here "):
-        return f"{option}: {told}"
-    meant = re.fullmatch(r"did you mean (\S+)\?", told)
+    text = suggestion(Recipe, tuple(option.lstrip("-").replace("-", "_").split(".")), None, None)
+    if text.startswith("here "):
+        return f"{option}: {text}"
+    meant = re.fullmatch(r"did you mean (\S+)\?", text)
     example = f"{meant[1]}=..." if meant else "seed=1"
     return f"{option}: no such option; settings stand behind the recipe as key=value, such as {example}"

@@ -13,6 +13,7 @@ from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
 from hybridflow.cli.outcome import fail, guarded
+from hybridflow.cli.recipe_arguments import check_cluster
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.metrics.evaluation_statistics import HIGH, LENGTH, LOW, TRUNCATED, figure_names
@@ -64,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
     for line in (*plan.notes, f"evaluating {plan.weights} on {', '.join(plan.recipe.sets)}"):
         print(line, flush=True)
     termination.grace_s = plan.recipe.limits.stop_s
-    if plan.recipe.placement.cluster is not None and (code := guarded(lambda: _check_cluster(plan))):
+    if code := check_cluster(plan.recipe):
         return code
     try:
         return guarded(lambda: _evaluate(plan))
@@ -72,52 +73,45 @@ def run(parsed: argparse.Namespace) -> int:
         return fail(error, 1)
 
 
-def _check_cluster(plan: EvaluationPlan) -> int:
-    from hybridflow.trainer.attached_cluster import check_cluster_of
-
-    check_cluster_of(plan.recipe)
-    return 0
-
-
 def _evaluate(plan: EvaluationPlan) -> int:
     with quick_imports():
         from hybridflow.trainer.evaluation_alone import RESULT, evaluate_alone
 
-    found = evaluate_alone(plan)
-    _show(plan, found)
-    print(f"figures and responses are in {found.directory / RESULT} and beside it", flush=True)
+    evaluated = evaluate_alone(plan)
+    _show(plan, evaluated)
+    print(f"figures and responses are in {evaluated.directory / RESULT} and beside it", flush=True)
     return 0
 
 
-def _show(plan: EvaluationPlan, found: Evaluated) -> None:
+def _show(plan: EvaluationPlan, evaluated: Evaluated) -> None:
     """A row for each figure of each set."""
     table = Table(box=None, pad_edge=False, header_style="")
     for name in ("set", "prompts", "k", "figure", "value", "95 % interval"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("prompts", "k", "value") else "left")
     for name, planned in plan.recipe.sets.items():
-        measured = found.sets[name]
+        measured = evaluated.sets[name]
         head = [name, f"{measured.prompts:,}", str(measured.samples)]
         for figure in (
             *figure_names(measured.samples, votes=planned.votes, measure=planned.measure),
             LENGTH,
             TRUNCATED,
         ):
-            if (value := measured.figures.get(figure)) is not None:
-                low, high = measured.figures.get(f"{figure}{LOW}"), measured.figures.get(f"{figure}{HIGH}")
+            if (value := measured.statistics.get(figure)) is not None:
+                low, high = measured.statistics.get(f"{figure}{LOW}"), measured.statistics.get(f"{figure}{HIGH}")
                 interval = f"{low:.4f} to {high:.4f}" if low is not None and high is not None else ""
                 table.add_row(*head, figure, f"{value:.4f}", interval)
                 head = ["", "", ""]
-        if left_out := int(measured.figures[SET_LEFT_OUT]):
+        if left_out := int(measured.statistics[SET_LEFT_OUT]):
             table.add_row(*head, SET_LEFT_OUT, f"{left_out:,}", "")
     Console(highlight=False, soft_wrap=True).print(table)
-    _show_noise(plan, found)
+    _show_noise(plan, evaluated)
 
 
-def _show_noise(plan: EvaluationPlan, found: Evaluated) -> None:
+def _show_noise(plan: EvaluationPlan, evaluated: Evaluated) -> None:
     """Say how far the values depend on the responses that were drawn, and what the run measured of its checkpoint."""
     from hybridflow.checkpoint.set_results import compared_with_run, measured_at
 
-    if any(each.sampling.temperature > 0 for each in plan.recipe.sets.values()):
+    if any(planned.sampling.temperature > 0 for planned in plan.recipe.sets.values()):
         print(
             "responses are sampled: another evaluation draws others, and its values differ by about the width of the "
             "intervals; more prompts or samples make these narrower"
@@ -125,4 +119,4 @@ def _show_noise(plan: EvaluationPlan, found: Evaluated) -> None:
     of_run = measured_at(plan.checkpoint) if plan.checkpoint is not None else {}
     for name, planned in plan.recipe.sets.items():
         if name in of_run:
-            print(compared_with_run(name, found.sets[name], of_run[name], planned.sampling.temperature))
+            print(compared_with_run(name, evaluated.sets[name], of_run[name], planned.sampling.temperature))

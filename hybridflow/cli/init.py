@@ -103,8 +103,8 @@ def _data(given: str, prompt: str | None, answer: str | None) -> Data:
             f"--local-dir {path.name})"
         )
     if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-        found = sorted(str(each) for each in path.rglob("*") if each.suffix in (".parquet", ".jsonl", ".json", ".csv"))
-        listed = f"one of its files: {shortened(', '.join(found), 300)}" if found else "a file"
+        files = sorted(str(file) for file in path.rglob("*") if file.suffix in (".parquet", ".jsonl", ".json", ".csv"))
+        listed = f"one of its files: {shortened(', '.join(files), 300)}" if files else "a file"
         raise UserError(f"init: --data {given} is a directory, expected {listed}")
     source = FileSource(path=(given,))
     cache = default_cache()

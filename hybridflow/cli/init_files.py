@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridflow.data.files.column_guess import Columns
+    from hybridflow.data.files.column_guess import GuessedColumns
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Data:
     """
 
     path: str
-    columns: Columns
+    columns: GuessedColumns
     beyond_ascii: str
 
 
@@ -219,7 +219,7 @@ def files_of_run(directory: Path, model: Model | None, data: Data | None) -> dic
         sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
         held_out = sums[3::7]
         for file, rows in (
-            ("train.jsonl", [each for each in sums if each not in held_out]),
+            ("train.jsonl", [problem for problem in sums if problem not in held_out]),
             ("held_out.jsonl", held_out),
         ):
             files[file] = "".join(f"{json.dumps(row)}\n" for row in rows)

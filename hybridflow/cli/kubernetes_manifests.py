@@ -14,7 +14,7 @@ from hybridflow.cluster.devices.device_map import REWARD
 
 Manifest = dict[str, Any]
 NAME, RECIPE, DATA = "hybridflow", "/etc/hybridflow/recipe.yaml", "/data"
-"""Of the service account; where pods have the recipe, and the volume, in which they start."""
+"""Name of the service account; paths in pods of the recipe and of the volume, in which they start."""
 ROLE = "hybridflow.role"
 GPU = "nvidia.com/gpu"
 # Beyond the time to save: for the end of the ranks, and of the driver.
@@ -65,16 +65,16 @@ def manifests(texts: Sequence[str], run: KubernetesRun) -> list[Manifest]:
         texts: the files of `launch/kubernetes/`.
         run: what they are filled in with.
     """
-    found = [_loaded(text) for text in texts]
-    for each in found:
+    loaded = [_loaded(text) for text in texts]
+    for manifest in loaded:
         if run.namespace is not None:
-            each["metadata"]["namespace"] = run.namespace
-        if each["kind"] == "ConfigMap":
-            each["metadata"]["name"] = _recipe_name(run)
-            each["data"] = {"recipe.yaml": run.recipe}
-        elif each["kind"] == "RayJob":
-            _fill_job(each, run)
-    return found
+            manifest["metadata"]["namespace"] = run.namespace
+        if manifest["kind"] == "ConfigMap":
+            manifest["metadata"]["name"] = _recipe_name(run)
+            manifest["data"] = {"recipe.yaml": run.recipe}
+        elif manifest["kind"] == "RayJob":
+            _fill_job(manifest, run)
+    return loaded
 
 
 def as_yaml(objects: Sequence[Manifest]) -> str:

@@ -20,13 +20,13 @@ from hybridflow.config.yaml_loader import read_with_overrides
 from hybridflow.errors.redaction import redacted, redacted_keys
 
 OPTIONS = ("image", "claim", "namespace", "cpus-per-node", "memory-per-node", "shared-memory")
-"""That no other launcher has."""
+"""Options that no other launcher has."""
 _FILES = ("service-account.yaml", "recipe.yaml", "rayjob.yaml")
 _CPUS, _MEMORY, _SHARED_MEMORY, _RESTARTS = 64, "512Gi", "64Gi", 3
 _MOST_NAME = 47
-"""Of a RayJob: KubeRay makes longer names of it."""
+"""Longest name of a RayJob: KubeRay makes longer names of it."""
 _MOST_BYTES = 1_000_000
-"""Of a recipe: a config map holds 1 MiB."""
+"""Largest recipe: a config map holds 1 MiB."""
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 _IMAGE = re.compile(r"[\w.:/@-]+", re.ASCII)
@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
         EngineError: Kubernetes does not answer.
     """
     objects = as_yaml(
-        manifests([read_own_file("kubernetes", FILES / "kubernetes" / name) for name in _FILES], wanted(parsed))
+        manifests([read_own_file("kubernetes", FILES / "kubernetes" / name) for name in _FILES], requested_run(parsed))
     )
     if parsed.dry_run:
         print(objects, end="")
@@ -60,7 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def wanted(parsed: argparse.Namespace) -> KubernetesRun:
+def requested_run(parsed: argparse.Namespace) -> KubernetesRun:
     """The run that the options and the recipe ask for.
 
     Raises:
@@ -117,12 +117,12 @@ def _word(
 
 
 def _name(run: str) -> str:
-    """Of the objects of a run: what Kubernetes takes for a name."""
+    """Return the name of a run's objects, as Kubernetes accepts it."""
     return f"{NAME}-{re.sub(r'[^a-z0-9]+', '-', run.lower())}"[:_MOST_NAME].strip("-")
 
 
 def _check_recipe(data: Mapping[str, Any]) -> None:
-    """What a recipe may say that its pods would not have."""
+    """Refuse settings of a recipe that its pods would lack."""
     placement = data.get("placement")
     cluster = placement.get("cluster") if isinstance(placement, Mapping) else None
     if cluster not in (None, "auto"):
@@ -155,6 +155,6 @@ def _recipe_text(data: Mapping[str, Any]) -> str:
 
 
 def _submit(objects: str) -> str:
-    """What kubectl says."""
+    """Submit the manifests, and return kubectl's output."""
     command = ["kubectl", "apply", "-f", "-"]
     return hand_over("kubernetes", command, objects, prints="the objects", refuses="refuses")

@@ -1,4 +1,4 @@
-"""What the launchers of `hybridflow launch` have in common: counts, roles of hosts, files of the repository."""
+"""Common options of the launchers of `hybridflow launch`: counts, roles of hosts, files of the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridflow.cluster.devices.device_map import ROLES
 
 _SUBMIT_S = 60.0
 FILES = Path(__file__).parents[2] / "launch"
-"""Where the launchers' own files are."""
+"""Directory of the launchers' own files."""
 
 
 def check_count(option: str, value: int, most: int) -> None:

@@ -14,7 +14,7 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.cli.launch_options import FILES, check_counts, hand_over, host_roles, read_own_file
 
 OPTIONS = ("partition", "account", "time", "interface", "spares")
-"""That no other launcher has."""
+"""Options that no other launcher has."""
 _BEGIN, _END = "# Settings of this job\n", "# End of settings\n"
 _MOST_RESTARTS = 10**6 - 1
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?")

@@ -1,29 +1,30 @@
 """The command `hybridflow`.
 
-    hybridflow init DIR [--model M] [--data F]  write a recipe and a reward for a model and data of one's own
+    hybridflow init DIR [--model M] [--data F]  write a recipe and a reward for your model and data
     hybridflow train RECIPE [key=value ...]     run a recipe
-    hybridflow resume RUN [key=value ...]       continue a run after its newest checkpoint, by the recipe that it keeps
-    hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
-                                                say what each GPU, CPU slot and node will hold
+    hybridflow resume RUN [key=value ...]       resume a run from its newest checkpoint, with its own recipe
+    hybridflow check RECIPE [key=value ...]     check it without starting anything; --memory predicts the memory of each
+                                                GPU, CPU slot and node
     hybridflow settings [NAME]                  show the settings of recipes with type, default and meaning
-    hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them: how many, how long, which rows
-                                                are dropped
-    hybridflow doctor RECIPE [key=value ...]    say what this host is, or the nodes of placement.cluster, and whether
+    hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them, their number and lengths, and
+                                                dropped rows
+    hybridflow doctor RECIPE [key=value ...]    describe this host, or the nodes of placement.cluster, and check that
                                                 the run could start there
-    hybridflow checkpoint inspect DIR           show what is in a checkpoint
+    hybridflow checkpoint inspect DIR           show the contents of a checkpoint
     hybridflow checkpoint verify DIR            compare every file of it with its checksum
     hybridflow checkpoint list RUN              list a run's checkpoints, with their values and the best one
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
     hybridflow evaluate RECIPE|RUN|MODEL ...    measure a model on the recipe's held-out sets, without training
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
-    hybridflow samples RUN [--step N] ...       show the samples that a run has learned from, with their rewards
-    hybridflow replay RUN --step N [key=value]  make a step again from its checkpoint and its samples, and compare
-    hybridflow status RUN                       say what a run is at, also while it goes on
+    hybridflow samples RUN [--step N] ...       show the samples that a run was trained on, with their rewards
+    hybridflow replay RUN --step N [key=value]  replay a step from its checkpoint and its samples, and compare
+    hybridflow status RUN                       show the step and phase of a run, also while it runs
     hybridflow logs RUN [--follow]              show the output of its ranks and engines
     hybridflow launch slurm RECIPE --nodes N    submit a run on several nodes of Slurm
     hybridflow launch kubernetes RECIPE ...     submit a run on several nodes of Kubernetes
     hybridflow agent ... train RECIPE ...       one host's part of a run on several: what the launchers start
+    hybridflow sandbox [--port N]               run programs for runs on other machines
     hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
 
 Ends with 0; with 2 for bad input and for what `check` finds; with 1 for a failure while running and for what `verify`
@@ -45,7 +46,7 @@ from typing import Any, Never
 
 from engine3d.errors import UserError
 from hybridflow.cli.command_words import as_settings, told_of_arguments
-from hybridflow.cli.outcome import OF_THE_SURROUNDINGS, be_patient, fail, guarded, last_words, say, told
+from hybridflow.cli.outcome import OF_THE_SURROUNDINGS, be_patient, fail, guarded, last_words, say, system_error_text
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter
 from hybridflow.cluster.hosts.driver_link import tell_failure
 from hybridflow.cluster.processes.termination import termination
@@ -64,7 +65,7 @@ class Command:
         description: for its --help.
         add_arguments: to its parser.
         run: does it; returns the exit code.
-        is_guarded: whether a failure that is not the user's is told here; else `run` does so itself.
+        is_guarded: whether a failure that is not the user's is reported here; else `run` does so itself.
         has_commands: whether it has commands of its own.
         takes_recipe: whether its words are a recipe and settings; see `as_settings`.
     """
@@ -84,8 +85,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Never:
         options = [option for action in self._actions for option in action.option_strings]
         takes_settings = any(action.metavar == "key=value" for action in self._actions)
-        told = told_of_arguments(message, options, takes_settings)
-        print(f"hybridflow: {told or message} (see {self.prog} --help)", file=sys.stderr)
+        text = told_of_arguments(message, options, takes_settings)
+        print(f"hybridflow: {text or message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code.
 
     Args:
-        arguments: of a command in a program that goes on; None for those of this process, which ends with it.
+        arguments: of a command in a program that continues; None for those of this process, which ends with it.
     """
     with termination.handled():
         try:
@@ -161,8 +162,8 @@ def _run_command(words: list[str], command: str | None) -> int:
     except OSError as error:
         if error.errno not in OF_THE_SURROUNDINGS:
             raise
-        tell_failure("", told(error))
-        return say(f"hybridflow: {told(error)}", 2)
+        tell_failure("", system_error_text(error))
+        return say(f"hybridflow: {system_error_text(error)}", 2)
 
 
 def _silence_libraries() -> None:
@@ -266,7 +267,7 @@ def _replay() -> Command:
 def _status() -> Command:
     from hybridflow.cli import watch
 
-    description = "Say what a run is at, also while it goes on."
+    description = "Show the step and phase of a run, also while it runs."
     return Command(description, watch.add_status_arguments, watch.status, is_guarded=True)
 
 
@@ -281,7 +282,7 @@ def _doctor() -> Command:
     from hybridflow.cli import check, recipe_arguments
 
     description = (
-        "Say what this host is, or the nodes of placement.cluster, and whether the run could start there; "
+        "Describe this host, or the nodes of placement.cluster, and check that the run could start there; "
         "a launcher does it for all of its hosts."
     )
     return Command(description, recipe_arguments.add_recipe, check.doctor, is_guarded=True, takes_recipe=True)
@@ -298,6 +299,13 @@ def _agent() -> Command:
     from hybridflow.cli import agent
 
     return Command("One host's part of a run on several hosts.", agent.add_arguments, agent.run)
+
+
+def _sandbox() -> Command:
+    from hybridflow.cli import sandbox
+
+    description = "Run programs for the rewards and tools of runs on other machines, which have the same token."
+    return Command(description, sandbox.add_arguments, sandbox.run, is_guarded=True)
 
 
 def _token() -> Command:
@@ -325,6 +333,7 @@ _COMMANDS: dict[str, Callable[[], Command]] = {
     "doctor": _doctor,
     "launch": _launch,
     "agent": _agent,
+    "sandbox": _sandbox,
     "token": _token,
 }
-"""What each is, imported once it is asked for."""
+"""Module of each command, imported once it is run."""

@@ -79,7 +79,7 @@ last_words = LastWords()
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Do what takes its time: a failure in it is told and makes the exit code 1."""
+    """Do what takes its time: a failure in it is reported and makes the exit code 1."""
     try:
         return work()
     except UserError:
@@ -88,7 +88,7 @@ def guarded(work: Callable[[], int]) -> int:
         return fail(error, 1)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in OF_THE_SURROUNDINGS:
-            return say(f"hybridflow: {told(error)}", 1)
+            return say(f"hybridflow: {system_error_text(error)}", 1)
         return say(f"hybridflow: internal error: {_one_line(error)}\n{traceback.format_exc()}", 1)
 
 
@@ -115,7 +115,7 @@ def say(text: str, code: int, failure: Failure | None = None) -> int:
     return code
 
 
-def told(error: OSError) -> str:
+def system_error_text(error: OSError) -> str:
     """An error of the system with the name of the file, or of both where one becomes the other."""
     names = [shortened(os.fsdecode(name), 200) for name in (error.filename, error.filename2) if name is not None]
     return f"{' to '.join(names) or 'the operating system'}: {error.strerror}"
@@ -123,7 +123,7 @@ def told(error: OSError) -> str:
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
-        return told(error)
+        return system_error_text(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 

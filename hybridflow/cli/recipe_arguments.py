@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
+from hybridflow.cli.outcome import guarded
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.hosts.driver_link import driver_link
@@ -27,7 +29,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="settings, such as train.layout.tp=2 seed=1; resume=auto goes on after the newest checkpoint",
+        help="settings, such as train.layout.tp=2 seed=1; resume=auto resumes from the newest checkpoint",
     )
     parser.add_argument("--actor", metavar="NAME", help="only this one of the recipe's actors")
     parser.add_argument(
@@ -55,19 +57,31 @@ def loaded_recipes(parsed: argparse.Namespace) -> dict[str, Recipe]:
     return recipes
 
 
+def check_cluster(recipe: Recipe) -> int:
+    """Check the cluster that a recipe names, if it names one. Return 0, or the exit code of a failure that is said."""
+
+    def check() -> int:
+        from hybridflow.trainer.attached_cluster import check_cluster_of
+
+        check_cluster_of(recipe.placement, recipe.device_maps, recipe.run_dir, recipe.limits)
+        return 0
+
+    return guarded(check) if recipe.placement.cluster is not None else 0
+
+
 def several_actors_launched(parsed: argparse.Namespace) -> UserError:
     """The error of a recipe of several actors that a launcher starts."""
     return UserError(f"{parsed.recipe}: several actors were tried on one machine alone, expected no launcher")
 
 
-def check_name(recipe: Recipe) -> None:
-    """Refuse a run whose directory has another, unless the recipe says what becomes of that.
+def check_name(directory: Path, resume: str | Path, *, overwrite: bool) -> None:
+    """Refuse a run whose directory has another, unless it is to be resumed or overwritten.
 
     Raises:
         UserError: names what to write.
     """
-    if recipe.resume == "none" and not recipe.overwrite:
-        check_free(recipe.directory)
+    if resume == "none" and not overwrite:
+        check_free(directory)
 
 
 def checked_recipes(
@@ -96,7 +110,7 @@ def checked_recipes(
         nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
     recipes = loaded_recipes(parsed) if recipes is None else recipes
     for recipe in recipes.values() if starts else ():
-        check_name(recipe)
+        check_name(recipe.directory, recipe.resume, overwrite=recipe.overwrite)
     if len(recipes) > 1 and link is not None and len(link.cluster.hosts) > 1:
         raise several_actors_launched(parsed)
 
@@ -104,8 +118,8 @@ def checked_recipes(
         from hybridflow.planning.recipe_check import check_actors, check_recipe
 
     one = next(iter(recipes.values()))
-    found = check_recipe(one, nodes, **memory) if len(recipes) == 1 else check_actors(recipes, nodes, **memory)
-    for warning in found:
+    warnings = check_recipe(one, nodes, **memory) if len(recipes) == 1 else check_actors(recipes, nodes, **memory)
+    for warning in warnings:
         print(warning, flush=True)
     if link is not None:
         from hybridflow.planning.shared_disk import check_shared_disks

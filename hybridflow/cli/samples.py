@@ -18,7 +18,14 @@ from engine3d.errors import UserError, shortened, visible
 from hybridflow.report.stored_texts import TextOf
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import SAMPLE_STORE
-from hybridflow.rundir.stored_samples import Place, StepFile, StoredSample, Wanted, newest_first, store_of
+from hybridflow.rundir.stored_samples import (
+    SampleFilter,
+    SampleLocation,
+    StepFile,
+    StoredSample,
+    newest_first,
+    store_of,
+)
 from hybridflow.rundir.watching import checked_run
 
 _LIMIT = 10
@@ -45,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="the responses of each group beside the best one, with what differs marked"
     )
+    parser.add_argument(
+        "--routes",
+        action="store_true",
+        help="check the experts of all tokens against the model, and show how many are missing; all steps, or --step",
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -53,31 +65,37 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UserError: it is no run's directory, it has no such samples, or something in it cannot be read.
     """
-    wanted = Wanted(parsed.reward_below, parsed.reward_above, parsed.group, parsed.sample, parsed.row)
+    sample_filter = SampleFilter(parsed.reward_below, parsed.reward_above, parsed.group, parsed.sample, parsed.row)
     _check(parsed)
     if len(runs := runs_in(parsed.run)) > 1:
         raise UserError(f"{parsed.run} holds the runs of several actors, expected one: {', '.join(map(str, runs))}")
     directory = checked_run(parsed.run)
-    files = _chosen(store_of(directory), parsed, wanted, directory)
+    if parsed.routes:
+        return _check_routes(directory, store_of(directory), parsed, sample_filter)
+    files = _chosen(store_of(directory), parsed, sample_filter, directory)
     shown, text_of = 0, None
     for step, file in newest_first(files):
-        found = _groups(file, wanted, parsed.limit - shown) if parsed.diff else _samples(file, wanted, parsed, shown)
-        if found and text_of is None:
+        groups = (
+            _groups(file, sample_filter, parsed.limit - shown)
+            if parsed.diff
+            else _samples(file, sample_filter, parsed, shown)
+        )
+        if groups and text_of is None:
             text_of = TextOf.of_run(directory)
             if text_of.tokenizer is None:
                 print(f"hybridflow: {text_of.reason}; tokens are shown by their ids", file=sys.stderr)
-        for each in found:
+        for group in groups:
             assert text_of is not None
             if shown:
                 print()
-            _show_group(each, text_of) if parsed.diff else _show(each[0], text_of)
+            _show_group(group, text_of) if parsed.diff else _show(group[0], text_of)
             shown += 1
-        if found and wanted.is_any and not parsed.diff and len(found) < len(file):
-            print(f"\n{len(found)} of the {len(file)} samples of step {step}; --limit {len(file)} shows all")
+        if groups and sample_filter.is_any and not parsed.diff and len(groups) < len(file):
+            print(f"\n{len(groups)} of the {len(file)} samples of step {step}; --limit {len(file)} shows all")
         if shown >= parsed.limit:
             return 0
     if not shown:
-        raise UserError(_nothing(files, wanted, directory))
+        raise UserError(_nothing(files, sample_filter, directory))
     return 0
 
 
@@ -88,6 +106,21 @@ def _check(parsed: argparse.Namespace) -> None:
     below, above = parsed.reward_below, parsed.reward_above
     if below is not None and above is not None and above >= below:
         raise UserError(f"--reward-above {above:g} with --reward-below {below:g}: no reward is both")
+
+
+def _check_routes(
+    directory: Path, files: Mapping[int, Path], parsed: argparse.Namespace, sample_filter: SampleFilter
+) -> int:
+    """Check the routes of one step, or of all. Raises UserError for the first that are wrong."""
+    from hybridflow.report.stored_routes import checked_routes, route_format  # with torch, which nothing else needs
+
+    if parsed.diff or not sample_filter.is_any:
+        raise UserError("--routes is of all samples of a step, expected no other option but --step")
+    format = route_format(directory)
+    chosen = files if parsed.step is None else _chosen(files, parsed, sample_filter, directory)
+    for step, path in sorted(chosen.items()):
+        print(checked_routes(path, step, format))
+    return 0
 
 
 def _number(text: str) -> float:
@@ -101,7 +134,7 @@ def _number(text: str) -> float:
 
 
 def _chosen(
-    files: Mapping[int, Path], parsed: argparse.Namespace, wanted: Wanted, directory: Path
+    files: Mapping[int, Path], parsed: argparse.Namespace, sample_filter: SampleFilter, directory: Path
 ) -> Mapping[int, Path]:
     """The steps to look through: the one that was asked for, all for what is looked for, or else the newest.
 
@@ -116,25 +149,27 @@ def _chosen(
                 f"no samples of step {parsed.step} in {directory / SAMPLE_STORE}; there are those of {there}"
             )
         return {parsed.step: files[parsed.step]}
-    return {steps[-1]: files[steps[-1]]} if wanted.is_any else files
+    return {steps[-1]: files[steps[-1]]} if sample_filter.is_any else files
 
 
-def _samples(file: StepFile, wanted: Wanted, parsed: argparse.Namespace, shown: int) -> list[list[StoredSample]]:
-    """As many as may still be shown, each alone."""
-    places = [place for place, _ in file.find(wanted)][: parsed.limit - shown]
-    return [[sample] for sample in file.with_tokens(places)]
+def _samples(
+    file: StepFile, sample_filter: SampleFilter, parsed: argparse.Namespace, shown: int
+) -> list[list[StoredSample]]:
+    """Return the samples that may still be shown, each alone."""
+    locations = [location for location, _ in file.find(sample_filter)][: parsed.limit - shown]
+    return [[sample] for sample in file.with_tokens(locations)]
 
 
-def _groups(file: StepFile, wanted: Wanted, most: int) -> list[list[StoredSample]]:
+def _groups(file: StepFile, sample_filter: SampleFilter, most: int) -> list[list[StoredSample]]:
     """Whole groups of what is looked for, the best sample of each first, the others as they stand in the file."""
-    ids = list(dict.fromkeys(sample.group for _, sample in file.find(wanted)))[:most]
+    ids = list(dict.fromkeys(sample.group for _, sample in file.find(sample_filter)))[:most]
     if not ids:
         return []
-    places: dict[int, list[Place]] = {group: [] for group in ids}
-    for place, sample in file.find(Wanted()):
-        if sample.group in places:
-            places[sample.group].append(place)
-    return [_best_first(file.with_tokens(of_group)) for of_group in places.values()]
+    locations: dict[int, list[SampleLocation]] = {group: [] for group in ids}
+    for location, sample in file.find(SampleFilter()):
+        if sample.group in locations:
+            locations[sample.group].append(location)
+    return [_best_first(file.with_tokens(of_group)) for of_group in locations.values()]
 
 
 def _best_first(samples: Sequence[StoredSample]) -> list[StoredSample]:
@@ -146,14 +181,14 @@ def _best_first(samples: Sequence[StoredSample]) -> list[StoredSample]:
     return [samples[best], *samples[:best], *samples[best + 1 :]]
 
 
-def _nothing(files: Mapping[int, Path], wanted: Wanted, directory: Path) -> str:
-    """That there is nothing of what was looked for, and what there is."""
+def _nothing(files: Mapping[int, Path], sample_filter: SampleFilter, directory: Path) -> str:
+    """Return the line that no sample matches, and what the store has."""
     steps = list(files)
     where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    if wanted.is_any:
+    if sample_filter.is_any:
         return f"no file of {where} in {directory / SAMPLE_STORE} can be read"
-    line = f"no sample with {wanted} among those of {where} in {directory / SAMPLE_STORE}"
-    if wanted.group is None and wanted.sample is None:
+    line = f"no sample with {sample_filter} among those of {where} in {directory / SAMPLE_STORE}"
+    if sample_filter.group is None and sample_filter.sample is None:
         rewards = [reward for _, file in newest_first(files) for reward in file.rewards()]
         line += f"; rewards are from {min(rewards):g} to {max(rewards):g}" if rewards else "; none has a reward"
     return line
@@ -162,22 +197,26 @@ def _nothing(files: Mapping[int, Path], wanted: Wanted, directory: Path) -> str:
 def _show(sample: StoredSample, text_of: TextOf) -> None:
     print(_head(sample))
     _block("prompt", text_of(sample.prompt_tokens))
-    _block("response", text_of(sample.response_tokens))
+    if all(sample.response_mask):
+        _block("response", text_of(sample.response_tokens))
+    else:
+        for drawn, tokens in sample.spans:
+            _block("policy" if drawn else "observed", text_of(tokens))
     if sample.answer is not None:
         _block("answer", sample.answer)
 
 
 def _head(sample: StoredSample) -> str:
-    parts = [f"step {sample.step}", f"group {sample.group}", f"sample {sample.sample}", _rewards(sample)]
-    parts += [f"advantage {sample.advantage:.4g}"] if sample.advantage is not None else []
+    fields = [f"step {sample.step}", f"group {sample.group}", f"sample {sample.sample}", _rewards(sample)]
+    fields += [f"advantage {sample.advantage:.4g}"] if sample.advantage is not None else []
     tokens = len(sample.response_tokens)
     others = tokens - sum(sample.response_mask)
-    parts.append(f"{tokens} tokens" + (f", {others} of them not the policy's" if others else ""))
-    parts += [sample.finish_reason, f"version {sample.version}"]
-    parts += [f"row {sample.data_row}"] if sample.data_row is not None else []
-    parts += [f"engine {sample.engine}"] if sample.engine is not None else []
-    parts += [f"{sample.seconds:.2f} s"] if sample.seconds is not None else []
-    return visible("  ".join(parts))
+    fields.append(f"{tokens} tokens" + (f", {others} of them not the policy's" if others else ""))
+    fields += [sample.finish_reason, f"version {sample.version}"]
+    fields += [f"row {sample.data_row}"] if sample.data_row is not None else []
+    fields += [f"engine {sample.engine}"] if sample.engine is not None else []
+    fields += [f"{sample.seconds:.2f} s"] if sample.seconds is not None else []
+    return visible("  ".join(fields))
 
 
 def _rewards(sample: StoredSample) -> str:
@@ -185,8 +224,12 @@ def _rewards(sample: StoredSample) -> str:
     said = []
     for what, value in (("reward", sample.reward), ("cost", sample.cost)):
         prefix = f"{what}/"
-        names = {name.removeprefix(prefix): each for name, each in sample.by_name.items() if name.startswith(prefix)}
-        of = ", ".join(f"{name} {each:.4g}" for name, each in names.items())
+        names = {
+            name.removeprefix(prefix): value_of_name
+            for name, value_of_name in sample.by_name.items()
+            if name.startswith(prefix)
+        }
+        of = ", ".join(f"{name} {value_of_name:.4g}" for name, value_of_name in names.items())
         if value is not None:
             said.append(f"{what} {value:.4g}" + (f" ({of})" if of else ""))
     return "  ".join(said) or "no reward"
@@ -215,20 +258,20 @@ def _show_group(samples: Sequence[StoredSample], text_of: TextOf) -> None:
     Console(highlight=False).print(table)
 
 
-def _cell(sample: StoredSample, parts: Sequence[Part]) -> Text:
+def _cell(sample: StoredSample, spans: Sequence[Part]) -> Text:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
-    of_parts = ((visible(text), style) for text, style in parts)
+    of_parts = ((visible(text), style) for text, style in spans)
     return Text.assemble((f"sample {sample.sample}, {reward}\n", "dim"), *of_parts)
 
 
-def marked(expected: str, found: str) -> tuple[list[Part], list[Part]]:
+def marked(expected: str, actual: str) -> tuple[list[Part], list[Part]]:
     """Two texts word by word: words of the first alone in `[-...-]`, those of the second alone in `{+...+}`.
 
     Texts of very many words are compared line by line.
     """
-    one, other = _WORDS.findall(expected), _WORDS.findall(found)
+    one, other = _WORDS.findall(expected), _WORDS.findall(actual)
     if max(len(one), len(other)) > _MOST_WORDS:
-        one, other = expected.splitlines(keepends=True), found.splitlines(keepends=True)
+        one, other = expected.splitlines(keepends=True), actual.splitlines(keepends=True)
     before: list[Part] = []
     after: list[Part] = []
     for kind, first, last, start, end in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():

@@ -43,16 +43,16 @@ def run(parsed: argparse.Namespace) -> int:
         print("\n".join(_overview(settings)))
         return 0
     name = parsed.name.partition("=")[0].lstrip("-").rstrip(".")
-    print("\n\n".join("\n".join(_lines(each)) for each in _named(settings, name)))
+    print("\n\n".join("\n".join(_lines(setting)) for setting in _named(settings, name)))
     return 0
 
 
 def _overview(settings: Sequence[Described]) -> Iterator[str]:
     """Every group and setting at the top, in a line or two each."""
-    for each in settings:
-        if "." not in each.path:
-            about = each.meaning.partition(". ")[0].rstrip(".").replace("`", "")
-            yield from textwrap.wrap(f"{each.path:<20} {about}", _WIDTH, subsequent_indent=" " * 21)
+    for setting in settings:
+        if "." not in setting.path:
+            about = setting.meaning.partition(". ")[0].rstrip(".").replace("`", "")
+            yield from textwrap.wrap(f"{setting.path:<20} {about}", _WIDTH, subsequent_indent=" " * 21)
     yield ""
     yield "hybridflow settings NAME shows a setting, or all settings of a group such as train.optimizer."
 
@@ -60,13 +60,13 @@ def _overview(settings: Sequence[Described]) -> Iterator[str]:
 def _named(settings: Sequence[Described], name: str) -> list[Described]:
     """A setting, the settings of a group, or those of a name in any group."""
     name = name.replace("-", "_")
-    found = [each for each in settings if _pattern(each.path).fullmatch(name)]
-    if found:
-        paths = tuple(each.path for each in found)
-        return [each for each in settings if each.path.startswith(paths) and _is_within(each.path, paths)]
-    found = [each for each in settings if each.path.rpartition(".")[2] == name]
-    if found:
-        return found
+    matches = [setting for setting in settings if _pattern(setting.path).fullmatch(name)]
+    if matches:
+        paths = tuple(setting.path for setting in matches)
+        return [setting for setting in settings if setting.path.startswith(paths) and _is_within(setting.path, paths)]
+    matches = [setting for setting in settings if setting.path.rpartition(".")[2] == name]
+    if matches:
+        return matches
     raise UserError(f"{shortened(name)}: no such setting: {_suggested(settings, name)}")
 
 
@@ -85,13 +85,15 @@ def _suggested(settings: Sequence[Described], name: str) -> str:
     from hybridflow.config.error_messages import suggestion
     from hybridflow.config.recipe import Recipe
 
-    told = suggestion(Recipe, tuple(name.split(".")), None, None)
-    if " takes " not in told:  # which is all that it can say of other names
-        return told
-    alike = {each.path: each.path for each in settings} | {each.path.rpartition(".")[2]: each.path for each in settings}
+    text = suggestion(Recipe, tuple(name.split(".")), None, None)
+    if " takes " not in text:  # which is all that it can say of other names
+        return text
+    alike = {setting.path: setting.path for setting in settings} | {
+        setting.path.rpartition(".")[2]: setting.path for setting in settings
+    }
     near = difflib.get_close_matches(name, alike, n=_MOST_ALIKE, cutoff=_ALIKE)
     if near:
-        return f"did you mean {' or '.join(dict.fromkeys(alike[each] for each in near))}?"
+        return f"did you mean {' or '.join(dict.fromkeys(alike[candidate] for candidate in near))}?"
     foreign = difflib.get_close_matches(name, Recipe.other_names, n=1, cutoff=_ALIKE)
     return f"{foreign[0]}: {Recipe.other_names[foreign[0]]}" if foreign else "hybridflow settings lists them"
 

@@ -18,11 +18,11 @@ from engine3d.errors import DamagedCheckpointError, UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
 from hybridflow.cli.outcome import fail, guarded, last_words
-from hybridflow.cli.recipe_arguments import checked_recipes, several_actors_launched
+from hybridflow.cli.recipe_arguments import check_cluster, checked_recipes, several_actors_launched
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.config.yaml_loader import parse_override
+from hybridflow.config.yaml_loader import parse_override, settings_yaml
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
@@ -57,7 +57,7 @@ def train(parsed: argparse.Namespace) -> int:
         return guarded(lambda: actors.train(recipes, parsed.words))
     recipe = next(iter(recipes.values()))
     termination.grace_s = recipe.limits.stop_s
-    if recipe.placement.cluster is not None and (code := guarded(lambda: _check_cluster(recipe))):
+    if code := check_cluster(recipe):
         return code
 
     damaged: list[Path] = []
@@ -69,8 +69,8 @@ def train(parsed: argparse.Namespace) -> int:
             damaged.extend([] if error.checkpoint is None else [error.checkpoint])
             raise
 
-    def tell_how_to_go_on() -> None:
-        if lines := closing.how_to_go_on(recipe, parsed.words, *damaged):
+    def tell_how_to_resume() -> None:
+        if lines := closing.how_to_resume(recipe, parsed.words, *damaged):
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def say_what_it_failed_of() -> None:
@@ -81,32 +81,25 @@ def train(parsed: argparse.Namespace) -> int:
             last_words.say()
 
     def note_directory() -> None:
-        last_words.directory = recipe.directory if closing.has_begun(recipe) else None
+        last_words.directory = recipe.directory if closing.has_begun(recipe.directory, settings_yaml(recipe)) else None
 
     termination.last_words = say_what_it_failed_of
     termination.add_resort(note_directory)
-    termination.add_resort(tell_how_to_go_on)  # after Ctrl-C it stands below the line that says so
+    termination.add_resort(tell_how_to_resume)  # after Ctrl-C it stands below the line that says so
     try:
         code = guarded(work)
     except UserError as error:
         code = fail(error, 1)
-    termination.remove_resort(tell_how_to_go_on)
+    termination.remove_resort(tell_how_to_resume)
     if code:
         note_directory()
-        tell_how_to_go_on()
+        tell_how_to_resume()
     return code
-
-
-def _check_cluster(recipe: Recipe) -> int:
-    from hybridflow.trainer.attached_cluster import check_cluster_of
-
-    check_cluster_of(recipe)
-    return 0
 
 
 def _run_recipe(recipe: Recipe) -> int:
     with quick_imports():
-        from hybridflow.trainer.trainer import train as train_recipe
+        from hybridflow.trainer.run import train as train_recipe
 
     train_recipe(recipe)
     return 0
@@ -139,17 +132,17 @@ def _resumable(run: Path) -> Path:
     """The absolute path of a run's directory. Raises UserError where there is nothing to resume."""
     if not (run / RECIPE).is_file():
         if (runs := runs_in(run)) != [run]:
-            names = ", ".join(each.name for each in runs)
+            names = ", ".join(run.name for run in runs)
             raise UserError(
                 f"resume: {run} has the runs of several actors ({names}), which go on together: expected "
                 "hybridflow train RECIPE resume=auto"
             )
         raise UserError(f"resume: no run in {run} (it has no {RECIPE}); expected a run's directory such as runs/demo")
     saved = saved_to(run)
-    whole, skipped = find_checkpoints(saved) if saved is not None else ([], [])
+    complete, skipped = find_checkpoints(saved) if saved is not None else ([], [])
     # One that is damaged is told by the run; a save that was killed leaves no manifest.
-    is_damaged = any((each.directory / MANIFEST).exists() for each in skipped)
-    if not whole and not is_damaged and started_from(run, saved or run / CHECKPOINTS) is None:
+    is_damaged = any((incomplete.directory / MANIFEST).exists() for incomplete in skipped)
+    if not complete and not is_damaged and started_from(run, saved or run / CHECKPOINTS) is None:
         raise UserError(
             f"resume: the run in {run} has saved no checkpoint; checkpoint.save_interval=10 saves every ten steps"
         )
@@ -185,7 +178,7 @@ def replay(parsed: argparse.Namespace) -> int:
     for line in [*check_recipe(plan.recipe), *plan.lines()]:
         print(line, flush=True)
     termination.grace_s = plan.recipe.limits.stop_s
-    if plan.recipe.placement.cluster is not None and (code := guarded(lambda: _check_cluster(plan.recipe))):
+    if code := check_cluster(plan.recipe):
         return code
     try:
         return guarded(lambda: _replay(plan))
@@ -197,6 +190,6 @@ def _replay(plan: ReplayPlan) -> int:
     with quick_imports():
         from hybridflow.trainer.replaying.replay import replay as replay_step
 
-    found = replay_step(plan)
-    print("\n".join(found.lines()), flush=True)
-    return 0 if found.as_expected else DIFFERENT
+    verdict = replay_step(plan)
+    print("\n".join(verdict.lines()), flush=True)
+    return 0 if verdict.as_expected else DIFFERENT

@@ -30,7 +30,7 @@ from hybridflow.rundir.watching import (
     follow,
     goes_on,
     last_lines,
-    read_place,
+    read_position,
 )
 
 _LINES = 20
@@ -38,7 +38,7 @@ _LATE_S = 10.0
 """Without a heartbeat, after which it is told: a network's file system may show a file a little later."""
 _WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 _RECORDS = 200
-"""Of the newest, among which one of a step is looked for."""
+"""Newest records, among which the last step is searched."""
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=int,
         metavar="N",
-        help="put the responses to held-out prompts of these two steps side by side (the first and the last)",
+        help="responses to held-out prompts and loads of experts of these two steps (the first and the last)",
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="the page to write (RUN/report.html)")
 
@@ -99,13 +99,13 @@ def logs(parsed: argparse.Namespace) -> int:
         raise UserError(f"{parsed.run} holds the runs of several actors, expected one: {', '.join(map(str, runs))}")
     directory = checked_run(parsed.run)
     there = find_logs(directory)
-    wanted = _wanted(parsed)
+    selection = _selection(parsed)
     if parsed.first_failure:
         failure = _failure_of(directory, parsed)
         print("\n".join(map(visible, failure.lines())))
         if failure.role is None:
             return 0
-        wanted |= {"role": failure.role, "rank": failure.rank}
+        selection |= {"role": failure.role, "rank": failure.rank}
     hosts = {(beat.role, beat.rank): beat.host for beat in read_heartbeats(directory / LOGS)}
 
     def host_of(log: Log) -> str | None:
@@ -115,17 +115,19 @@ def logs(parsed: argparse.Namespace) -> int:
 
     def is_wanted(log: Log) -> bool:
         return (
-            (wanted["role"] is None or log.is_of(wanted["role"]))
-            and wanted["rank"] in (None, log.rank)
-            and (wanted["host"] is None or wanted["host"] == host_of(log))
+            (selection["role"] is None or log.is_of(selection["role"]))
+            and selection["rank"] in (None, log.rank)
+            and (selection["host"] is None or selection["host"] == host_of(log))
         )
 
     chosen = [log for log in there if is_wanted(log)]
     if not chosen and not (parsed.follow and goes_on(directory)):
         names = ", ".join(log.name for log in there) or "none"
-        asked = " ".join(f"--{name} {shortened(str(value))}" for name, value in wanted.items() if value is not None)
-        on = f", on {listed(sorted(set(hosts.values())))}" if wanted["host"] is not None else ""
-        raise UserError(f"no log of {asked or 'any rank'} in {directory}; there are: {names}{on}")
+        options = " ".join(
+            f"--{name} {shortened(str(value))}" for name, value in selection.items() if value is not None
+        )
+        on = f", on {listed(sorted(set(hosts.values())))}" if selection["host"] is not None else ""
+        raise UserError(f"no log of {options or 'any rank'} in {directory}; there are: {names}{on}")
     if parsed.follow:
         for log, line in follow(directory, is_wanted, parsed.lines):
             print(_shown(log, line), flush=True)
@@ -154,18 +156,18 @@ def report(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _wanted(parsed: argparse.Namespace) -> dict[str, Any]:
-    """What the options say of the logs to be shown."""
+def _selection(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that select logs."""
     return {"role": parsed.role, "rank": parsed.rank, "host": parsed.host}
 
 
 def _failure_of(directory: Path, parsed: argparse.Namespace) -> FirstFailure:
-    """What the run failed of.
+    """Return the first failure of the run.
 
     Raises:
         UserError: it has not, or options contradict.
     """
-    given = [f"--{name}" for name, value in _wanted(parsed).items() if value is not None]
+    given = [f"--{name}" for name, value in _selection(parsed).items() if value is not None]
     given += ["--follow"] if parsed.follow else []
     if given:
         raise UserError(f"--first-failure with {given[0]}: it chooses the log itself")
@@ -180,21 +182,21 @@ def _shown(log: Log, line: bytes) -> str:
 
 
 def _text(line: bytes) -> str:
-    """What a terminal shows of a line: of a progress bar the last state."""
+    """Return a line as a terminal shows it: the last state of a progress bar."""
     return visible(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
 
 
 def _status(directory: Path, now: float) -> Iterator[str]:
-    place, is_going_on = read_place(directory), goes_on(directory)
+    position, is_going_on = read_position(directory), goes_on(directory)
     total = _steps(directory, "train")
     at = "phase start"
-    if place is not None:
+    if position is not None:
         of = f" of {total}" if total is not None else ""
-        at = f"step {place.step}{of}, {place.phase}" if place.step else f"phase {place.phase}"
-        at += f" for {_duration(now - place.since)}" if is_going_on else f" (entered {_clock(place.since)})"
-    is_finished = place is not None and place.phase == "end" and not is_going_on
-    if place is not None and is_finished:
-        yield f"{directory}: finished, {_clock(place.since)}"
+        at = f"step {position.step}{of}, {position.phase}" if position.step else f"phase {position.phase}"
+        at += f" for {_duration(now - position.since)}" if is_going_on else f" (entered {_clock(position.since)})"
+    is_finished = position is not None and position.phase == "end" and not is_going_on
+    if position is not None and is_finished:
+        yield f"{directory}: finished, {_clock(position.since)}"
         yield from _result(directory)
     elif is_going_on:
         yield f"{directory}: running; {at}"
@@ -216,16 +218,16 @@ def _status(directory: Path, now: float) -> Iterator[str]:
             yield f"model {directory / EXPORT}"
         yield f"hybridflow report {shlex.quote(str(directory))} draws its metrics, hybridflow logs shows its logs"
         return
-    found = find_logs(directory)
+    logs = find_logs(directory)
     beats = {(beat.role, beat.rank): beat for beat in read_heartbeats(directory / LOGS)}
-    width = max((len(log.name) for log in found), default=0)
+    width = max((len(log.name) for log in logs), default=0)
     if is_going_on and (line := _hosts(directory, beats.values(), now)):
         yield line
-    for log in found:
-        told = _without_warnings([line for line in map(_text, last_lines(log.path, 20)) if line.strip()])
+    for log in logs:
+        lines = _without_warnings([line for line in map(_text, last_lines(log.path, 20)) if line.strip()])
         age = _duration(now - log.path.stat().st_mtime)
         at = _at(log, beats.get(log.of_rank), now) if is_going_on else ""
-        last = f"{age} ago: {shortened(told[-1], 160)}" if told else "has said nothing"
+        last = f"{age} ago: {shortened(lines[-1], 160)}" if lines else "has said nothing"
         yield f"{log.name:<{width}}  {at}{last}"
 
 
@@ -265,17 +267,17 @@ def _hosts(directory: Path, beats: Iterable[Heartbeat], now: float) -> str:
 
 
 def _at(log: Log, beat: Heartbeat | None, now: float) -> str:
-    """What a rank of a run that goes on is at; of an engine, where it is."""
+    """Return the method of a rank of a running run, or the host of an engine."""
     if beat is None:
         return ""
     if log.role != beat.role:
         return f"on {beat.host}: "
     what = beat.method if beat.has_turn else f"waits for its turn in {beat.method}"
-    parts = f", {beat.parts:,} {beat.unit or 'parts'} done" if beat.parts and beat.method else ""
+    done = f", {beat.completed:,} {beat.unit or 'parts'} done" if beat.completed and beat.method else ""
     if beat.total and beat.method:
-        parts = f", {beat.done:,} of {beat.total:,} {beat.unit}"
+        done = f", {beat.done:,} of {beat.total:,} {beat.unit}"
     late = f", no heartbeat for {_duration(now - beat.at)}" if now - beat.at > _LATE_S else ""
-    return f"on {beat.host}: {what or 'idle'} for {_duration(now - beat.since)}{parts}{late}; "
+    return f"on {beat.host}: {what or 'idle'} for {_duration(now - beat.since)}{done}{late}; "
 
 
 _STEPS_OF_PHASE = {"train": "trainer.steps", "sft": "warmup.steps"}
@@ -297,8 +299,8 @@ def _newest_step(path: Path) -> Record | None:
         try:
             values = parse_json(line)
             phase, step = values.pop("phase"), values.pop("step")
-            figures = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
-            records.append(Record(str(phase), int(step), figures))
+            metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+            records.append(Record(str(phase), int(step), metrics))
         except (JsonError, ValueError, KeyError, AttributeError, TypeError, OverflowError):
             continue  # cut off, or half written
     of_steps = [record for record in records if record.phase == "train"]
@@ -307,11 +309,11 @@ def _newest_step(path: Path) -> Record | None:
 
 def _newest_checkpoint(directory: Path, now: float) -> str:
     root = saved_to(directory)
-    whole = find_checkpoints(root)[0] if root is not None else []
-    if not whole:
+    complete = find_checkpoints(root)[0] if root is not None else []
+    if not complete:
         return "no whole checkpoint"
-    age = _duration(now - (whole[0] / MANIFEST).stat().st_mtime)
-    return f"checkpoint {read_manifest(whole[0]).step}  {whole[0]}  {age} ago"
+    age = _duration(now - (complete[0] / MANIFEST).stat().st_mtime)
+    return f"checkpoint {read_manifest(complete[0]).step}  {complete[0]}  {age} ago"
 
 
 def _duration(seconds: float) -> str:

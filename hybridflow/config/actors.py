@@ -38,23 +38,23 @@ def load_recipes(path: Path | str, overrides: Sequence[str] = (), actor: str | N
     Raises:
         SettingsError: with one line for every error found.
     """
-    data, places = read_with_overrides(Path(path), overrides)
+    data, locations = read_with_overrides(Path(path), overrides)
     if ACTORS not in data:
         if actor is not None:
             raise SettingsError([f"{path}: --actor {shortened(actor)}, and the recipe has no actors"])
-        return {"": build_settings(Recipe, data, places, str(path))}
-    actors = _checked(data[ACTORS], places.get((ACTORS,), str(path)))
+        return {"": build_settings(Recipe, data, locations, str(path))}
+    actors = _checked(data[ACTORS], locations.get((ACTORS,), str(path)))
     if actor is not None and actor not in actors:
         raise SettingsError([f"{path}: --actor {shortened(actor)}: expected one of {', '.join(actors)}"])
-    found, lines = {}, []
+    recipes, lines = {}, []
     for name in actors if actor is None else [actor]:
         try:
-            found[name] = build_settings(Recipe, *_of_actor(name, data, places), str(path))
+            recipes[name] = build_settings(Recipe, *_of_actor(name, data, locations), str(path))
         except SettingsError as error:
             lines += [f"actor {name}: {line}" for line in error.lines]
     if lines:
         raise SettingsError(list(dict.fromkeys(lines)))
-    return found
+    return recipes
 
 
 def load_one_recipe(path: Path | str, overrides: Sequence[str] = (), actor: str | None = None) -> Recipe:
@@ -69,32 +69,32 @@ def load_one_recipe(path: Path | str, overrides: Sequence[str] = (), actor: str 
     return next(iter(recipes.values()))
 
 
-def _checked(actors: Any, place: str) -> dict[str, dict[str, Any]]:
+def _checked(actors: Any, location: str) -> dict[str, dict[str, Any]]:
     """The mapping of `actors`. Raises SettingsError."""
     if not isinstance(actors, dict) or not 1 < len(actors) <= MOST_ACTORS:
-        found = f"{len(actors)} of them" if isinstance(actors, dict) else shortened(repr(actors))
+        given = f"{len(actors)} of them" if isinstance(actors, dict) else shortened(repr(actors))
         raise SettingsError(
-            [f"{place}: actors: found {found}, expected 2 to {MOST_ACTORS} names, each with its settings"]
+            [f"{location}: actors: found {given}, expected 2 to {MOST_ACTORS} names, each with its settings"]
         )
     lines = []
     for name, settings in actors.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            lines.append(f"{place}: actors: {shortened(repr(name))} is no name, expected letters, digits and ._-")
+            lines.append(f"{location}: actors: {shortened(repr(name))} is no name, expected letters, digits and ._-")
         elif not isinstance(settings, dict):
-            lines.append(f"{place}: actors.{name}: found {shortened(repr(settings))}, expected settings of a recipe")
+            lines.append(f"{location}: actors.{name}: found {shortened(repr(settings))}, expected settings of a recipe")
         else:
             of_the_run = [key for key in _OF_THE_RUN if key in settings]
-            lines += [f"{place}: actors.{name}.{key} is set, which is of the whole run" for key in of_the_run]
+            lines += [f"{location}: actors.{name}.{key} is set, which is of the whole run" for key in of_the_run]
     if lines:
         raise SettingsError(lines)
     return actors
 
 
-def _of_actor(name: str, data: dict[str, Any], places: dict[Key, str]) -> tuple[dict[str, Any], dict[Key, str]]:
+def _of_actor(name: str, data: dict[str, Any], locations: dict[Key, str]) -> tuple[dict[str, Any], dict[Key, str]]:
     """All that the recipe of an actor says, and where."""
     shared = {key: value for key, value in data.items() if key != ACTORS}
     run = Path(str(shared.get("run_dir", Recipe.model_fields["run_dir"].default))) / str(shared.get("name", ""))
-    own = merged(shared, data[ACTORS][name]) | {"name": name, "run_dir": str(run), "actor": name}
+    settings = merged(shared, data[ACTORS][name]) | {"name": name, "run_dir": str(run), "actor": name}
     prefix = (ACTORS, name)
-    of_actor = {key[len(prefix) :]: place for key, place in places.items() if key[: len(prefix)] == prefix}
-    return own, {key: place for key, place in places.items() if key[0] != ACTORS} | of_actor
+    of_actor = {key[len(prefix) :]: location for key, location in locations.items() if key[: len(prefix)] == prefix}
+    return settings, {key: location for key, location in locations.items() if key[0] != ACTORS} | of_actor

@@ -21,14 +21,14 @@ _ONE_DISTRIBUTION = (
 
 
 class PromptSampling(Settings):
-    """What is drawn otherwise than `rollout.sampling` has it, for prompts of some lengths; as there where null."""
+    """Sampling settings for prompts up to a length; those of `rollout.sampling` where null."""
 
     prompt_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """The longest of these prompts, in tokens; prompts of any length if null."""
     max_new_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Most tokens of a response."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Tokens at which a response ends, beside the model's own."""
+    """Tokens at which a response ends, besides the model's own."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     """Texts at which a response ends."""
     ignore_eos: bool | None = None
@@ -46,7 +46,7 @@ class PromptSampling(Settings):
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """How the responses of a step are drawn, by the tokens of their prompts.
+    """Sampling settings of a step by the length of the prompt.
 
     Args:
         rows: most tokens of a prompt, rising, and how responses to such prompts are drawn; None at most in the last.
@@ -77,7 +77,7 @@ class SamplingTable:
         return cls(tuple(made), rest)
 
     def for_prompt(self, tokens: int) -> SamplingConfig:
-        """For a prompt of so many tokens."""
+        """Return the sampling settings of a prompt of this many tokens."""
         for bound, sampling in self.rows:
             if bound is None or tokens <= bound:
                 return sampling
@@ -100,31 +100,31 @@ class SamplingTable:
         return min(sampling.max_new_tokens for sampling in self.used)
 
     def sequence_tokens(self, prompt_tokens: int) -> int:
-        """Of a prompt with the longest response to it."""
+        """Return the tokens of a prompt and its longest response."""
         return prompt_tokens + self.for_prompt(prompt_tokens).max_new_tokens
 
     def prompt_limit(self, context: int) -> int:
-        """The longest prompt up to which each has room for its response in a context of so many tokens.
+        """Return the longest prompt up to which each prompt and its response fit into a context of this many tokens.
 
         Raises:
-            UserError: a row is of no prompt, as it or those before it leave no room for one.
+            UserError: a row matches no prompt, as its response, or an earlier row's, leaves no tokens for one.
         """
         before = 0
         for bound, sampling in (*self.rows, (None, self.rest)):
-            response, room = sampling.max_new_tokens, context - sampling.max_new_tokens
-            if room <= before:
+            response, prompt_tokens = sampling.max_new_tokens, context - sampling.max_new_tokens
+            if prompt_tokens <= before:
                 of = f"of prompts of more than {before} tokens " if before else ""
                 raise UserError(
                     f"rollout.adaptive_sampling: max_new_tokens={response} {of}leaves no room for a prompt in a "
                     f"context of {context} tokens"
                 )
             if bound is None:
-                return room
-            if room < bound:
+                return prompt_tokens
+            if prompt_tokens < bound:
                 raise UserError(
                     f"rollout.adaptive_sampling: max_new_tokens={response} of prompts of up to {bound} tokens leaves "
-                    f"room for {room} of them in a context of {context} tokens; expected prompt_tokens={room}, or a "
-                    "smaller max_new_tokens"
+                    f"room for {prompt_tokens} of them in a context of {context} tokens; expected "
+                    f"prompt_tokens={prompt_tokens}, or a smaller max_new_tokens"
                 )
             before = bound
         raise AssertionError("the last row is of all prompts")

@@ -1,4 +1,4 @@
-"""Where the settings of an algorithm do not go with those of the run around it."""
+"""Combinations of an algorithm's settings with those of the run that are refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.pf_ppo import PFPPOSettings
 from hybridflow.algorithms.ppo import PPOSettings
+from hybridflow.algorithms.preferences import PreferenceSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import TrainerConfig
@@ -19,7 +20,7 @@ from hybridflow.data.config import DataConfig
 def misfits(
     algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole, data: DataConfig
 ) -> Iterator[str]:
-    """What does not go together, a line each."""
+    """Yield a line for each combination of settings that is refused."""
     if rollout.stream is not None or trainer.max_staleness > 1:
         yield from _of_stream(trainer, rollout)
     if trainer.async_evaluation and rollout.stream is not None:
@@ -36,6 +37,7 @@ def misfits(
                 f"{setting} with trainer.max_staleness={trainer.max_staleness}, where the engines are in the next "
                 "step's rollout already; expected 0"
             )
+    yield from _of_staleness(algorithm, trainer)
     if algorithm.correction is not None:
         yield from _of_correction(algorithm, algorithm.correction, trainer)
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
@@ -48,6 +50,38 @@ def misfits(
         yield from _of_filtration(algorithm, trainer, rollout)
     if trainer.epochs_of_data is None:
         yield from pretraining_misfits(algorithm, trainer.steps)
+
+
+def replay_misfits(
+    mode: str, algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole
+) -> Iterator[str]:
+    """Yield a line for each setting that `train.routing_replay` does not go with. `mode`: its value, not "none"."""
+    setting, name = f"train.routing_replay={mode}", f"algorithm.name={algorithm.name}"
+    if not algorithm.needs_engines:
+        yield f"{setting} with {name}, whose responses the data have, without routes; expected none"
+        return
+    if isinstance(algorithm, DistillationSettings | PreferenceSettings) or algorithm.kept_samples:
+        yield f"{setting} with {name}, which was not tried; expected none"
+    if mode != "update":
+        return
+    if rollout.engine.routes:
+        yield f"{setting} with rollout.engine.routes=true, whose routes nobody would read; expected rollout, or false"
+    correction = algorithm.correction
+    if correction is not None and not correction.needs_proximal:
+        yield (
+            f"{setting} with algorithm.correction, which needs no log-probs of the policy before the step: there are "
+            "no routes of them; expected rollout, or none"
+        )
+    if correction is None and trainer.off_policy:
+        yield (
+            f"{setting} with trainer.max_staleness={trainer.max_staleness}, where the ratio is to the engines' "
+            "log-probs: there are no routes of the trainer's; expected rollout, an algorithm.correction, or none"
+        )
+    elif correction is None and trainer.updates_per_step == 1:
+        yield (
+            f"{setting} with one update a step, whose own routes are those of the old log-probs; expected "
+            "trainer.mini_batches or epochs above 1, rollout, or none"
+        )
 
 
 def _of_stream(trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
@@ -68,14 +102,14 @@ def _of_stream(trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
             "rollout.weights.rolling=true with trainer.max_staleness=0, where engines have nothing to generate while "
             "weights change; expected false, or a max_staleness above 0"
         )
-    if rollout.lend and rollout.engine.release_weights:
+    if rollout.lease and rollout.engine.release_weights:
         yield (
-            "rollout.lend=true with rollout.engine.release_weights=true, whose memory goes and comes back for all "
+            "rollout.lease=true with rollout.engine.release_weights=true, whose memory goes and comes back for all "
             "engines at once; expected one of them"
         )
-    if rollout.lend and stream.engine_restarts:
+    if rollout.lease and stream.engine_restarts:
         yield (
-            f"rollout.lend=true with rollout.stream.engine_restarts={stream.engine_restarts}, which was not tried: an "
+            f"rollout.lease=true with rollout.stream.engine_restarts={stream.engine_restarts}, which was not tried: an "
             "engine may be lost while a model has its device; expected one of them"
         )
     if rollout.weights.rolling and rollout.engine.release_weights:
@@ -83,6 +117,28 @@ def _of_stream(trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
             "rollout.weights.rolling=true with rollout.engine.release_weights=true, whose memory goes and comes back "
             "for all engines at once; expected one of them"
         )
+
+
+def _of_staleness(algorithm: AlgorithmSettings, trainer: TrainerConfig) -> Iterator[str]:
+    """Misfits of samples that the policy before the step made, or did not make."""
+    staleness, name = f"trainer.max_staleness={trainer.max_staleness}", f"algorithm.name={algorithm.name}"
+    if not trainer.off_policy:
+        if algorithm.needs_old_policy and trainer.updates_per_step == 1:
+            yield (
+                f"{name} with one update a step, of the very policy that made the samples, where it is nothing but the "
+                "policy gradient; expected trainer.mini_batches, epochs or max_staleness above that"
+            )
+        return
+    proximal = algorithm.correction is not None and algorithm.correction.against == "proximal"
+    if algorithm.kl_guard is not None and not proximal:
+        yield (
+            f"algorithm.kl_guard is set with {staleness}, where the policy before the step did not make the samples; "
+            "expected 0, no kl_guard, or an algorithm.correction, whose ratio is to that policy"
+        )
+    if algorithm.greedy_baseline:
+        yield f"{staleness} with {name}, whose baselines are generated between rollout and update; expected 0"
+    if isinstance(algorithm, PreferenceSettings):
+        yield f"{staleness} with {name}, which was not tried; expected 0"
 
 
 def _of_one_update(name: str, trainer: TrainerConfig) -> Iterator[str]:
@@ -189,7 +245,7 @@ def _of_filtration(algorithm: PFPPOSettings, trainer: TrainerConfig, rollout: Ro
 
 
 def pretraining_misfits(algorithm: AlgorithmSettings, steps: int) -> Iterator[str]:
-    """What is wrong where so many steps are made of an algorithm whose first ones may train the critic alone."""
+    """Yield the errors of a run whose steps may all be steps that train the critic alone."""
     if isinstance(algorithm, PPOSettings) and algorithm.critic_warmup_steps >= steps:
         yield (
             f"algorithm.critic_warmup_steps={algorithm.critic_warmup_steps} with trainer.steps={steps}, in which the "

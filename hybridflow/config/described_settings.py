@@ -1,6 +1,6 @@
 """Settings of a recipe, described by their models: type, default, bounds and meaning.
 
-docs/configuration.md and `hybridflow settings` are made of it.
+The pages of docs/configuration and `hybridflow settings` are made of it.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _algorithm_settings() -> Iterator[Described]:
             bases = (base for base in reversed(load(algorithms[-1]).settings.__mro__) if issubclass(base, BaseModel))
             model = next(base for base in bases if name in base.model_fields)  # which says what it is
             field, only = model.model_fields[name], f" Only with {' or '.join(algorithms)}."
-        for each in _setting_or_group(path, model, name, field, None):
-            yield replace(each, meaning=each.meaning + only)
+        for setting in _setting_or_group(path, model, name, field, None):
+            yield replace(setting, meaning=setting.meaning + only)
 
 
 def default_of(model: type[BaseModel], name: str, field: FieldInfo, parent: Any) -> Any:
@@ -165,16 +165,16 @@ def type_of(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        yield from _kinds(parts[0])
+        yield from _kinds(arguments[0])
     elif origin is Literal:
-        yield " or ".join(f"`{part}`" for part in parts)
+        yield " or ".join(f"`{choice}`" for choice in arguments)
     elif origin in (Union, types.UnionType):
-        for part in parts:
-            yield from _kinds(part)
+        for argument in arguments:
+            yield from _kinds(argument)
     elif origin in (tuple, list):
-        yield "list" if model_of(parts[0]) else f"list of {' or '.join(_kinds(parts[0]))}"
+        yield "list" if model_of(arguments[0]) else f"list of {' or '.join(_kinds(arguments[0]))}"
     elif origin is dict:
         yield "mapping"
     else:
@@ -184,25 +184,25 @@ def _kinds(annotation: Any) -> Iterator[str]:
 
 def _inner_metadata(annotation: Any) -> Iterator[Any]:
     if typing.get_origin(annotation) is Annotated:
-        for each in typing.get_args(annotation)[1:]:
-            yield from each.metadata if isinstance(each, FieldInfo) else [each]
+        for metadata in typing.get_args(annotation)[1:]:
+            yield from metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
     elif typing.get_origin(annotation) in (Union, types.UnionType):
-        for part in typing.get_args(annotation):
-            yield from _inner_metadata(part)
+        for argument in typing.get_args(annotation):
+            yield from _inner_metadata(argument)
 
 
 def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
     words = (("Ge", "ge", "at least"), ("Gt", "gt", "above"), ("Le", "le", "at most"), ("Lt", "lt", "below"))
     for kind, name, word in words:
-        for each in metadata:
-            if isinstance(each, getattr(annotated_types, kind)):
-                yield f"{word} {shown(getattr(each, name))}"
+        for bound in metadata:
+            if isinstance(bound, getattr(annotated_types, kind)):
+                yield f"{word} {shown(getattr(bound, name))}"
 
 
 @cache
 def _docs(model: type[BaseModel]) -> dict[str, str]:
     """The texts below the settings of a class and of those that it derives from."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if not (isinstance(base, type) and issubclass(base, BaseModel)) or base is BaseModel:
             continue
@@ -210,10 +210,10 @@ def _docs(model: type[BaseModel]) -> dict[str, str]:
         assert isinstance(tree, ast.ClassDef)
         for setting, text in zip(tree.body, tree.body[1:], strict=False):
             if isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name):
-                found.pop(setting.target.id, None)
+                texts.pop(setting.target.id, None)
                 if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                    found[setting.target.id] = " ".join(str(text.value.value).split())
-    return found
+                    texts[setting.target.id] = " ".join(str(text.value.value).split())
+    return texts
 
 
 def meaning_of(path: str, model: type[BaseModel], name: str, field: FieldInfo) -> str:
@@ -236,7 +236,7 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
         return annotation
     if isinstance(annotation, ForwardRef) or typing.get_origin(annotation) is Literal:
         return None
-    return next((found for part in typing.get_args(annotation) if (found := model_of(part)) is not None), None)
+    return next((model for argument in typing.get_args(annotation) if (model := model_of(argument)) is not None), None)
 
 
 def is_list(annotation: Any) -> bool:

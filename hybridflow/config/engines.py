@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 
-from hybridflow.algorithms.preferences import PreferenceSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import PlacementConfig, TrainerConfig
@@ -21,15 +20,13 @@ def engine_errors(
     data: DataConfig,
     rewards: Sequence[str],
 ) -> Iterator[str]:
-    """What a recipe lacks for its engines; or what it says of engines, rewards and evaluation where none run.
+    """Yield what a recipe lacks for its engines, or sets for engines, rewards and evaluation although no engine runs.
 
     Args:
         algorithm, trainer, rollout, placement, data: of the recipe.
         rewards: the keys of rewards that are set.
     """
     name = f"algorithm.name={algorithm.name}"
-    if isinstance(algorithm, PreferenceSettings) and trainer.max_staleness:
-        yield f"trainer.max_staleness={trainer.max_staleness} with {name}, which was not tried; expected 0"
     if algorithm.needs_engines:
         if placement.rollout is None:
             yield f"placement.rollout is missing: the devices of the engines that {name} needs"
@@ -46,8 +43,8 @@ def engine_errors(
         yield f"placement.rollout is set with {why}; expected null, or none of it"
     if traced := trainer.traced_rollout_steps:
         yield f"trainer.profile.rollout_steps={traced} is set with {why}; expected 0, or none of it"
-    if found := _others(rollout, type(rollout)()):
-        yield f"rollout.{found[0]} is set with {why}; expected rollout=null, or none of it"
+    if changed := _others(rollout, type(rollout)()):
+        yield f"rollout.{changed[0]} is set with {why}; expected rollout=null, or none of it"
     for name in rewards:
         yield f"{name} is set with {why}; expected null, or none of it"
     if trainer.async_evaluation:
@@ -58,11 +55,11 @@ def engine_errors(
 
 def _others(settings: BaseModel, default: BaseModel) -> list[str]:
     """The settings that differ from their defaults, by their dotted names."""
-    found = []
+    names = []
     for name in type(settings).model_fields:
-        own, usual = getattr(settings, name), getattr(default, name)
-        if own != usual and isinstance(own, BaseModel) and isinstance(usual, BaseModel):
-            found += [f"{name}.{inner}" for inner in _others(own, usual)]
-        elif own != usual:
-            found.append(name)
-    return found
+        value, usual = getattr(settings, name), getattr(default, name)
+        if value != usual and isinstance(value, BaseModel) and isinstance(usual, BaseModel):
+            names += [f"{name}.{inner}" for inner in _others(value, usual)]
+        elif value != usual:
+            names.append(name)
+    return names

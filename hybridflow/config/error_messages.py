@@ -19,7 +19,7 @@ from hybridflow.errors.redaction import redacted
 Key = tuple[str | int, ...]
 
 _ALIKE, _MOST_EDITS = 0.8, 2
-"""Of a key and the one that was meant."""
+"""Similarity of a key to the one that was meant, and edits between them, at most."""
 _GROUP = ("model_type", "model_attributes_type", "dataclass_type")
 """Kinds of pydantic's errors about a value in place of a group."""
 _MOST_ELSEWHERE = 3
@@ -50,7 +50,7 @@ def describe_errors(
     settings: type[BaseModel],
     data: object,
     error: ValidationError,
-    places: Mapping[Key, str],
+    locations: Mapping[Key, str],
     source: str,
     recipe: type[BaseModel] | None = None,
 ) -> list[str]:
@@ -59,9 +59,9 @@ def describe_errors(
     Args:
         settings: the class that was validated.
         data: what it was validated from.
-        error: what pydantic found.
-        places: where each key was read (`file:line`, or the override).
-        source: the place of keys that are nowhere in `places`.
+        error: pydantic's.
+        locations: of each key, as `file:line` or the override.
+        source: the location of keys that `locations` lacks.
         recipe: settings that these stand for a part of, where an unknown key may belong.
     """
     wrong: dict[Key, list[ErrorDetails]] = {}
@@ -72,36 +72,36 @@ def describe_errors(
             wrong[key] = [detail for detail in wrong[key] if detail["type"] != "too_short"]
             if not wrong[key]:
                 del wrong[key]
-    return [_line(settings, key, details, _place(key, places, source), recipe) for key, details in wrong.items()]
+    return [_line(settings, key, details, _location(key, locations, source), recipe) for key, details in wrong.items()]
 
 
 def _line(
-    settings: type[BaseModel], key: Key, details: list[ErrorDetails], place: str, recipe: type[BaseModel] | None
+    settings: type[BaseModel], key: Key, details: list[ErrorDetails], location: str, recipe: type[BaseModel] | None
 ) -> str:
     name = shortened(".".join(map(str, key)), 120)
     first = details[0]
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{place}: unknown key {name}: {suggestion(settings, key, first['input'], recipe)}"
+        return f"{location}: unknown key {name}: {suggestion(settings, key, first['input'], recipe)}"
     if first["type"] == "missing":
-        return f"{place}: {name} is missing and has no default"
+        return f"{location}: {name} is missing and has no default"
     if first["type"] in ("value_error", "assertion_error"):
         reason = str(first.get("ctx", {}).get("error") or first["msg"])
-        return f"{place}: {f'{name}: ' if name else ''}{' '.join(reason.split())}"
+        return f"{location}: {f'{name}: ' if name else ''}{' '.join(reason.split())}"
     expected = " or ".join(dict.fromkeys(_expected(settings, key, detail) for detail in details))
-    found = shortened(repr(redacted(first["input"], key[-1] if key else "")))
+    shown = shortened(repr(redacted(first["input"], key[-1] if key else "")))
     others: Mapping[str, str] = getattr(settings, "other_names", {})
-    if isinstance(first["input"], Mapping) and (told := others.get(name)):
-        leaves = itertools.islice(_told_of_leaves(others, key, first["input"]), _MOST_LEAVES)
-        return f"{place}: {name} is no group of settings: {'; '.join((told, *leaves))}"
+    if isinstance(first["input"], Mapping) and (text := others.get(name)):
+        leaves = itertools.islice(_texts_of_leaves(others, key, first["input"]), _MOST_LEAVES)
+        return f"{location}: {name} is no group of settings: {'; '.join((text, *leaves))}"
     is_text = first["type"] in _GROUP and isinstance(first["input"], str)
     # Where a group has a name, a text is that name.
-    if is_text and "name" not in _keys_at(settings, key) and (told := others.get(first["input"])):
-        return f"{place}: {name} = {found}: {told}"
-    return f"{place}: {name} = {found}: expected {expected}"
+    if is_text and "name" not in _keys_at(settings, key) and (text := others.get(first["input"])):
+        return f"{location}: {name} = {shown}: {text}"
+    return f"{location}: {name} = {shown}: expected {expected}"
 
 
 def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
-    """What pydantic would have accepted, in the words of a person who edits a recipe."""
+    """Return what pydantic would have accepted, in words for an editor of recipes."""
     kind, context = detail["type"], detail.get("ctx", {})
     match kind:
         case "literal_error" | "enum":
@@ -127,7 +127,7 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
             return f"at least {context['min_length']:,} character{'s' if context['min_length'] > 1 else ''}"
         case _ if kind in _GROUP:
             keys = _keys_at(settings, key)
-            first = next((each for each in ("name", "path", "actor") if each in keys), None)
+            first = next((name for name in ("name", "path", "actor") if name in keys), None)
             if isinstance(detail["input"], str) and key and isinstance(key[-1], int) and "path" in keys:
                 return f"keys and values, such as {{path: {shortened(detail['input'])}}}"
             if isinstance(detail["input"], str) and first:
@@ -142,36 +142,36 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
 
 
 def suggestion(settings: type[BaseModel], key: Key, value: object, recipe: type[BaseModel] | None) -> str:
-    """What to write in place of an unknown key: what others mean by it, or a key that it is a typo of, or nothing."""
+    """Return what to write in place of an unknown key: its name here, the key it is a typo of, or the known keys."""
     others: Mapping[str, str] = getattr(settings, "other_names", {})
     name, group = str(key[-1]), ".".join(map(str, key[:-1]))
     known = _keys_at(settings, key[:-1])
-    own = others.get(f"{group}.{name}")
-    if own is None and (near := _typo_of(_plain(name), known)):
+    exact = others.get(f"{group}.{name}")
+    if exact is None and (near := _typo_of(_plain(name), known)):
         return f"did you mean {'.'.join(map(str, (*key[:-1], near)))}?"
-    own = own or others.get(_plain(name))
-    leaves = itertools.islice(_told_of_leaves(others, key, value), _MOST_LEAVES)
-    if told := [*([own] if own else []), *leaves]:
-        return "; ".join(told)
+    exact = exact or others.get(_plain(name))
+    leaves = itertools.islice(_texts_of_leaves(others, key, value), _MOST_LEAVES)
+    if texts := [*([exact] if exact else []), *leaves]:
+        return "; ".join(texts)
     key = (*key[:-1], _plain(name))
-    if found := _elsewhere(settings, key):
-        return f"here it is {' or '.join(found)}"
-    if recipe is not None and (found := _elsewhere(recipe, key)):
-        return f"here it is {' or '.join(found)} of the recipe, as recipe={{...}}"
+    if paths := _elsewhere(settings, key):
+        return f"here it is {' or '.join(paths)}"
+    if recipe is not None and (paths := _elsewhere(recipe, key)):
+        return f"here it is {' or '.join(paths)} of the recipe, as recipe={{...}}"
     return f"{group or 'the top level'} takes {', '.join(known)}"
 
 
 def _typo_of(name: str, known: Sequence[str]) -> str | None:
     """The key that a name is a slip of the fingers away from; not one that is merely alike."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=_ALIKE)
-    return next((each for each in near if _edits(name, each) <= _MOST_EDITS), None)
+    return next((candidate for candidate in near if _edits(name, candidate) <= _MOST_EDITS), None)
 
 
 def _edits(one: str, other: str) -> int:
     """Characters to put in, take out or replace until one text is the other (Levenshtein's distance)."""
     row = list(range(len(other) + 1))
-    for place, character in enumerate(one, start=1):
-        above, row[0] = row[0], place
+    for index, character in enumerate(one, start=1):
+        above, row[0] = row[0], index
         for column, theirs in enumerate(other, start=1):
             above, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, above + (character != theirs))
     return row[-1]
@@ -182,32 +182,32 @@ def _plain(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _told_of_leaves(others: Mapping[str, str], key: Key, value: object, depth: int = 0) -> Iterator[str]:
-    """What is told of the keys below an unknown one."""
+def _texts_of_leaves(others: Mapping[str, str], key: Key, value: object, depth: int = 0) -> Iterator[str]:
+    """Yield the texts of known names below an unknown key."""
     if not isinstance(value, Mapping) or depth == _DEEPEST:
         return
     for name, inner in itertools.islice(value.items(), _MOST_KEYS):
         below = (*key, str(name))
         dotted = ".".join(map(str, below))
         if isinstance(inner, Mapping):
-            yield from _told_of_leaves(others, below, inner, depth + 1)
+            yield from _texts_of_leaves(others, below, inner, depth + 1)
         elif text := others.get(dotted) or others.get(_plain(str(name))):
             yield f"{dotted}: {text}"
 
 
 def _elsewhere(settings: type[BaseModel], key: Key) -> list[str]:
     """The settings of the same name in other groups, where they are few: those below the key's own group first."""
-    found = list(dict.fromkeys(path for path in _paths(settings) if path[-1] == str(key[-1])))  # unions have some twice
-    within = [path for path in found if path[: len(key) - 1] == key[:-1]] if len(key) > 1 else []
-    least = min((len(path) for path in within or found), default=0)
-    nearest = [".".join(path) for path in within or found if len(path) == least]
+    paths = list(dict.fromkeys(path for path in _paths(settings) if path[-1] == str(key[-1])))  # unions have some twice
+    within = [path for path in paths if path[: len(key) - 1] == key[:-1]] if len(key) > 1 else []
+    least = min((len(path) for path in within or paths), default=0)
+    nearest = [".".join(path) for path in within or paths if len(path) == least]
     return nearest if len(nearest) <= _MOST_ELSEWHERE else []
 
 
 def _paths(group: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The name of every setting, however deep; those in lists and under names of the user's are left out."""
-    for each in _classes(group):
-        for name, annotation in _fields(each).items():
+    for model in _classes(group):
+        for name, annotation in _fields(model).items():
             yield (*above, name)
             yield from _paths(annotation, (*above, name))
 
@@ -243,41 +243,41 @@ def _classes(annotation: Any) -> Iterator[Any]:
     if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         yield annotation
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
-        for part in typing.get_args(annotation):
-            yield from _classes(part)
+        for argument in typing.get_args(annotation):
+            yield from _classes(argument)
 
 
 def _item_types(annotation: Any) -> Iterator[Any]:
-    """What a list or mapping in an annotation holds."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    """Yield the types of the items of a list or mapping in an annotation."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType, typing.Annotated):
-        for part in parts:
-            yield from _item_types(part)
+        for argument in arguments:
+            yield from _item_types(argument)
     elif origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        yield parts[1]
+        yield arguments[1]
     elif origin in (list, tuple, set, frozenset):
-        yield parts[0]
+        yield arguments[0]
 
 
 def _real_key(data: object, detail: ErrorDetails) -> Key:
     """The key as the file has it: pydantic adds the name of each member of a union that it tried."""
     key: list[str | int] = []
-    for index, part in enumerate(detail["loc"]):
+    for index, name in enumerate(detail["loc"]):
         last = index == len(detail["loc"]) - 1
-        if isinstance(data, Mapping) and (part in data or (last and detail["type"] == "missing")):
-            data = data.get(part)
-        elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):
-            data = data[part]
+        if isinstance(data, Mapping) and (name in data or (last and detail["type"] == "missing")):
+            data = data.get(name)
+        elif isinstance(data, list | tuple) and isinstance(name, int) and name < len(data):
+            data = data[name]
         else:
             continue
-        key.append(part)
+        key.append(name)
     return tuple(key)
 
 
-def _place(key: Key, places: Mapping[Key, str], source: str) -> str:
-    """Where a key was read, or else what is below it, or else the group around it."""
-    if key and key not in places:
-        below = (place for inner, place in places.items() if inner[: len(key)] == key)
-        around = (places[key[:length]] for length in range(len(key) - 1, 0, -1) if key[:length] in places)
+def _location(key: Key, locations: Mapping[Key, str], source: str) -> str:
+    """Return the location of a key, or else of a key below it, or else of the group around it."""
+    if key and key not in locations:
+        below = (location for inner, location in locations.items() if inner[: len(key)] == key)
+        around = (locations[key[:length]] for length in range(len(key) - 1, 0, -1) if key[:length] in locations)
         return next(below, None) or next(around, source)
-    return places.get(key, source)
+    return locations.get(key, source)

@@ -65,7 +65,7 @@ class EvaluationSet(Settings):
     before_train: bool = True
     """Measure before the first step."""
     texts: int = Field(16, ge=0, le=1024)
-    """Prompts of which the responses are kept as texts, for the report; evenly from the whole set."""
+    """Prompts whose responses are kept as texts, for the report; spread evenly over the set."""
 
     @field_validator("data", mode="after")
     @classmethod
@@ -114,17 +114,17 @@ class PlannedSet:
             return PREFERENCE
         if self.reward is None:
             return SCORE
-        exact = [(each.path, each.weight) for each in self.reward.functions] == [(_EXACT_MATCH, 1.0)]
+        exact = [(function.path, function.weight) for function in self.reward.functions] == [(_EXACT_MATCH, 1.0)]
         return ACCURACY if exact else REWARD
 
     @property
     def metrics(self) -> list[str]:
         """The names of its figures, without the ends of intervals."""
-        figures = [PREFERENCE, PREFERENCE_LOSS, PREFERENCE_MARGIN]
+        names = [PREFERENCE, PREFERENCE_LOSS, PREFERENCE_MARGIN]
         if not self.pairs:
-            names = figure_names(self.settings.samples, votes=self.votes, measure=self.measure)
-            figures = [*names, LENGTH, TRUNCATED]
-        return [metrics.of_set(self.name, figure) for figure in figures]
+            of_responses = figure_names(self.settings.samples, votes=self.votes, measure=self.measure)
+            names = [*of_responses, LENGTH, TRUNCATED]
+        return [metrics.of_set(self.name, figure) for figure in names]
 
     def due(self, step: int, last: int) -> bool:
         """True if it is measured after a step; 0 is before the first."""
@@ -156,27 +156,27 @@ def planned_sets(
     return {
         name: PlannedSet(
             name=name,
-            settings=each,
-            sampling=_sampling(name, each, rollout),
-            reward=None if pairs else each.reward or reward,
+            settings=settings,
+            sampling=_sampling(name, settings, rollout),
+            reward=None if pairs else settings.reward or reward,
             pairs=pairs,
         )
-        for name, each in {**given, **unnamed}.items()
-        if each is not None
+        for name, settings in {**given, **unnamed}.items()
+        if settings is not None
     }
 
 
 def _sampling(name: str, given: EvaluationSet, rollout: RolloutRole) -> SamplingConfig:
-    own = given.sampling.model_dump() | {"temperature": given.temperature}
-    own["max_new_tokens"] = given.max_new_tokens or rollout.sampling.max_new_tokens
+    changed = given.sampling.model_dump() | {"temperature": given.temperature}
+    changed["max_new_tokens"] = given.max_new_tokens or rollout.sampling.max_new_tokens
     try:
-        return SamplingConfig(**rollout.sampling.model_dump() | own)
+        return SamplingConfig(**rollout.sampling.model_dump() | changed)
     except ValidationError as error:
         raise ValueError(f"evaluation.{name}: {error.errors()[0]['ctx']['error']}") from None
 
 
 def set_errors(sets: Mapping[str, PlannedSet], data: DataConfig, rollout: RolloutRole, algorithm: str) -> Iterator[str]:
-    """What cannot be measured so, a line each.
+    """Yield a line for each set that cannot be measured as its settings say.
 
     Args:
         sets: of the recipe.
@@ -184,12 +184,12 @@ def set_errors(sets: Mapping[str, PlannedSet], data: DataConfig, rollout: Rollou
         rollout: its engines.
         algorithm: its name.
     """
-    for name, each in sets.items():
-        setting, settings = f"evaluation.{name}", each.settings
+    for name, planned in sets.items():
+        setting, settings = f"evaluation.{name}", planned.settings
         if not _NAME.fullmatch(name):
             yield f"evaluation: {name!r} is no name of a set, expected letters, digits, _ and -"
-        if each.pairs:
-            yield from _pair_errors(each, algorithm)
+        if planned.pairs:
+            yield from _pair_errors(planned, algorithm)
             continue
         if settings.data is None and name != metrics.EVAL:
             yield f"{setting}.data is missing, expected {setting}.data.path"
@@ -198,18 +198,18 @@ def set_errors(sets: Mapping[str, PlannedSet], data: DataConfig, rollout: Rollou
                 f"{setting}.data is missing with data.source={data.source}, which holds out no prompts; expected "
                 f"{setting}.data.path, or {setting}=null"
             )
-        if each.sampling.temperature == 0:
+        if planned.sampling.temperature == 0:
             if settings.samples > 1:
                 yield (
                     f"{setting}.samples={settings.samples} with temperature=0, which would draw the same text "
                     f"{settings.samples} times; expected a temperature above 0, or samples=1"
                 )
-            if cut := [cut for cut in ("top_p", "top_k", "min_p") if cut in each.sampling.altered]:
+            if cut := [cut for cut in ("top_p", "top_k", "min_p") if cut in planned.sampling.altered]:
                 yield (
                     f"{setting}.sampling.{cut[0]} is set with temperature=0, which takes the most likely token; "
                     "expected a temperature above 0"
                 )
-        if each.sampling.min_p > 0 and rollout.engine.deterministic:
+        if planned.sampling.min_p > 0 and rollout.engine.deterministic:
             yield (
                 f"{setting}.sampling.min_p is set with rollout.engine.deterministic=true, where SGLang cannot sample "
                 "with it; expected one of them"
@@ -246,7 +246,8 @@ def keep_best_errors(
         return
     name = best.set_name
     if name not in sets or best.metric not in sets[name].metrics:
-        there = sets[name].metrics if name in sets else [metrics.of_set(each, of.measure) for each, of in sets.items()]
+        measures = [metrics.of_set(other, planned.measure) for other, planned in sets.items()]
+        there = sets[name].metrics if name in sets else measures
         expected = f"one of {', '.join(there)}" if there else "a set in evaluation, and a figure of it"
         yield f"checkpoint.keep_best.metric={best.metric} is not measured in this run, expected {expected}"
         return

@@ -1,4 +1,4 @@
-"""A recipe where a model is evaluated alone: engines generate, rewards are given, and nothing learns."""
+"""Recipe of an evaluation without training: engines generate, rewards are given, and no model is trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import PrivateAttr
 
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import ModelRole, ScoringModel
+from hybridflow.config.roles import ModelRole
 from hybridflow.rewards.config import RewardConfig
 
 
@@ -32,9 +32,9 @@ class EvaluationRecipe(Recipe):
         engine = rollout.engine.model_copy(update={"release_weights": False, "server_args": arguments})
         weights = rollout.weights.model_copy(update={"share": False, "rolling": False})
         values["rollout"] = rollout.model_copy(
-            update={"engine": engine, "weights": weights, "stream": None, "lend": False}
+            update={"engine": engine, "weights": weights, "stream": None, "lease": False}
         )
-        if recipe.reward_model is not None:  # beside which nothing else computes
+        if recipe.reward_model is not None:  # next to which nothing else computes
             values["reward_model"] = recipe.reward_model.model_copy(update={"offload": False})
         made = cls.model_construct(recipe.model_fields_set, **values)
         made._measured = frozenset(measured)
@@ -46,7 +46,7 @@ class EvaluationRecipe(Recipe):
 
     @property
     def sets(self) -> dict[str, PlannedSet]:
-        return {name: each for name, each in super().sets.items() if name in self._measured}
+        return {name: planned for name, planned in super().sets.items() if name in self._measured}
 
     @property
     def runs_ahead(self) -> bool:
@@ -54,7 +54,7 @@ class EvaluationRecipe(Recipe):
 
     @property
     def models(self) -> dict[str, ModelRole]:
-        scored = any(each.reward is None for each in self.sets.values())
+        scored = any(planned.reward is None for planned in self.sets.values())
         return {"reward_model": self.reward_model} if scored and self.reward_model is not None else {}
 
     @property
@@ -67,14 +67,10 @@ class EvaluationRecipe(Recipe):
 
     @property
     def all_functions(self) -> dict[str, RewardConfig]:
-        return {each.scorer: each.reward for each in self.sets.values() if each.scorer and each.reward}
-
-    @property
-    def scoring(self) -> dict[str, ScoringModel]:
-        return {}
+        return {planned.scorer: planned.reward for planned in self.sets.values() if planned.scorer and planned.reward}
 
     @property
     def device_maps(self) -> dict[str, str]:
-        wanted = {"rollout", *self.models, *(("reward",) if self.all_functions else ())}
-        wanted |= {"judge"} if self.asked_judge is not None else set()
-        return {role: devices for role, devices in super().device_maps.items() if role in wanted}
+        running = {"rollout", *self.models, *(("reward",) if self.all_functions else ())}
+        running |= {"judge"} if self.asked_judge is not None else set()
+        return {role: devices for role, devices in super().device_maps.items() if role in running}

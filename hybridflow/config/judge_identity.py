@@ -1,4 +1,4 @@
-"""What tells a judge from others, whose verdicts are not its own."""
+"""Identity of a judge whose verdicts are cached."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def asked_judge_identity(functions: Iterable[RewardFunctionConfig], judge: Judge
 
 
 def judge_identity(judge: JudgeModel) -> str:
-    """What tells a judge from others whose verdicts are kept: its weights, its configuration and how it is served."""
-    found = hashlib.sha256(TensorFiles(judge.path).fingerprint().encode())
+    """Return the identity of a judge: a digest of its weights, its configuration and how it is served."""
+    digest = hashlib.sha256(TensorFiles(judge.path).fingerprint().encode())
     patterns = ("config.json", "generation_config.json", *_OF_TOKENIZERS)
     files = {path for pattern in patterns for path in judge.path.glob(pattern) if path.is_file()}
     template = judge.engine.server_args.get("chat_template")
     if isinstance(template, str) and Path(template).is_file():
         files.add(Path(template))
     for path in sorted(files):
-        found.update(f"{path.name} {path.stat().st_size}\0".encode())
-        found.update(path.read_bytes())
-    found.update(judge.engine.model_dump_json(exclude=_OF_NO_VERDICT).encode())
-    return found.hexdigest()
+        digest.update(f"{path.name} {path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    digest.update(judge.engine.model_dump_json(exclude=_OF_NO_VERDICT).encode())
+    return digest.hexdigest()

@@ -75,7 +75,7 @@ API_NAMES = Names(_api_names)
 
 def no_attribute(kind: type, name: str) -> AttributeError:
     """The error of a class of the Python API that has no attribute of this name."""
-    public = ", ".join(each for each in vars(kind) if not each.startswith("_"))
+    public = ", ".join(attribute for attribute in vars(kind) if not attribute.startswith("_"))
     text = METHODS.get(f"{kind.__name__}.{name}", f"it has {public}")
     return AttributeError(f"{kind.__name__} has no attribute {name!r}: {text}", name=name)
 
@@ -86,8 +86,8 @@ def import_text(name: str) -> str | None:
     Args:
         name: below this package, such as "trainer.main_ppo" or "data.DataProto".
     """
-    parts = name.split(".")
-    if (text := ATTRIBUTES.get(parts[-1])) and name not in MODULES:
+    names = name.split(".")
+    if (text := ATTRIBUTES.get(names[-1])) and name not in MODULES:
         return text
-    within = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((MODULES[each] for each in within if each in MODULES), None)
+    within = (".".join(names[:length]) for length in range(len(names), 0, -1))
+    return next((MODULES[module] for module in within if module in MODULES), None)

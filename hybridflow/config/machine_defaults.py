@@ -43,15 +43,15 @@ def placed_on_machine(data: Mapping[str, Any], gpus: Callable[[], int]) -> Mappi
     if placed:
         return data
     engines = _needs_engines(data.get("algorithm"))
-    found = data
+    recipe = data
     for key, value in machine_defaults(lambda key: _value(data, key), gpus()):
         if (engines or "rollout" not in key) and _value(data, key) is None:
-            found = _with(found, key, value)
-    return found
+            recipe = _with(recipe, key, value)
+    return recipe
 
 
 def _needs_engines(algorithm: Any) -> bool:
-    """True if engines generate for an algorithm; also where the recipe's words are wrong, which it is told apart."""
+    """True if engines generate for an algorithm, or its settings are wrong, which another check reports."""
     given = algorithm if isinstance(algorithm, Mapping) else {}
     name = given.get("name", DEFAULT)
     if not isinstance(name, str) or name not in ALGORITHMS:
@@ -64,10 +64,10 @@ def _needs_engines(algorithm: Any) -> bool:
 
 
 def _value(data: Mapping[str, Any], key: Path) -> Any:
-    found: Any = data
-    for part in key:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+    value: Any = data
+    for name in key:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _with(data: Mapping[str, Any], key: Path, value: Any) -> Mapping[str, Any]:

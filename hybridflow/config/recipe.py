@@ -15,18 +15,27 @@ from engine3d.training.config import STATE_SETTINGS, TrainConfig
 from hybridflow.algorithms.config import AnyAlgorithm
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.grpo import GRPOSettings
-from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.config.algorithm_fit import misfits
+from hybridflow.config.algorithm_fit import misfits, replay_misfits
 from hybridflow.config.engines import engine_errors
+from hybridflow.config.episodes import episode_errors
 from hybridflow.config.evaluation import EvaluationSet, PlannedSet, keep_best_errors, planned_sets, set_errors
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.machine_defaults import placed_on_machine
-from hybridflow.config.roles import JudgeModel, ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
+from hybridflow.config.roles import (
+    JudgeModel,
+    MegatronRole,
+    ModelConfig,
+    ModelRole,
+    RolloutRole,
+    ScoringModel,
+    TeacherModel,
+)
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, SamplesConfig, TrainerConfig, WarmupConfig
 from hybridflow.config.yaml_loader import load_settings
 from hybridflow.data.config import DataConfig
+from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rundir.file_names import CHECKPOINTS
@@ -38,9 +47,9 @@ class Recipe(Settings):
     other_names = RECIPE_NAMES
 
     name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Of the run: its directory is `run_dir/name`. Letters, digits, `.`, `_` and `-`."""
+    """Name of the run: its directory is `run_dir/name`. Letters, digits, `.`, `_` and `-`."""
     seed: int = Field(0, ge=0, lt=2**30)
-    """Of everything that is drawn; the seeds of parts are added to it."""
+    """Seed of all random numbers. Seeds of single components are added to it."""
     run_dir: Annotated[AbsolutePath, Field(validate_default=True)] = Path("runs")
     """Directory that holds the directories of runs."""
     private: bool = False
@@ -48,7 +57,7 @@ class Recipe(Settings):
     run creates directories of mode 700 and files of mode 600, in `checkpoint.dir` too. Others of the host may read them
     if false, as the umask lets them."""
     actor: str | None = Field(None, min_length=1)
-    """Which of the recipe's `actors` this is; a run of several sets it."""
+    """Name of this actor among the recipe's `actors`; set by a run of several."""
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     rollout: RolloutRole = RolloutRole()
@@ -63,6 +72,9 @@ class Recipe(Settings):
     """The reward functions; none if null, and then a reward model is needed."""
     reward_model: ScoringModel | None = None
     """Its score is added to the rewards of the functions."""
+    environment: EnvironmentConfig | None = None
+    """The environment in which each sample is an episode of several turns, and which gives the reward. A sample is one
+    response if null."""
     judge: JudgeModel | None = None
     """The model that functions with `path: judge` ask, where their `arguments` have no `url`."""
     cost: RewardConfig | None = None
@@ -80,8 +92,8 @@ class Recipe(Settings):
     limits: LimitsConfig = LimitsConfig()
     network: NetworkConfig = NetworkConfig()
     resume: Literal["none", "auto"] | AbsolutePath = "none"
-    """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, or else after the one that the run
-    started from, if there is one; or after this one: a checkpoint, a directory of them, or a run's directory."""
+    """Start afresh; resume from the newest complete checkpoint of `checkpoint.dir`, or else from the one that the run
+    started from, if there is one; or from this one: a checkpoint, a directory of them, or a run's directory."""
     overwrite: bool = False
     """Start afresh although `run_dir/name` has a run: its directory is kept as `name.1`, `name.2` and so on. A
     checkpoint that `resume` finds comes first."""
@@ -104,7 +116,9 @@ class Recipe(Settings):
     def _algorithm_has_what_it_needs(self) -> Recipe:
         fitting = [
             *misfits(self.algorithm, self.trainer, self.rollout, self.data),
+            *self._of_routing_replay(),
             *self._of_engines(),
+            *self._of_episodes(),
             *self._of_sets(),
         ]
         if errors := [*self._missing(), *fitting, *self._unused()]:
@@ -112,14 +126,40 @@ class Recipe(Settings):
         return self
 
     def _of_engines(self) -> Iterator[str]:
-        """What is missing for the engines; or is set for such, where none run."""
+        """Yield what is missing for the engines, or set for engines that do not run."""
         usual = (None, type(self).model_fields["reward"].default)
         scored = {"reward": self.reward not in usual, "reward_model": self.reward_model is not None}
         rewards = [name for name, there in scored.items() if there]
-        return engine_errors(self.algorithm, self.trainer, self.rollout, self.placement, self.data, rewards)
+        yield from engine_errors(self.algorithm, self.trainer, self.rollout, self.placement, self.data, rewards)
+        if self.has_routes:
+            yield from (f"rollout.engine.{error}" for error in self.rollout.engine.route_errors())
+
+    def _of_episodes(self) -> Iterator[str]:
+        """Yield settings that do not go with episodes."""
+        if self.environment is None:
+            return
+        usual = {
+            name: type(self).model_fields[name].default for name in ("reward", "reward_model", "cost", "cost_model")
+        }
+        others = [name for name, default in usual.items() if getattr(self, name) not in (None, default)]
+        yield from episode_errors(
+            self.environment, self.algorithm, self.rollout, sets=self.sets, has_routes=self.has_routes, scored=others
+        )
+
+    def _of_routing_replay(self) -> Iterator[str]:
+        """Yield errors of `routing_replay`, of the actor and of models that have none to replay."""
+        for role, model in self.models.items():
+            if model.train is not None and (mode := model.train.routing_replay) != "none":
+                yield f"{role}.train.routing_replay={mode}: expected none, because this model has its own routes"
+        if (mode := self.train.routing_replay) == "none":
+            return
+        yield from replay_misfits(mode, self.algorithm, self.trainer, self.rollout)
+        setting = f"train.routing_replay={mode}"
+        if self.actor is not None:
+            yield f"{setting} with several actors, which was not tried; expected none"
 
     def _of_sets(self) -> Iterator[str]:
-        """What is wrong with the held-out sets, or with the choice of a best checkpoint by one of them."""
+        """Yield errors of the held-out sets, and of a best checkpoint chosen by one of them."""
         yield from set_errors(self.sets, self.data, self.rollout, self.algorithm.name)
         if self.trainer.epochs_of_data is None:
             yield from self.keep_best_errors()
@@ -136,7 +176,7 @@ class Recipe(Settings):
         return planned_sets(self.evaluation, self.data, self.rollout, self.reward, pairs=pairs)
 
     def _missing(self) -> Iterator[str]:
-        """What the algorithm needs and the recipe has not."""
+        """Yield what the algorithm needs and the recipe lacks."""
         name = self.algorithm.name
         if (drawn := self.rollout.samples_per_prompt) < (least := self.algorithm.smallest_group):
             yield (
@@ -148,30 +188,12 @@ class Recipe(Settings):
                 "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
                 "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
             )
-        if self.algorithm.needs_old_policy and self.trainer.updates_per_step == 1 and not self.trainer.max_staleness:
-            yield (
-                f"algorithm.name={name} with one update a step, of the very policy that made the samples, where it is "
-                "nothing but the policy gradient; expected trainer.mini_batches, epochs or max_staleness above that"
-            )
-        correction = self.algorithm.correction
-        proximal = correction is not None and correction.against == "proximal"
-        if self.trainer.max_staleness and self.algorithm.kl_guard is not None and not proximal:
-            yield (
-                f"algorithm.kl_guard is set with trainer.max_staleness={self.trainer.max_staleness}, where the policy "
-                "before the step did not make the samples; expected 0, no kl_guard, or an algorithm.correction, whose "
-                "ratio is to that policy"
-            )
-        if self.trainer.max_staleness and self.algorithm.greedy_baseline:
-            yield (
-                f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "
-                "generated between rollout and update; expected 0"
-            )
         samples = self.samples_per_step
         if samples > MOST_SAMPLES:
-            each = f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}"
-            each = each if self.algorithm.needs_engines else "two responses to each"
+            responses = f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}"
+            responses = responses if self.algorithm.needs_engines else "two responses to each"
             yield (
-                f"trainer.prompts_per_step={self.trainer.prompts_per_step} times {each} are {samples:,} samples a "
+                f"trainer.prompts_per_step={self.trainer.prompts_per_step} times {responses} are {samples:,} samples a "
                 f"step, expected at most {MOST_SAMPLES:,}"
             )
         if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= samples / 5:
@@ -180,12 +202,12 @@ class Recipe(Settings):
                 f"could bring the coefficient to 0; expected above {samples // 5}"
             )
         if self.warmup is not None:
-            own, kept = self.warmup.optimizer, self.train.optimizer
+            optimizer, kept = self.warmup.optimizer, self.train.optimizer
             for setting in STATE_SETTINGS:
-                given, wanted = getattr(own, setting), getattr(kept, setting)
-                if given and not wanted:  # what a kept recipe says is the default
+                given, kept_value = getattr(optimizer, setting), getattr(kept, setting)
+                if given and not kept_value:  # what a kept recipe says is the default
                     yield (
-                        f"warmup.optimizer.{setting}={given} with train.optimizer.{setting}={wanted}, by which the "
+                        f"warmup.optimizer.{setting}={given} with train.optimizer.{setting}={kept_value}, by which the "
                         "state of both lies; expected none of its own"
                     )
         if name == "ippo" and self.actor is None:
@@ -217,7 +239,7 @@ class Recipe(Settings):
             yield "judge is set without placement.judge, expected devices of its own"
 
     def _wrong_with_teacher_engine(self) -> Iterator[str]:
-        """What SGLang cannot say of given tokens."""
+        """Yield settings that SGLang does not support for log-probs of given tokens."""
         if self.placement.teacher is None:
             yield "teacher.engine is set without placement.teacher, expected devices of its own"
         if (temperature := self.rollout.sampling.temperature) != 1:
@@ -232,7 +254,7 @@ class Recipe(Settings):
             )
 
     def _unused(self) -> Iterator[str]:
-        """What is set for roles that do not run."""
+        """Yield settings of roles that do not run."""
         runs = {"actor", *(["reward"] if self.all_functions else []), *self.models, *self._served}
         roles = ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model", "judge")
         for role in roles:
@@ -256,9 +278,9 @@ class Recipe(Settings):
 
     @property
     def models(self) -> dict[str, ModelRole]:
-        """Every Megatron-Core model that runs beside the actor, by its role."""
+        """Megatron-Core models of the run but the actor, by role."""
         algorithm = self.algorithm
-        wanted = {
+        models = {
             "reference": self.reference if algorithm.needs_reference else None,
             "teacher": self.teacher if algorithm.needs_teacher and self.teacher_engine is None else None,
             "critic": self.critic if algorithm.needs_critic else None,
@@ -266,7 +288,18 @@ class Recipe(Settings):
             "reward_model": self.reward_model,
             "cost_model": self.cost_model if algorithm.needs_cost else None,
         }
-        return {role: model for role, model in wanted.items() if model is not None}
+        return {role: model for role, model in models.items() if model is not None}
+
+    @property
+    def megatron_roles(self) -> dict[str, MegatronRole]:
+        """The actor and every Megatron-Core model next to it, by role."""
+        trained, offloaded = self.trained_roles, self.offloaded_roles
+        return {
+            role: MegatronRole(
+                role, self.train_config(role), self.train_setting(role), role in trained, role in offloaded
+            )
+            for role in ("actor", *self.models)
+        }
 
     @property
     def teacher_engine(self) -> RolloutConfig | None:
@@ -286,49 +319,49 @@ class Recipe(Settings):
 
     @property
     def _served(self) -> tuple[str, ...]:
-        """The models beside the actor's that engines of their own serve."""
-        found = {"teacher": self.teacher_engine, "judge": self.asked_judge}
-        return tuple(role for role, served in found.items() if served is not None)
+        """Models that engines of their own serve, but the actor."""
+        models = {"teacher": self.teacher_engine, "judge": self.asked_judge}
+        return tuple(role for role, served in models.items() if served is not None)
 
     @property
     def order_seed(self) -> int:
-        """Of the order of prompts."""
+        """Seed of the order of prompts."""
         return self.seed + self.data.seed
 
     @property
     def extra_groups(self) -> int:
-        """Groups under way beyond those that the steps ahead need."""
+        """Groups in flight beyond those that the next steps need."""
         return math.ceil(self.rollout.over_sampling * self.trainer.prompts_per_step)
 
     @property
-    def groups_under_way(self) -> int:
+    def has_routes(self) -> bool:
+        """True if engines return the experts of every token."""
+        return self.rollout.engine.routes or self.train.routing_replay == "rollout"
+
+    @property
+    def groups_in_flight(self) -> int:
         """Prompts to which engines respond at the same time, at most."""
-        steps = self.trainer.max_staleness + 1 if self.rollout.stream is not None else 1
+        steps = self.trainer.steps_in_flight if self.rollout.stream is not None else 1
         return steps * self.trainer.prompts_per_step + self.extra_groups
 
     @property
     def trains(self) -> bool:
-        """Whether the actor runs, and learns."""
+        """True if the actor runs and is trained."""
         return True
 
     @property
-    def unpaired(self) -> bool:
-        """True if one response to each prompt of given responses is enough."""
-        return isinstance(self.algorithm, KTOSettings)
-
-    @property
     def starts_engines(self) -> bool:
-        """Whether engines generate in this run."""
+        """True if engines generate in this run."""
         return self.algorithm.needs_engines
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether engines generate while models learn."""
-        return self.trainer.max_staleness > 0 or self.rollout.stream is not None or self.trainer.async_evaluation
+        """True if engines generate while models are trained."""
+        return self.trainer.off_policy or self.rollout.stream is not None or self.trainer.async_evaluation
 
     @property
     def trained_roles(self) -> tuple[str, ...]:
-        """The roles that learn."""
+        """Trained roles."""
         return ("actor", *(role for role in ("critic", "cost_critic") if role in self.models))
 
     def for_prompts(self, count: int) -> Recipe:
@@ -338,8 +371,8 @@ class Recipe(Settings):
     @property
     def samples_per_step(self) -> int:
         """Samples of a step: responses of the engines, or two that the data have to each prompt."""
-        each = self.rollout.samples_per_prompt if self.algorithm.needs_engines else 2
-        return self.trainer.prompts_per_step * each
+        responses = self.rollout.samples_per_prompt if self.algorithm.needs_engines else 2
+        return self.trainer.prompts_per_step * responses
 
     @property
     def offloaded_roles(self) -> tuple[str, ...]:
@@ -347,37 +380,48 @@ class Recipe(Settings):
         return tuple(role for role, model in self.models.items() if model.offload)
 
     @property
+    def reference_is_warmed_up(self) -> bool:
+        """True if the reference policy is the model after the warm-up."""
+        return self.warmup is not None and "reference" in self.models and self.reference.path is None
+
+    @property
     def phase_steps(self) -> dict[str, int]:
-        """How many steps each phase of the metrics has, where that is known."""
+        """Steps of each phase of the metrics, where their number is known."""
         return {"train": self.trainer.steps} | ({"sft": self.warmup.steps} if self.warmup is not None else {})
 
     @property
     def functions(self) -> dict[str, RewardConfig]:
-        """The functions of rewards ("reward") and of costs ("cost"), where there are any."""
-        rewards = self.reward if self.algorithm.needs_engines else None
-        wanted = {"reward": rewards, "cost": self.cost if self.algorithm.needs_cost else None}
-        return {what: config for what, config in wanted.items() if config is not None}
+        """The functions of rewards ("reward") and of costs ("cost"), where there are any. An environment is one."""
+        rewards = self.reward if self.environment is None else self.environment.reward
+        rewards = rewards if self.algorithm.needs_engines else None
+        configs = {"reward": rewards, "cost": self.cost if self.algorithm.needs_cost else None}
+        return {what: config for what, config in configs.items() if config is not None}
 
     @property
     def all_functions(self) -> dict[str, RewardConfig]:
         """These, and the functions of sets that have rewards of their own, by `PlannedSet.scorer`."""
-        own = [each for each in self.sets.values() if each.settings.reward is not None]
-        return self.functions | {each.scorer: each.reward for each in own if each.scorer and each.reward}
+        scored = [planned for planned in self.sets.values() if planned.settings.reward is not None]
+        return self.functions | {
+            planned.scorer: planned.reward for planned in scored if planned.scorer and planned.reward
+        }
 
     @property
     def scoring(self) -> dict[str, ScoringModel]:
         """The models that score responses, by what their scores are added to: "reward" and "cost"."""
-        wanted = {"reward": self.reward_model, "cost": self.cost_model if self.algorithm.needs_cost else None}
-        return {what: model for what, model in wanted.items() if model is not None}
+        models = {"reward": self.reward_model, "cost": self.cost_model if self.algorithm.needs_cost else None}
+        return {what: model for what, model in models.items() if model is not None}
 
     def train_config(self, role: str) -> TrainConfig:
-        """How a role's model is laid out and trained."""
-        return (self.models[role].train if role != "actor" else None) or self.train
+        """Return the layout and training settings of a role's model."""
+        if role == "actor":
+            return self.train
+        # Routes are of the actor's samples and weights.
+        return self.models[role].train or self.train.model_copy(update={"routing_replay": "none"})
 
     def train_setting(self, role: str) -> str:
         """The name of the setting that says so."""
-        own = role in self.models and self.models[role].train is not None
-        return f"{role}.train" if own else "train"
+        has_settings = role in self.models and self.models[role].train is not None
+        return f"{role}.train" if has_settings else "train"
 
     @property
     def directory(self) -> Path:
@@ -386,7 +430,7 @@ class Recipe(Settings):
 
     @property
     def checkpoint_directory(self) -> Path:
-        """Where the run's checkpoints lie."""
+        """Directory of the run's checkpoints."""
         return self.checkpoint.dir or self.directory / CHECKPOINTS
 
 

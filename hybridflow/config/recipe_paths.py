@@ -1,4 +1,4 @@
-"""What an error says of a path in a recipe that is missing: one rule for all of them.
+"""Explanation of a missing path in errors of a recipe.
 
 A relative path starts from the directory where the command runs, whatever file the recipe is in; only `base`, by which
 one recipe file names another, starts from the file that it is in.

@@ -13,7 +13,7 @@ _OF_SAMPLES = ("rollout", "reward", *_SCORING)
 
 
 class ReplayRecipe(Recipe):
-    """The same settings; the roles are those that learn, and those that say of samples what is learned from."""
+    """Return the same settings with the trained roles, and the roles whose outputs for samples are trained on."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> ReplayRecipe:

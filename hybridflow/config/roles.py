@@ -1,7 +1,8 @@
-"""Settings of the models and the engines: `model:`, `rollout:`, and the roles beside the actor."""
+"""Settings of the models and the engines: `model:`, `rollout:`, and the roles next to the actor."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +15,25 @@ from engine3d.settings import LONGEST_S, MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.cluster.devices.device_map import MOST_DEVICES
 from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
-from hybridflow.config.stream import StreamConfig
+
+
+@dataclass(frozen=True)
+class MegatronRole:
+    """The role of a Megatron-Core model with the settings that hold for it.
+
+    Args:
+        name: of the role.
+        train: layout and training.
+        setting: the name of `train` in a recipe: "train", or one of the role's own such as "critic.train".
+        trained: True if the model is trained.
+        offload: True if the model leaves its devices between its turns.
+    """
+
+    name: str
+    train: TrainConfig
+    setting: str
+    trained: bool
+    offload: bool
 
 
 class CreateModel(Settings):
@@ -26,7 +45,7 @@ class CreateModel(Settings):
     """`characters`, one token a character of the arithmetic task; or `chat`, one a printable character of ASCII and a
     line feed, with a chat template."""
     seed: int | None = None
-    """Of the weights; the run's seed if null."""
+    """Seed of the weights; the run's seed if null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights on disk."""
     embedding_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -61,17 +80,18 @@ class ModelConfig(Settings):
 
 
 class WeightsConfig(Settings):
-    """How weights get from the actor to the engines."""
+    """Transfer of weights from the actor to the engines."""
 
     share: bool = True
-    """Let an engine on the actor's devices use the actor's memory for parameters whose bytes are the same."""
+    """Share the actor's memory with an engine on its devices, for parameters whose bytes are the same."""
     transport: Literal["auto", "collective"] = "auto"
     """Write into the engine's memory where it can be reached; or send everything over a process group."""
     staging_mb: int = Field(256, ge=2, le=1_000_000)
     """Most memory of a rank, in MB (1e6 bytes), through which weights pass on their way to other nodes."""
     rolling: bool = False
-    """With `stream`: one engine after another gets the weights, and pauses only while its own arrive; the others go on.
-    All engines pause until all have them if false."""
+    """Update one engine after another (needs `stream`): each pauses only while its own weights arrive. All engines
+    pause until all have the weights if false.
+    """
     rolling_engines: int = Field(1, ge=1, le=MOST_DEVICES)
     """Engines that get them at the same time with `rolling`, for an actor that sends faster than one takes in."""
     flush_cache: bool = True
@@ -86,29 +106,68 @@ class WeightsConfig(Settings):
         return self
 
 
+OnNewWeights = Literal["wait", "continue", "recompute", "resend"]
+
+
+class StreamConfig(Settings):
+    """Stream of rollouts, generated while models are trained."""
+
+    on_new_weights: OnNewWeights = "recompute"
+    """Treatment of responses in flight when weights change. "wait": the transfer waits for their end. With the others a
+    response continues with the new weights, and its tokens have several versions: "continue" keeps its KV cache,
+    "recompute" computes it again, "resend" aborts the request and sends it again with its tokens."""
+    queue: Literal["oldest_first", "freshest_first"] = "oldest_first"
+    """Order in which a step takes complete groups, by the version of their oldest token."""
+    late: Literal["wait", "evict"] = "wait"
+    """Treatment of groups that would be too old for any later step. "wait": the step waits for them. "evict": the step
+    does without them, and their prompts are drawn again.
+    """
+    dynamic_batching: bool = False
+    """Adapt the requests in flight at each engine to the free capacity of its KV cache, up to
+    `rollout.engine.max_running_requests`. Their number is that limit if false.
+    """
+    cache_target: float = Field(0.85, gt=0, le=1)
+    """Share of a KV cache that `dynamic_batching` aims to use. A larger share generates faster, and more requests are
+    retracted and computed again.
+    """
+    engine_restarts: int = Field(0, ge=0, le=10_000)
+    """Restarts of engines that die or hang, in a run. The other engines continue meanwhile. One failure more ends the
+    run.
+    """
+    left_over: Literal["drop", "carry"] = "drop"
+    """Treatment of groups of `rollout.over_sampling` that a step did not take. "drop": they are aborted and their
+    prompts drawn again. "carry": they continue, for a later step.
+    """
+
+
 class RolloutRole(Settings):
     """The engines that generate, and what they generate for each prompt."""
 
     engine: RolloutConfig = RolloutConfig()
     engines: int | None = Field(None, ge=1, le=MOST_DEVICES)
-    """Engines side by side; as many as the role's devices hold if null."""
+    """Number of engines; as many as the role's devices hold if null."""
     sampling: SamplingConfig = SamplingConfig()
     adaptive_sampling: tuple[PromptSampling, ...] = ()
-    """A table of what is drawn otherwise, by the length of the prompt: rows by rising prompt_tokens, of which the first
-    holds that the prompt is not longer than. `sampling` holds for longer prompts, and for evaluation."""
+    """Other sampling settings by the length of the prompt: rows by rising prompt_tokens, of which the first applies
+    that the prompt is not longer than. `sampling` holds for longer prompts, and for evaluation.
+    """
     samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
     """Responses to each prompt of a step."""
     stream: StreamConfig | None = None
-    """Rollouts come one by one, from engines on devices of their own, and a step learns from the groups that are whole.
-    All prompts of a step at once, and a step from all of them, if null."""
+    """Settings of a stream: engines on devices of their own generate without pause, and a step trains on complete
+    groups. The engines get all prompts of a step at once, and the step trains on all of them, if null.
+    """
     over_sampling: float = Field(0.0, ge=0, le=16)
-    """With `stream`: by what share of `trainer.prompts_per_step` more groups are under way, of which a step takes the
-    first that are whole."""
-    lend: bool = False
-    """With `stream`, and `placement.rollout` on devices of models too: the engines on those generate while a step waits
-    for its groups. As it begins, what they have under way goes on at other engines, or waits for the next time."""
-    lend_after_s: float = Field(0.5, ge=0, le=LONGEST_S)
-    """With `lend`: for how many seconds a step waits before; lending takes time itself."""
+    """Share of `trainer.prompts_per_step` by which more groups are in flight (needs `stream`). A step takes the first
+    complete ones.
+    """
+    lease: bool = False
+    """Lease devices of models to engines while a step waits for its groups (needs `stream`, and devices of models in
+    `placement.rollout`). When the step has its groups, the requests in flight there continue at other engines, or in
+    the next lease.
+    """
+    lease_after_s: float = Field(0.5, ge=0, le=LONGEST_S)
+    """Seconds that a step waits before it leases devices, as `lease` says. A lease takes time itself."""
     weights: WeightsConfig = WeightsConfig()
     verify_weights: bool = False
     """After every transfer, compare all engines bit for bit with what SGLang loads from an export of the actor."""
@@ -130,18 +189,42 @@ class RolloutRole(Settings):
         SamplingTable.of(self.adaptive_sampling, self.sampling)
         return self
 
+    @model_validator(mode="after")
+    def _precision(self) -> RolloutRole:
+        others = {"weights.share": self.weights.share, "stream": self.stream is not None, "lease": self.lease}
+        if self.engine.precision is not None and (given := [name for name, value in others.items() if value]):
+            why = "engines hold other bytes than the actor" if given[0] == "weights.share" else "it was not tried"
+            expected = "null" if given[0] == "stream" else "false"
+            raise ValueError(f"engine.precision={self.engine.precision} with {given[0]}: {why}; expected {expected}")
+        return self
+
     @property
     def sampling_table(self) -> SamplingTable:
-        """How the responses of a step are drawn."""
+        """Sampling settings of the responses of a step."""
         return SamplingTable.of(self.adaptive_sampling, self.sampling)
+
+    @property
+    def on_new_weights(self) -> OnNewWeights:
+        """Fate of responses in flight when weights change."""
+        return "wait" if self.stream is None else self.stream.on_new_weights
+
+    @property
+    def engine_restarts(self) -> int:
+        """Number of times that an engine may be lost and started again."""
+        return 0 if self.stream is None else self.stream.engine_restarts
+
+    @property
+    def token_versions(self) -> bool:
+        """True if each token has a version of its own."""
+        return self.engine.token_versions or self.stream is not None
 
     @model_validator(mode="after")
     def _streams(self) -> RolloutRole:
         if self.over_sampling and self.stream is None:
             raise ValueError(f"over_sampling={self.over_sampling:g} without a stream, expected stream: {{}}, or 0")
-        if self.lend and self.stream is None:
+        if self.lease and self.stream is None:
             raise ValueError(
-                "lend=true without a stream, where engines on devices of models generate in turn with them anyway; "
+                "lease=true without a stream, where engines on devices of models generate in turn with them anyway; "
                 "expected stream: {}, or false"
             )
         if self.stream is not None and self.engine.attention_dp > 1:
@@ -157,22 +240,22 @@ class RolloutRole(Settings):
         return self
 
     def layout(self, devices: int) -> Layout:
-        """Engines side by side, as the data-parallel ranks of a layout, on so many devices.
+        """Return a layout whose data-parallel ranks are the engines on this many devices.
 
         Raises:
             UserError: the engines do not fill the devices.
         """
-        each = self.engine.tp
-        engines = self.engines or max(1, devices // each)
-        if engines * each != devices:
+        tp = self.engine.tp
+        engines = self.engines or max(1, devices // tp)
+        if engines * tp != devices:
             raise UserError(
-                f"{devices} devices for {engines} engines of tp = {each} devices each, expected {engines * each}"
+                f"{devices} devices for {engines} engines of tp = {tp} devices each, expected {engines * tp}"
             )
         return Layout(dp=engines)
 
 
 class ModelRole(Settings):
-    """A Megatron-Core model beside the actor."""
+    """A Megatron-Core model other than the actor."""
 
     path: AbsolutePath | None = None
     """HuggingFace directory of its initial weights; the run's initial model if null."""
@@ -184,7 +267,7 @@ class ModelRole(Settings):
 
 
 class TeacherModel(ModelRole):
-    """A language model that is distilled from, and does not learn."""
+    """A language model that is distilled from and not trained."""
 
     path: AbsolutePath
     """HuggingFace directory of a model of any size and family that has the actor's tokenizer and vocabulary."""
@@ -199,9 +282,11 @@ class TeacherModel(ModelRole):
             raise ValueError(f"{other} is of a teacher on Megatron-Core, and engine is set; expected one of them")
         if self.engine is not None and self.engine.server_args.get("load_format") == "dummy":
             raise ValueError("engine.server_args.load_format=dummy, a teacher with random weights; expected auto")
-        for name in ("release_weights", "memory_saver", "token_versions"):
+        for name in ("release_weights", "memory_saver", "token_versions", "precision"):
             if self.engine is not None and getattr(self.engine, name):
                 raise ValueError(f"engine.{name} is set, and a teacher keeps its weights throughout; expected none")
+        if self.engine is not None and self.engine.routes:
+            raise ValueError("engine.routes=true, and a teacher draws no tokens; expected false")
         return self
 
 
@@ -211,15 +296,15 @@ class JudgeModel(Settings):
     path: AbsolutePath
     """HuggingFace directory of the model, with its tokenizer and chat template."""
     engine: ServerConfig = ServerConfig()
-    """Of each SGLang server; there are as many as the devices of `placement.judge` hold."""
+    """Settings of each SGLang server. There are as many servers as the devices of `placement.judge` hold."""
     restarts: int = Field(3, ge=0, le=1000)
-    """How often each server is started again when it dies, before the run ends."""
+    """Restarts of each server that dies, before the run ends."""
 
 
 class ScoringModel(ModelRole):
-    """A model with a scalar head that scores whole responses, and does not learn."""
+    """A model with a scalar head that scores responses and is not trained."""
 
     path: AbsolutePath
     """HuggingFace directory of a model for sequence classification with one label, that has the actor's tokenizer."""
     weight: float = 1.0
-    """Of its score in the sum over all rewards, or all costs."""
+    """Weight of its score in the sum of all rewards, or all costs."""

@@ -28,17 +28,20 @@ class WarmupConfig(Settings):
 
 
 class ProfileConfig(Settings):
-    """Which updates write a trace of what they spend their time on: `profile/step-N-ROLE.json.gz` in the run's
-    directory, by the first rank of every role that learns. And which rollouts."""
+    """Updates and rollouts of which a profiler trace is written: `profile/step-N-ROLE.json.gz` in the run's directory,
+    by the first rank of every trained role.
+    """
 
     steps: tuple[Annotated[int, Field(ge=1)], ...]
     """The trainer's steps, from 1, whose first update is traced."""
     micro_batches: int = Field(2, ge=1)
-    """How many of its micro-batches, forward and backward: from the second on, or from the first if there are no
-    more."""
+    """Micro-batches that are traced, forward and backward: from the second on, or from the first if there are no more.
+    On virtual stages (`layout.vpp` above 1) all of the update are.
+    """
     rollout_steps: int = Field(0, ge=0)
-    """How many steps of the first engine are traced too, from the beginning of the rollout on: of prefill or decode,
-    each of all requests that run. Every rank of it writes a trace into `profile/step-N-rollout/`."""
+    """Steps of the first engine that are traced too, from the beginning of the rollout on: prefill or decode of all
+    running requests. Every rank of the engine writes a trace into `profile/step-N-rollout/`.
+    """
 
     @model_validator(mode="after")
     def _some_step(self) -> ProfileConfig:
@@ -51,9 +54,9 @@ class TrainerConfig(Settings):
     """The loop."""
 
     steps: int = Field(100, ge=1, le=MOST_STEPS)
-    """Steps of the run; null beside `epochs_of_data`."""
+    """Steps of the run; null where `epochs_of_data` is set."""
     epochs_of_data: float | None = Field(None, gt=0, le=1e6)
-    """Passes over the training prompts, in place of `steps`: as many whole steps as cover them."""
+    """Passes over the training prompts, in place of `steps`: as many steps as cover them."""
     prompts_per_step: int = Field(64, ge=1, le=MOST_SAMPLES)
     """Prompts of a step, each with `rollout.samples_per_prompt` responses."""
     mini_batches: int = Field(1, ge=1, le=MOST_SAMPLES)
@@ -61,11 +64,12 @@ class TrainerConfig(Settings):
     epochs: int = Field(1, ge=1, le=MOST_STEPS)
     """Passes over each rollout."""
     max_staleness: int = Field(0, ge=0, le=1024)
-    """Versions by which the weights that made a sample may be older than those that learn from it. At 1 the engines
-    respond to the next step's prompts while the models learn from this one's; they need devices of their own. Above 1
-    only with `rollout.stream`."""
+    """Versions by which the weights that generated a sample may be older than those trained on it. At 1 the engines
+    respond to the next step's prompts while the models are trained on this one's; they need devices of their own. Above
+    1 only with `rollout.stream`.
+    """
     async_evaluation: bool = False
-    """Evaluate in the background: the engines respond to held-out prompts while the models learn the next step, whose
+    """Evaluate in the background: the engines respond to held-out prompts while the models make the next step, whose
     weights wait for the end of the evaluation. The engines need devices of their own."""
     export: bool = True
     """Write the trained model as a HuggingFace directory at the end."""
@@ -102,7 +106,7 @@ class TrainerConfig(Settings):
         return self.profile.rollout_steps if self.profile is not None else 0
 
     def profile_of(self, step: int) -> ProfileConfig | None:
-        """What is traced in a step; None where nothing is."""
+        """Return the profile settings of a step; None if it is not traced."""
         return self.profile if self.profile is not None and step in self.profile.steps else None
 
     def check_traced(self, steps: int) -> None:
@@ -126,18 +130,28 @@ class TrainerConfig(Settings):
         return self.model_copy(update={"steps": steps})
 
     @property
+    def off_policy(self) -> bool:
+        """True if a step may train on samples of older weights than those that the engines serve."""
+        return self.max_staleness > 0
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps whose samples are generated at the same time, at most."""
+        return self.max_staleness + 1
+
+    @property
     def updates_per_step(self) -> int:
         return self.mini_batches * self.epochs
 
 
 class BestConfig(Settings):
-    """Which checkpoint is never removed, however old it is."""
+    """The checkpoint with the best value of a metric, which is never removed."""
 
     metric: str
     """Figure of a set in `evaluation`, such as `eval/NAME/pass@1`, or `eval/accuracy` of the set `eval`; of checkpoints
     of steps at which it was measured."""
     mode: Literal["max", "min"] = "max"
-    """Whether larger values are better, or smaller ones."""
+    """Direction of better values: larger or smaller."""
 
     @field_validator("metric", mode="after")
     @classmethod
@@ -154,35 +168,36 @@ class BestConfig(Settings):
     @property
     def set_and_figure(self) -> tuple[str, str]:
         """The set, and the figure of it."""
-        found = set_of(self.metric)
-        assert found is not None
-        return found
+        set_and_figure = set_of(self.metric)
+        assert set_and_figure is not None
+        return set_and_figure
 
     def is_better(self, value: float, than: float) -> bool:
-        """Whether a value is better than one of before."""
+        """True if a value is better than an earlier one."""
         return value > than if self.mode == "max" else value < than
 
 
 class CheckpointConfig(Settings):
-    """What is saved of a run, so that it can be resumed."""
+    """Checkpoints of a run, from which it can be resumed."""
 
     save_interval: int | None = Field(None, ge=1)
     """Steps between checkpoints; there is one after the last step and one after the warm-up too. None if null."""
     keep_last_k: int | None = Field(None, ge=1)
-    """Checkpoints to keep: the oldest goes once a new one is whole. All of them if null."""
+    """Checkpoints to keep: the oldest is removed once a new one is complete. All of them if null."""
     keep_best: BestConfig | None = None
     """Keep the checkpoint with the best value of a metric too; none for its value if null."""
     async_save: bool = True
-    """Write in the background: training goes on as soon as the state has been copied to host memory."""
+    """Write in the background: training continues as soon as the state has been copied to host memory."""
     dir: AbsolutePath | None = None
-    """Where checkpoints lie; in the run's directory if null."""
+    """Directory of the checkpoints; in the run's directory if null."""
     on_stop_s: float | None = Field(None, gt=0)
-    """Time to save a checkpoint in after SIGTERM or SIGINT, before the run ends: of the step before where a rollout is
-    under way, else of the step that the models learn from. A signal ends the run at once if null."""
+    """Time to save a checkpoint in after SIGTERM or SIGINT, before the run ends: of the previous step during a rollout,
+    else of the step in progress. A signal ends the run at once if null.
+    """
     on_failure: Literal["continue", "stop"] = "continue"
-    """What a save that fails does to the run."""
+    """Effect of a failed save on the run."""
     verify: bool = True
-    """Compare every piece that a resumed run reads with its checksum."""
+    """Compare every file section that a resumed run reads with its checksum."""
     accept: tuple[str, ...] = ()
     """Settings in which a resumed run may contradict its checkpoint, such as seed, tokenizer or data.arithmetic."""
 
@@ -205,16 +220,17 @@ class CheckpointConfig(Settings):
 
 
 class SamplesConfig(Settings):
-    """What is kept of the samples that were learned from: Parquet files in `samples/` of the run's directory."""
+    """Storage of the samples that were trained on: Parquet files in `samples/` of the run's directory."""
 
     store: bool = True
-    """Keep every sample that was learned from, with its tokens, log-probs, versions and rewards."""
+    """Keep every sample that was trained on, with its tokens, log-probs, versions and rewards."""
     keep_mb: int | None = Field(1000, ge=1)
     """Megabytes (1e6 bytes) that they may take: the oldest steps go first, never the newest. All of them stay if
     null."""
     events: bool = True
-    """Write `events.jsonl`: what has decided which samples each step learned from, and digests of the weights that it
-    has made, which `hybridflow replay` compares."""
+    """Write `events.jsonl`: the decisions on which samples each step trained on, and digests of its weights, which
+    `hybridflow replay` compares.
+    """
 
     @model_validator(mode="after")
     def _keeps_what_is_stored(self) -> SamplesConfig:
@@ -225,7 +241,7 @@ class SamplesConfig(Settings):
 
 
 class PlacementConfig(Settings):
-    """Which devices each role runs on: a device map such as "cuda:0-3", or the name of a pool."""
+    """Devices of each role: a device map such as "cuda:0-3", or the name of a pool."""
 
     pools: dict[str, str] = Field(default_factory=dict)
     """Pools by name; they share no device."""
@@ -249,18 +265,19 @@ class PlacementConfig(Settings):
     judge: str | None = None
     """Only with a judge; devices of its own."""
     reward: str | None = None
-    """Where the functions of rewards and costs are called, which use no GPU; beside the first rank of rollout if null.
-    Only where there are functions."""
+    """Devices of the processes that call reward and cost functions, which use no GPU; next to the first rank of rollout
+    if null. Only where there are functions.
+    """
     cluster: str | None = None
     """Address of a running Ray cluster; one is started on this machine if null."""
     shared_gpus: bool = False
     """Start although others use the run's GPUs: those with more than 2 GB in use are refused otherwise."""
 
     def roles(self, models: Sequence[str]) -> dict[str, str]:
-        """The device map or pool of every role that runs, given the models that run beside the actor."""
+        """The device map or pool of every role that runs, given the models that run besides the actor."""
         critic, reference = self.critic or self.actor, self.reference or self.actor
         reward_model = self.reward_model or reference
-        found = {
+        devices = {
             "actor": self.actor,
             "rollout": self.rollout,
             "reference": reference,
@@ -271,5 +288,5 @@ class PlacementConfig(Settings):
             "reward_model": reward_model,
             "cost_model": self.cost_model or reward_model,
         }
-        roles = {role: text for role in ("actor", "rollout", *models) if (text := found[role]) is not None}
+        roles = {role: text for role in ("actor", "rollout", *models) if (text := devices[role]) is not None}
         return roles | ({"reward": self.reward} if self.reward is not None else {})

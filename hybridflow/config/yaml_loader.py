@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a frozen settings object, with errors that say where and what.
+"""Settings from a YAML file and `key=value` overrides, with errors that name the location and the key.
 
 Works for any `Settings` class. Numbers are read as people write them (`1e-3` is a number, `10_000` is ten thousand),
 only `true` and `false` are booleans, and a key that stands twice is refused.
@@ -64,22 +64,22 @@ def load_settings[S: Settings](settings: type[S], path: Path | str, overrides: S
 
 
 def read_with_overrides(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[Key, str]]:
-    """What a file and its bases say, with overrides applied in order, and for each key the place where it was read.
+    """Read a file and its bases, apply overrides in order, and return the location of each key too.
 
     Raises:
         SettingsError: as `read_with_bases`, `parse_override` and `apply_override`.
     """
-    data, places = read_with_bases(path)
+    data, locations = read_with_bases(path)
     for text in overrides:
         override = parse_override(text)
         apply_override(data, override)
-        places = {key: place for key, place in places.items() if key[: len(override.key)] != override.key}
-        places[override.key] = f"override {shortened(redacted_override(text))}"
-    return data, places
+        locations = {key: location for key, location in locations.items() if key[: len(override.key)] != override.key}
+        locations[override.key] = f"override {shortened(redacted_override(text))}"
+    return data, locations
 
 
-def build_settings[S: Settings](settings: type[S], data: dict[str, Any], places: dict[Key, str], source: str) -> S:
-    """The settings object of `data`; `places` says where each key was read, `source` stands for all others.
+def build_settings[S: Settings](settings: type[S], data: dict[str, Any], locations: dict[Key, str], source: str) -> S:
+    """Build the settings object of `data`. `locations` has where each key was read; `source` stands for all others.
 
     Raises:
         SettingsError: with one line for every error found.
@@ -89,7 +89,7 @@ def build_settings[S: Settings](settings: type[S], data: dict[str, Any], places:
     try:
         return settings.model_validate(data)
     except ValidationError as error:
-        raise SettingsError(describe_errors(settings, data, error, places, source)) from None
+        raise SettingsError(describe_errors(settings, data, error, locations, source)) from None
     except UserError as error:  # raised by a class that checks itself, such as Layout
         raise SettingsError([f"{source}: {error}"]) from None
 
@@ -101,14 +101,14 @@ def parse_override(text: str) -> Override:
         SettingsError: no `=`, an empty part in the key, or a value that is not YAML.
     """
     name, equals, value = text.partition("=")
-    parts = tuple(name.strip().split("."))
+    names = tuple(name.strip().split("."))
     shown = shortened(redacted_override(text))
-    if not equals or not all(parts) or len(parts) > MOST_LEVELS:
+    if not equals or not all(names) or len(names) > MOST_LEVELS:
         raise SettingsError([f"override {shown!r}: expected key=value, such as train.layout.tp=2"])
     if listed := re.match(r"([^\[\]]+)\[\d*\]", name):
         raise SettingsError([f"override {shown!r}: {_WHOLE_LIST}, as in {shortened(listed[1])}=[...]"])
     try:
-        return Override(text, parts, parse_yaml(value)[0])
+        return Override(text, names, parse_yaml(value)[0])
     except YamlError as error:
         said = f"override {shown}: the value is not YAML"
         raise SettingsError([f"{said} ({error}): quote it, as in {shortened(name)}='\"...\"'"]) from None
@@ -121,20 +121,20 @@ def apply_override(data: dict[str, Any], override: Override) -> None:
         SettingsError: something on the way is a value, not a group of keys.
     """
     group = data
-    for depth, part in enumerate(override.key[:-1], start=1):
-        if group.get(str(part)) is None:
-            group[str(part)] = {}
-        group = group[str(part)]
+    for depth, name in enumerate(override.key[:-1], start=1):
+        if group.get(str(name)) is None:
+            group[str(name)] = {}
+        group = group[str(name)]
         if not isinstance(group, dict):
             inner = ".".join(map(str, override.key[:depth]))
-            where, found = shortened(redacted_override(override.text)), shortened(repr(redacted(group, part)))
+            where, value = shortened(redacted_override(override.text)), shortened(repr(redacted(group, name)))
             needed = f"{_WHOLE_LIST}, as in {inner}=[...]" if isinstance(group, list) else "which holds no keys"
-            raise SettingsError([f"override {where}: {inner} is {found}, {needed}"])
+            raise SettingsError([f"override {where}: {inner} is {value}, {needed}"])
     group[str(override.key[-1])] = override.value
 
 
 def read_with_bases(path: Path, derived: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Key, str]]:
-    """What `read_yaml` reads of a file and of its bases.
+    """Read a file and its bases as `read_yaml` does.
 
     Args:
         derived: the files that led here.
@@ -142,27 +142,27 @@ def read_with_bases(path: Path, derived: Sequence[Path] = ()) -> tuple[dict[str,
     Raises:
         SettingsError: as `read_yaml`; also for files that are each other's base, and a base that is no path.
     """
-    data, places = read_yaml(path)
+    data, locations = read_yaml(path)
     if "base" not in data:
-        return data, places
-    base, place = data.pop("base"), places.pop(("base",))
+        return data, locations
+    base, location = data.pop("base"), locations.pop(("base",))
     if not isinstance(base, str) or "\0" in base:
-        raise SettingsError([f"{place}: base: {json.dumps(base)} is no path, expected another YAML file"])
+        raise SettingsError([f"{location}: base: {json.dumps(base)} is no path, expected another YAML file"])
     other = (path.parent / base).resolve()
     if other in (*derived, path.resolve()):
-        raise SettingsError([f"{place}: base: {base} has this file as its own base"])
+        raise SettingsError([f"{location}: base: {base} has this file as its own base"])
     if len(derived) == _MOST_BASES:
-        raise SettingsError([f"{place}: base: a chain of more than {_MOST_BASES} files, expected fewer"])
+        raise SettingsError([f"{location}: base: a chain of more than {_MOST_BASES} files, expected fewer"])
     try:
         check_regular(other)
     except FileError as error:
-        raise SettingsError([f"{place}: base: {error}"]) from None
+        raise SettingsError([f"{location}: base: {error}"]) from None
     below, places_below = read_with_bases(other, (*derived, path.resolve()))
-    return merged(below, data), places_below | places
+    return merged(below, data), places_below | locations
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """What `above` says over what `below` says, key by key."""
+    """Merge the keys of `above` into those of `below`."""
     both = {
         name: merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
         for name, value in above.items()
@@ -171,7 +171,7 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
-    """The mapping in a YAML file, and for each key in it the place, as `file:line`.
+    """Read the mapping in a YAML file, and the location of each key in it, as `file:line`.
 
     Raises:
         SettingsError: no such file, not YAML, a key that stands twice, or not a mapping.
@@ -184,13 +184,13 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         inner = path / "recipe.yaml"
         raise SettingsError([f"{path}: a directory, expected {inner if inner.is_file() else 'a recipe in YAML'}"])
     try:
-        data, places = read_yaml_file(path)
+        data, locations = read_yaml_file(path)
     except UserError as error:
         raise SettingsError([str(error)]) from None
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise SettingsError([f"{path}: expected keys and values, found {json_kind(data)}"])
-    return data, places
+    return data, locations
 
 
 def settings_yaml(settings: Settings) -> str:
@@ -203,5 +203,5 @@ def settings_yaml(settings: Settings) -> str:
 
 def public_settings(settings: Settings) -> dict[str, Any]:
     """The settings as JSON has them, every default among them, without secrets."""
-    facts: dict[str, Any] = redacted(settings.model_dump(mode="json"))
-    return facts
+    public: dict[str, Any] = redacted(settings.model_dump(mode="json"))
+    return public

@@ -1,4 +1,4 @@
-"""Reference answers of rows: which are missing, and which are whole numbers."""
+"""Reference answers of rows: missing ones, and whole numbers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def _is_whole(answer: float) -> bool:
     return answer.is_integer() and abs(answer) <= _EXACT
 
 
-def as_answer(answer: Any, *, whole: bool) -> Any:
-    """An answer as reward functions get it: whole numbers as text.
+def as_answer(answer: Any, *, whole_numbers: bool) -> Any:
+    """Convert an answer to the form that reward functions get: whole numbers as text.
 
     Args:
         answer: any value of JSON.
-        whole: true where 5.0 stands for 5, see `AnswerCounts.whole`.
+        whole_numbers: true if 5.0 stands for 5, see `AnswerCounts.whole_numbers`.
     """
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
-    return str(int(answer)) if whole and isinstance(answer, float) and _is_whole(answer) else answer
+    return str(int(answer)) if whole_numbers and isinstance(answer, float) and _is_whole(answer) else answer
 
 
 @dataclass
@@ -71,8 +71,8 @@ class AnswerCounts:
             self.other = [answer]
 
     @property
-    def whole(self) -> bool:
-        """True where 5.0 stands for 5: pandas writes whole numbers so in a column that has lacked one."""
+    def whole_numbers(self) -> bool:
+        """True if 5.0 stands for 5: pandas writes whole numbers so in a column with a missing one."""
         return not self.fraction
 
     def no_texts(self) -> list[Any]:

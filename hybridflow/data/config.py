@@ -14,7 +14,7 @@ SameResponses = Literal["refuse", "drop"]
 Operator = Literal["+", "-", "*"]
 
 MOST_EXAMPLES = 1_000_000
-"""Of the built-in task: they are made in memory."""
+"""Largest number of examples of the built-in task, which are made in memory."""
 
 
 class ArithmeticConfig(Settings):
@@ -27,7 +27,7 @@ class ArithmeticConfig(Settings):
     largest_operand: int = Field(default=99, ge=0, le=10**9)
     """Largest operand of a problem."""
     seed: int = 0
-    """Which problems there are in each split."""
+    """Seed of the problems in each split."""
     eval_size: int = Field(default=256, ge=1, le=MOST_EXAMPLES)
     """Held-out problems."""
     sft_size: int = Field(default=1024, ge=0, le=MOST_EXAMPLES)
@@ -35,7 +35,7 @@ class ArithmeticConfig(Settings):
     train_size: int = Field(default=2048, ge=1, le=MOST_EXAMPLES)
     """Training prompts."""
     sft_wrong: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the supervised examples whose answer is wrong, by one or by ten: demonstrations with errors in them."""
+    """Share of the supervised examples whose answer is wrong, by one or by ten: demonstrations with errors."""
 
     @property
     def problems(self) -> int:
@@ -48,10 +48,10 @@ class ArithmeticConfig(Settings):
             raise ValueError(f"operators are {list(self.operators)}, expected at least one, each once")
         if self.largest_operand < self.smallest_operand:
             raise ValueError(f"largest_operand is {self.largest_operand}, expected at least {self.smallest_operand}")
-        wanted = self.eval_size + self.sft_size + self.train_size
-        if wanted > self.problems:
+        requested = self.eval_size + self.sft_size + self.train_size
+        if requested > self.problems:
             raise ValueError(
-                f"eval_size + sft_size + train_size is {wanted}, expected at most the {self.problems} problems "
+                f"eval_size + sft_size + train_size is {requested}, expected at most the {self.problems} problems "
                 f"of {len(self.operators)} operators and operands {self.smallest_operand} to {self.largest_operand}"
             )
         return self
@@ -69,9 +69,10 @@ class JsonlConfig(Settings):
     prompt_field: str = "prompt"
     """Field of a line that holds the prompt."""
     answer_field: str | None = "answer"
-    """What reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is. Null where
-    they need none; supervised examples always need them, as text. A function that has a parameter of the name of any
-    field of the lines gets a list of that field's values, null where a line lacks it."""
+    """Field that reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is. Null
+    where they need none. Supervised examples always need it, as text. A function that has a parameter of the name of
+    any field of the lines gets a list of that field's values, null where a line lacks it.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> JsonlConfig:
@@ -82,16 +83,16 @@ class JsonlConfig(Settings):
 
 class PairsConfig(Settings):
     """Prompts with responses of which some are better, from files of rows in any format that `data.files` reads, to
-    learn from without engines. Each column holds a text, a list of token ids, or a list of messages, which the chat
+    train on without engines. Each column holds a text, a list of token ids, or a list of messages, which the chat
     template renders; a text as response ends with the end-of-sequence token. A response of messages may begin with
     those of the prompt."""
 
     train_path: AbsolutePath
-    """File of the pairs to learn from."""
+    """File of the pairs to train on."""
     eval_path: AbsolutePath
     """File of the held-out pairs."""
     sft_path: AbsolutePath | None = None
-    """File of the supervised examples, for `warmup`: texts, of which the better response is learned."""
+    """File of the supervised examples, for `warmup`: texts, of which the better response is trained on."""
     prompt_field: str | None = "prompt"
     """Column that holds the prompt; null where both responses are conversations, whose common beginning it is."""
     chosen_field: str = "chosen"
@@ -103,38 +104,39 @@ class PairsConfig(Settings):
     `chat.tools` if null."""
     chat: ChatConfig = ChatConfig()
     same_responses: SameResponses = "refuse"
-    """What becomes of a pair whose responses are the same tokens: "refuse" the recipe, or "drop" the pair. How many
-    there are is said."""
+    """Treatment of a pair whose responses are the same tokens: "refuse" the recipe, or "drop" the pair. Their number is
+    logged.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> PairsConfig:
         if self.chat.texts != "raw":
-            raise ValueError(f"chat.texts={self.chat.texts}, where a text is a prompt as it is; expected raw")
-        if self.chat.learn != "all":
-            raise ValueError(f"chat.learn={self.chat.learn}, where the responses are learned; expected none")
+            raise ValueError(f"chat.texts={self.chat.texts}, where a text is an unchanged prompt; expected raw")
+        if self.chat.train_on != "all":
+            raise ValueError(f"chat.train_on={self.chat.train_on}, where the responses are trained on; expected none")
         if self.sft_path is not None and self.prompt_field is None:
             raise ValueError("prompt_field is null with sft_path set, expected the column of the supervised prompts")
         return self
 
 
 class DataConfig(Settings):
-    """Where prompts come from, and the order in which they are drawn."""
+    """Source of the prompts, and the order in which they are drawn."""
 
     source: Literal["arithmetic", "files", "jsonl", "pairs"] = "arithmetic"
     """`arithmetic`, the built-in task; `files`, rows of JSON, CSV, Parquet or Arrow, of any size, as texts or messages;
     `jsonl`, files of one JSON object a line, read into memory; or `pairs`, such files of prompts with responses, for an
-    algorithm that learns from these. Of the built-in task such have a right and a wrong answer."""
+    algorithm that trains on these. Pairs of the built-in task have a right and a wrong answer."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     files: FilesConfig | None = None
     jsonl: JsonlConfig | None = None
     pairs: PairsConfig | None = None
     seed: int = 0
-    """Of the order of the training prompts; added to the run's seed."""
+    """Seed of the order of the training prompts, added to the run's seed."""
     overlong_prompts: OverlongPolicy = "refuse"
-    """What becomes of a prompt, of whatever split, that leaves no room for the longest response: "refuse" the recipe,
-    "drop" the prompt, or cut its first tokens ("cut_left"), its last ("cut_right") or those between its halves
-    ("cut_middle"). How many there are is said.
-    Reward functions get the whole prompt."""
+    """Treatment of a prompt, of any split, that leaves no room for the longest response: "refuse" the recipe, "drop"
+    the prompt, or cut its first tokens ("cut_left"), its last ("cut_right") or those between its halves ("cut_middle").
+    Their number is logged. Reward functions get the complete prompt.
+    """
 
     @property
     def holds_out_prompts(self) -> bool:

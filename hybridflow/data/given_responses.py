@@ -1,4 +1,4 @@
-"""Prompts with two given responses each, as tokens: what is learned from where no engines generate."""
+"""Prompts with two given responses each, as tokens, for training without engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.data.files.cutting import Fit, cut_messages
 from hybridflow.data.files.supervised import Encoder
 from hybridflow.data.pairs import Pair, Text, is_messages
 from hybridflow.data.prompts import Prompts
-from hybridflow.data.remarks import RemarkCounts, Remarks, lines, of_prompt, of_response, placed
+from hybridflow.data.remarks import RemarkCounts, Remarks, lines, located, of_prompt, of_response
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer import cut, encode_prompt, encode_text, ended, middle_cut
 
@@ -30,7 +30,7 @@ class GivenResponses(Prompts):
         responses: token ids: the better and the worse one of a pair; or of an unpaired example its response, and one to
             another prompt.
         rewards: of the two: 1 where a response is good, 0 where it is bad or to another prompt.
-        alike: places of pairs that were left out because both responses are the same.
+        alike: locations of pairs that were left out because both responses are the same.
         remarks: on the pairs.
     """
 
@@ -42,13 +42,13 @@ class GivenResponses(Prompts):
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A prompt with the responses that are learned from: one of an unpaired example."""
+    """A prompt with the responses to train on: one of an unpaired example."""
 
     example: Example
     prompt: list[int]
     responses: tuple[list[int], ...]
     good: bool
-    place: str
+    location: str
 
 
 def encode_pairs(
@@ -61,7 +61,7 @@ def encode_pairs(
     unpaired: bool,
     chat: ChatConfig | None = None,
 ) -> GivenResponses:
-    """Pairs as tokens.
+    """Encode pairs.
 
     Args:
         tokenizer: of texts; a response that is one ends with its end-of-sequence token.
@@ -69,12 +69,12 @@ def encode_pairs(
         context: most tokens of a prompt and a response to it.
         policy: for prompts that leave no room for their longest response.
         same: for pairs of which both responses are the same tokens.
-        unpaired: each response is an example of its own, beside a response to another prompt: that of the next example
-            whose prompt is another, cut where it does not fit.
+        unpaired: each response is an example of its own, paired with a response to another prompt: that of the next
+            example with another prompt, cut where it does not fit.
         chat: how messages become text.
 
     Raises:
-        UserError: naming the pair that cannot be encoded, has no room or no difference, or none has one.
+        UserError: naming the pair that cannot be encoded, does not fit, or has the same response twice.
     """
     template = ChatTemplate(chat or ChatConfig(), tokenizer, "data.pairs.chat")
     if not template.reads_tools and any(pair.tools for pair in pairs):
@@ -83,36 +83,38 @@ def encode_pairs(
     alike, overlong, remarks = [], 0, RemarkCounts()
     for number, pair in enumerate(pairs):
         prompt = _prompt(tokenizer, template, pair)
-        chosen, rejected = (_response(tokenizer, template, pair, each) for each in (pair.chosen, pair.rejected))
+        chosen, rejected = (_response(tokenizer, template, pair, response) for response in (pair.chosen, pair.rejected))
         if chosen is not None and chosen == rejected:
             if same == "refuse":
                 raise UserError(
-                    f"{pair.place}: the better and the worse response are the same; expected two that differ, or "
+                    f"{pair.location}: the better and the worse response are the same; expected two that differ, or "
                     "data.pairs.same_responses=drop"
                 )
-            alike.append(pair.place)
+            alike.append(pair.location)
             continue
-        there = [each for each in (chosen, rejected) if each is not None]
-        room = context - max(map(len, there))
-        if len(prompt) > max(room, 0):
-            if policy == "refuse" or (room < 1 and policy != "drop"):
+        there = [response for response in (chosen, rejected) if response is not None]
+        capacity = context - max(map(len, there))
+        if len(prompt) > max(capacity, 0):
+            if policy == "refuse" or (capacity < 1 and policy != "drop"):
                 raise UserError(
-                    f"{pair.place}: the prompt has {len(prompt)} tokens and its longest response "
+                    f"{pair.location}: the prompt has {len(prompt)} tokens and its longest response "
                     f"{max(map(len, there))}, expected at most {context} together"
                 )
             overlong += 1
             if policy == "drop":
                 continue
-            prompt = _cut(tokenizer, template, pair, prompt, room, policy)
+            prompt = _cut(tokenizer, template, pair, prompt, capacity, policy)
         remarks.add(number, _remarks(tokenizer, pair, prompt, there))
         text = pair.prompt if isinstance(pair.prompt, str) else str(tokenizer.decode(prompt))
         if not unpaired:
-            kept.append(_Encoded(Example(text, [pair.chosen, pair.rejected]), prompt, tuple(there), True, pair.place))
+            kept.append(
+                _Encoded(Example(text, [pair.chosen, pair.rejected]), prompt, tuple(there), True, pair.location)
+            )
             continue
-        for response, said, good in ((chosen, pair.chosen, True), (rejected, pair.rejected, False)):
+        for response, given, good in ((chosen, pair.chosen, True), (rejected, pair.rejected, False)):
             if response is not None:
-                answer = {"response": said, "desirable": good}
-                kept.append(_Encoded(Example(text, answer), prompt, (response,), good, pair.place))
+                answer = {"response": given, "desirable": good}
+                kept.append(_Encoded(Example(text, answer), prompt, (response,), good, pair.location))
     if not kept and alike:
         raise UserError(
             f"{alike[0]}: the better and the worse response are the same, as in all {len(alike):,} pairs; expected "
@@ -120,17 +122,18 @@ def encode_pairs(
         )
     others = _responses_to_others(kept) if unpaired else []
     return GivenResponses(
-        [each.example for each in kept],
-        [each.prompt for each in kept],
+        [encoded.example for encoded in kept],
+        [encoded.prompt for encoded in kept],
         overlong,
         responses=[
-            (each.responses[0], other[: context - len(each.prompt)]) for each, other in zip(kept, others, strict=True)
+            (encoded.responses[0], other[: context - len(encoded.prompt)])
+            for encoded, other in zip(kept, others, strict=True)
         ]
         if unpaired
-        else [(each.responses[0], each.responses[1]) for each in kept],
-        rewards=[(1.0 if each.good else 0.0, 0.0) for each in kept],
+        else [(encoded.responses[0], encoded.responses[1]) for encoded in kept],
+        rewards=[(1.0 if encoded.good else 0.0, 0.0) for encoded in kept],
         alike=alike,
-        remarks=placed(remarks.counts, lambda number: pairs[number].place),
+        remarks=located(remarks.counts, lambda number: pairs[number].location),
     )
 
 
@@ -140,7 +143,9 @@ def _remarks(
     if pair.unread_tools:
         yield "tools"
     yield from of_prompt(tokenizer, prompt, is_text=isinstance(pair.prompt, str))
-    yield from dict.fromkeys(kind for each in responses for kind in of_response(tokenizer, each, [True] * len(each)))
+    yield from dict.fromkeys(
+        kind for response in responses for kind in of_response(tokenizer, response, [True] * len(response))
+    )
 
 
 def pair_notes(phases: dict[str, Prompts], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -161,60 +166,63 @@ def pair_notes(phases: dict[str, Prompts], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _responses_to_others(examples: Sequence[_Encoded]) -> list[list[int]]:
-    """For each example the response of the next one, in a circle, whose prompt is another.
+    """Response of the next example with another prompt, in a circle, for each example.
 
     Raises:
         UserError: all prompts are the same, or all responses are of one kind.
     """
     if not examples:
         return []
-    if len(kinds := {each.good for each in examples}) == 1:
+    if len(kinds := {example.good for example in examples}) == 1:
         kind, other = ("desirable", "undesirable") if kinds == {True} else ("undesirable", "desirable")
         raise UserError(
-            f"{examples[0].place}: the response is {kind}, as all {len(examples):,} are; expected some that are {other}"
+            f"{examples[0].location}: the response is {kind}, as all {len(examples):,} are; "
+            f"expected some that are {other}"
         )
     # From the end of a second round: the next other prompt of an example is its neighbour, or its neighbour's.
     count, following = len(examples), [0] * (2 * len(examples))
-    for place in reversed(range(2 * count - 1)):
-        same = examples[place % count].prompt == examples[(place + 1) % count].prompt
-        following[place] = following[place + 1] if same else (place + 1) % count
+    for position in reversed(range(2 * count - 1)):
+        same = examples[position % count].prompt == examples[(position + 1) % count].prompt
+        following[position] = following[position + 1] if same else (position + 1) % count
     if examples[following[0]].prompt == examples[0].prompt:
         raise UserError(
-            f"{examples[0].place}: all {count:,} examples have the same prompt; expected several, since a response is "
-            "compared with one to another prompt"
+            f"{examples[0].location}: all {count:,} examples have the same prompt; expected several, since a response "
+            "is compared with one to another prompt"
         )
-    return [examples[following[place]].responses[0] for place in range(count)]
+    return [examples[following[position]].responses[0] for position in range(count)]
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, pair: Pair) -> list[int]:
     if is_messages(pair.prompt):
-        return encode_text(tokenizer, template.prompt(pair.prompt, pair.place, pair.tools), pair.place)
+        return encode_text(tokenizer, template.prompt(pair.prompt, pair.location, pair.tools), pair.location)
     if template.config.system is not None:
-        raise UserError(f"{pair.place}: the prompt is no messages, and data.pairs.chat.system is set; expected them")
+        raise UserError(f"{pair.location}: the prompt is no messages, and data.pairs.chat.system is set; expected them")
     if not isinstance(pair.prompt, str):
         return list(pair.prompt)  # type: ignore[arg-type]
-    tokens = encode_prompt(tokenizer, pair.prompt, f"{pair.place}: the prompt")
+    tokens = encode_prompt(tokenizer, pair.prompt, f"{pair.location}: the prompt")
     if not tokens:
-        raise UserError(f"{pair.place}: the prompt has no tokens, expected at least one")
+        raise UserError(f"{pair.location}: the prompt has no tokens, expected at least one")
     return tokens
 
 
 def _response(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, pair: Pair, text: Text | None
 ) -> list[int] | None:
-    """A response as tokens; of messages what the assistant wrote last, which is all that may follow the prompt."""
+    """A response as tokens. Of messages, the assistant's last one: no other may follow the prompt."""
     if text is None:
         return None
     if is_messages(text):
         if not is_messages(pair.prompt) or len(text) != 1 or text[0].get("role") != "assistant":
             raise UserError(
-                f"{pair.place}: a response of {len(text)} messages, expected one of the assistant after a prompt of "
+                f"{pair.location}: a response of {len(text)} messages, expected one of the assistant after a prompt of "
                 "messages"
             )
-        conversation = Encoder(template, tokenizer).conversation([*pair.prompt, *text], pair.place, "last", pair.tools)
+        conversation = Encoder(template, tokenizer).conversation(
+            [*pair.prompt, *text], pair.location, "last", pair.tools
+        )
         return conversation.tokens[conversation.start :]
     if isinstance(text, str):
-        return ended(tokenizer, encode_text(tokenizer, text, f"{pair.place}: the response"))
+        return ended(tokenizer, encode_text(tokenizer, text, f"{pair.location}: the response"))
     return list(text)  # type: ignore[arg-type]
 
 
@@ -223,15 +231,15 @@ def _cut(
     template: ChatTemplate,
     pair: Pair,
     tokens: list[int],
-    room: int,
+    capacity: int,
     policy: OverlongPolicy,
 ) -> list[int]:
     if is_messages(pair.prompt):
         return cut_messages(
-            tokenizer, template, pair.prompt, tokens, Fit(1, None, room, policy), pair.place, pair.tools
+            tokenizer, template, pair.prompt, tokens, Fit(1, None, capacity, policy), pair.location, pair.tools
         )
     if isinstance(pair.prompt, str):
-        return cut(tokenizer, pair.prompt, tokens, room, policy)
+        return cut(tokenizer, pair.prompt, tokens, capacity, policy)
     if policy == "cut_middle":
-        return middle_cut(tokens, room)
-    return tokens[-room:] if policy == "cut_left" else tokens[:room]
+        return middle_cut(tokens, capacity)
+    return tokens[-capacity:] if policy == "cut_left" else tokens[:capacity]

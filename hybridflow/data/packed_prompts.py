@@ -44,7 +44,7 @@ class PackedPrompts(Sequence[list[int]]):
 
     @classmethod
     def mapped(cls, directory: Path) -> PackedPrompts:
-        """Those of the files in a directory."""
+        """Map the files of a directory."""
         return cls(mapped(directory / TOKENS, np.int32), mapped(directory / ENDS, np.int64), directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,11 +59,11 @@ class PackedPrompts(Sequence[list[int]]):
         """The token ids of a prompt."""
         if not 0 <= index < len(self.ends):
             raise IndexError(index)
-        found: list[int] = self.tokens[self._begin(index) : int(self.ends[index])].tolist()
-        return found
+        prompt: list[int] = self.tokens[self._begin(index) : int(self.ends[index])].tolist()
+        return prompt
 
     def length(self, index: int) -> int:
-        """How many tokens a prompt has."""
+        """Number of tokens of a prompt."""
         return int(self.ends[index]) - self._begin(index)
 
     def lengths(self) -> np.ndarray[Any, Any]:
@@ -76,8 +76,8 @@ class PackedPrompts(Sequence[list[int]]):
             block = self.tokens[begin : begin + _BLOCK]
             above = np.flatnonzero(block > largest)
             if len(above):
-                place = begin + int(above[0])
-                return int(np.searchsorted(self.ends, place, side="right")), int(self.tokens[place])
+                position = begin + int(above[0])
+                return int(np.searchsorted(self.ends, position, side="right")), int(self.tokens[position])
         return None
 
     def _begin(self, index: int) -> int:

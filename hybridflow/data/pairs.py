@@ -1,4 +1,4 @@
-"""Prompts with responses of which some are better: of the arithmetic task, and from JSON-lines files."""
+"""Prompts with better and worse responses: of the arithmetic task, and from files of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair:
     Args:
         prompt: not empty.
         chosen, rejected: the responses; at least one is there.
-        place: where it is from, for errors.
+        location: file and row, for errors.
         tools: that the assistant may call; None where they are those of the recipe.
         unread_tools: True if it has a column of tools that the recipe does not name.
     """
@@ -38,17 +38,17 @@ class Pair:
     prompt: Text
     chosen: Text | None
     rejected: Text | None
-    place: str
+    location: str
     tools: Tools | None = None
     unread_tools: bool = False
 
 
 def load_pairs(config: DataConfig, *, unpaired: bool) -> list[Pair]:
-    """The pairs to train on that `config` asks for.
+    """Load the pairs to train on, by `config`.
 
     Args:
         config: with files of pairs, or the arithmetic task: right against wrong answers.
-        unpaired: whether one response to each prompt is enough.
+        unpaired: true if one response to each prompt is enough.
 
     Raises:
         UserError: naming file and line of what cannot serve.
@@ -59,7 +59,7 @@ def load_pairs(config: DataConfig, *, unpaired: bool) -> list[Pair]:
 
 
 def load_held_out_pairs(config: DataConfig, *, unpaired: bool) -> list[Pair]:
-    """The pairs that `config` holds out; arguments and errors as of `load_pairs`."""
+    """Load the pairs that `config` holds out. Arguments and errors as of `load_pairs`."""
     if (pairs := config.pairs) is not None:
         return read_pairs(pairs.eval_path, pairs, unpaired=unpaired)
     return arithmetic_pairs(arithmetic_held_out(config.arithmetic), f"{config.arithmetic.seed}:held-out pairs")
@@ -90,69 +90,69 @@ def read_pairs(path: Path, config: PairsConfig, *, unpaired: bool) -> list[Pair]
         return {name: without_nulls(value) for name, value in row.items()} if rows.in_columns else row
 
     return [
-        _pair(fields(row), rows.place(number), config, unpaired=unpaired)
+        _pair(fields(row), rows.location(number), config, unpaired=unpaired)
         for first, some in batches(rows, 0, len(rows))
         for number, row in enumerate(some, start=first)
     ]
 
 
-def _pair(fields: Mapping[str, Any], place: str, config: PairsConfig, *, unpaired: bool) -> Pair:
+def _pair(fields: Mapping[str, Any], location: str, config: PairsConfig, *, unpaired: bool) -> Pair:
     both = [config.chosen_field, config.rejected_field]
     if unpaired:  # a column of Parquet has null where there is none
         fields = {name: value for name, value in fields.items() if value is not None or name not in both}
     needed = [*([config.prompt_field] if config.prompt_field is not None else []), *([] if unpaired else both)]
     for name in needed:
         if name not in fields:
-            raise UserError(f"{place}: no field {name!r}, only {listed(fields)}")
+            raise UserError(f"{location}: no field {name!r}, only {listed(fields)}")
     if not any(name in fields for name in both):
-        raise UserError(f"{place}: no field {both[0]!r} or {both[1]!r}, only {listed(fields)}")
-    chosen, rejected = (_text(fields[name], place, name) if name in fields else None for name in both)
+        raise UserError(f"{location}: no field {both[0]!r} or {both[1]!r}, only {listed(fields)}")
+    chosen, rejected = (_text(fields[name], location, name) if name in fields else None for name in both)
     if config.prompt_field is not None:
-        prompt = _text(fields[config.prompt_field], place, config.prompt_field)
+        prompt = _text(fields[config.prompt_field], location, config.prompt_field)
     else:
-        prompt = _common_beginning(chosen, rejected, place, both)
+        prompt = _common_beginning(chosen, rejected, location, both)
     if isinstance(prompt, str) and (is_messages(chosen) or is_messages(rejected)):
-        prompt = _asked(prompt, chosen, rejected, place, config)
+        prompt = _messages_before(prompt, chosen, rejected, location, config)
     if is_messages(prompt):
-        chosen, rejected = (_after(prompt, each) for each in (chosen, rejected))
+        chosen, rejected = (_after(prompt, response) for response in (chosen, rejected))
     if config.tools_field is None:
-        return Pair(prompt, chosen, rejected, place, unread_tools=is_messages(prompt) and bool(fields.get(TOOLS)))
-    tools = read_tools(value_of(fields, config.tools_field) if has(fields, config.tools_field) else None, place)
+        return Pair(prompt, chosen, rejected, location, unread_tools=is_messages(prompt) and bool(fields.get(TOOLS)))
+    tools = read_tools(value_of(fields, config.tools_field) if has(fields, config.tools_field) else None, location)
     if tools and not is_messages(prompt):
         raise UserError(
-            f"{place}: field {config.tools_field!r} has tools, and the prompt is no messages; expected them"
+            f"{location}: field {config.tools_field!r} has tools, and the prompt is no messages; expected them"
         )
-    return Pair(prompt, chosen, rejected, place, tools)
+    return Pair(prompt, chosen, rejected, location, tools)
 
 
-def _asked(text: str, chosen: Text | None, rejected: Text | None, place: str, config: PairsConfig) -> Text:
-    """The messages before both responses, of which one of the user is the prompt's text."""
-    there = [each for each in (chosen, rejected) if each is not None]
-    if all(is_messages(each) and len(each) == 1 and each[0]["role"] == "assistant" for each in there):
+def _messages_before(text: str, chosen: Text | None, rejected: Text | None, location: str, config: PairsConfig) -> Text:
+    """Messages before both responses. One of the user's is the prompt's text."""
+    there = [response for response in (chosen, rejected) if response is not None]
+    if all(is_messages(response) and len(response) == 1 and response[0]["role"] == "assistant" for response in there):
         return [{"role": "user", "content": text}]
-    common = _common_beginning(chosen, rejected, place, [config.chosen_field, config.rejected_field])
+    common = _common_beginning(chosen, rejected, location, [config.chosen_field, config.rejected_field])
     if is_messages(common) and any(
         message["role"] == "user" and message["content"] is not None and message["content"].strip() == text.strip()
         for message in common
     ):
         return common
     raise UserError(
-        f"{place}: field {config.prompt_field!r} is a text that is no message of the user before both responses; "
+        f"{location}: field {config.prompt_field!r} is a text that is no message of the user before both responses; "
         "expected its messages, or prompt_field=null"
     )
 
 
 def is_messages(text: Text | None) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether a text is a list of messages."""
+    """True if a text is a list of messages."""
     return isinstance(text, list) and isinstance(text[0], dict)
 
 
-def _common_beginning(chosen: Text | None, rejected: Text | None, place: str, names: Sequence[str]) -> Text:
-    there = [each for each in (chosen, rejected) if each is not None]
-    conversations = [each for each in there if is_messages(each)]
+def _common_beginning(chosen: Text | None, rejected: Text | None, location: str, names: Sequence[str]) -> Text:
+    there = [response for response in (chosen, rejected) if response is not None]
+    conversations = [response for response in there if is_messages(response)]
     if len(conversations) < len(there):
         raise UserError(
-            f"{place}: prompt_field is null, expected lists of messages in {' and '.join(map(repr, names))}"
+            f"{location}: prompt_field is null, expected lists of messages in {' and '.join(map(repr, names))}"
         )
     if len(conversations) == 1:
         common = conversations[0][:-1]
@@ -162,7 +162,7 @@ def _common_beginning(chosen: Text | None, rejected: Text | None, place: str, na
         if len(common) == min(map(len, conversations)):
             common = common[:-1]
     if not common:
-        raise UserError(f"{place}: both responses begin otherwise, expected messages of the prompt that they share")
+        raise UserError(f"{location}: both responses begin otherwise, expected messages of the prompt that they share")
     return common
 
 
@@ -173,17 +173,17 @@ def _after(prompt: list[dict[str, Any]], response: Text | None) -> Text | None:
     return response
 
 
-def _text(value: Any, place: str, name: str) -> Text:
-    value = from_text(value, f"{place}: field {name!r}")
+def _text(value: Any, location: str, name: str) -> Text:
+    value = from_text(value, f"{location}: field {name!r}")
     if isinstance(value, str) and value:
         return value
-    ids = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-    messages = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    ids = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+    messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if value and messages:
-        return read_messages(value, f"{place}: field {name!r}")
+        return read_messages(value, f"{location}: field {name!r}")
     if value and ids:
         return value  # type: ignore[no-any-return]
     raise UserError(
-        f"{place}: field {name!r} is {json_text(value)}, expected a non-empty string, a list of token ids, or a "
+        f"{location}: field {name!r} is {json_text(value)}, expected a non-empty string, a list of token ids, or a "
         "list of messages"
     )

@@ -1,4 +1,4 @@
-"""Examples of one phase with their prompts as tokens, and prompts that were drawn of them."""
+"""Examples of one phase with their prompts as tokens, and prompts drawn from them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def text_hash(text: str) -> int:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Examples of one phase with their prompts as token ids; both may lie in files and be read where they are used."""
+    """Examples of one phase with their prompts as token ids. Both may lie in files and be read on use."""
 
     examples: Sequence[Example]
     tokens: Sequence[list[int]]
     overlong: int = 0
-    """How many were too long, and were cut or dropped."""
+    """Prompts that were too long, and were cut or dropped."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -35,16 +35,16 @@ class Prompts:
         return {index: self.examples[index] for index in dict.fromkeys(indices)}
 
     def identities(self, indices: Iterable[int]) -> dict[int, str]:
-        """The names of the rows that some prompts are of, by their indices; nothing of data without such names."""
+        """Row names of some prompts, by their indices. Empty for data without such names."""
         del indices
         return {}
 
     def sources(self) -> tuple[tuple[str, int], ...]:
-        """The name of each source, and where its prompts end; nothing of data without sources."""
+        """Name of each source, and end of its prompts. Empty for data without sources."""
         return ()
 
     def answers(self) -> Iterable[Any]:
-        """All answers; of prompts in files the first that is no text, if there is one."""
+        """All answers. For prompts in files, only the first that is no text, if there is one."""
         return (example.answer for example in self.examples)
 
     def answer_counts(self) -> tuple[tuple[AnswerCounts, str], ...]:
@@ -53,10 +53,10 @@ class Prompts:
         for index, example in enumerate(self.examples):
             counts.add(index, example.answer)
         first = counts.first_missing
-        return ((counts, "" if first is None else self.examples[first].place or f"prompt {first:,}"),)
+        return ((counts, "" if first is None else self.examples[first].location or f"prompt {first:,}"),)
 
     def fields(self) -> tuple[str, ...]:
-        """Names of what the examples have beside prompt and answer."""
+        """Names of the examples' fields, without prompt and answer."""
         return field_names(self.examples)
 
     def text_hashes(self) -> np.ndarray[Any, Any]:
@@ -70,7 +70,7 @@ class Draw:
 
     Args:
         prompts: of the phase.
-        indices: of those that were drawn.
+        indices: of the drawn ones.
         groups: identity of each one's draw.
     """
 

@@ -1,4 +1,4 @@
-"""Remarks on rows: special tokens that are hardly meant, and tools that no prompt has."""
+"""Remarks on rows: special tokens that are probably unintended, and tools that no prompt has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINES = {
     "inner": "have tokens to train on after {eos!r}, where a model stops",
 }
 Remarks = Mapping[str, tuple[int, str]]
-"""Number of rows and place of the first, by kind."""
+"""Number of rows and location of the first, by kind."""
 
 
 class RemarkCounts:
@@ -36,9 +36,9 @@ class RemarkCounts:
             self.counts[kind] = count + 1, first
 
 
-def placed(counts: Mapping[str, Sequence[int]], place: Callable[[int], str]) -> Remarks:
-    """Counts with the place of each first row."""
-    return {kind: (count, place(first)) for kind, (count, first) in counts.items()}
+def located(counts: Mapping[str, Sequence[int]], location: Callable[[int], str]) -> Remarks:
+    """Add the location of each first row to counts."""
+    return {kind: (count, location(first)) for kind, (count, first) in counts.items()}
 
 
 def lines(remarks: Remarks, tokenizer: PreTrainedTokenizerBase, rows: str) -> list[str]:

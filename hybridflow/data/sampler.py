@@ -18,10 +18,10 @@ from engine3d.input_files import JsonError, parse_json
 from hybridflow.data.files.config import DifficultyConfig, WeightFrom
 
 RATES, RETURNED = "rates", "returned"
-"""The texts in a sampler's state, whose other values are whole numbers: pass rates, and returned draws."""
+"""Texts in a sampler's state: pass rates, and returned draws. Its other values are whole numbers."""
 _PARTS = 10**12
-"""Weights are counted in so many parts of the largest: whole numbers make the same choices wherever a run goes on. A
-source of one prompt has its share beside one of billions."""
+"""Units of the largest weight. Whole numbers make the same choices wherever a run is resumed. A source of one prompt
+keeps its share next to one of billions."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class SourceOrder:
         """The weight in a step, from 1."""
         if not self.weight:
             return self.end - self.begin
-        return next(each.weight for each in reversed(self.weight) if each.step <= step)
+        return next(entry.weight for entry in reversed(self.weight) if entry.step <= step)
 
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """How prompts are drawn.
+    """Order in which prompts are drawn.
 
     Args:
         count: of prompts.
         seed: of their order.
-        sources: that they are of; all are of one if empty.
-        prompts_per_step: by which weights know the step of a draw.
-        difficulty: which prompts are drawn again; all if None.
+        sources: of the prompts. One source if empty.
+        prompts_per_step: to find the step of a draw, for weights.
+        difficulty: condition of prompts that are drawn again. All if None.
     """
 
     count: int
@@ -72,9 +72,9 @@ class PromptOrder:
 class PromptSampler:
     """Draws indices of `count` prompts; every epoch is a permutation of all of them, made from (seed, epoch) alone.
 
-    A draw that crosses the end of an epoch goes on in the next, so a batch may hold a prompt twice; what identifies a
-    draw is `position`, not the index. Of several sources each has epochs of its own, and the share of the draws that
-    its weight says: after any number of draws it is off by less than one draw for each source.
+    A draw that crosses the end of an epoch continues in the next, so a batch may hold a prompt twice. A draw is
+    identified by `position`, not by the index. Each of several sources has its own epochs, and its weight's share of
+    the draws: after any number of draws it is off by less than one draw for each source.
 
     Args:
         count: of prompts.
@@ -102,12 +102,12 @@ class PromptSampler:
 
     @property
     def returned(self) -> list[tuple[int, int]]:
-        """Identity and prompt index of the draws that were returned, which are the next ones."""
+        """Identity and prompt index of the returned draws, which are the next ones."""
         return list(self._returned)
 
     @property
     def epoch(self) -> int:
-        """Passes over as many prompts as there are, from 0."""
+        """Passes over all prompts, from 0."""
         return self._position // self._count
 
     def next(self, number: int) -> list[int]:
@@ -140,11 +140,11 @@ class PromptSampler:
         return {**state, RETURNED: json.dumps(sorted(returned.items()))} if returned else dict(state)
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of as many prompts, in the order of the same seed."""
+        """True if a state belongs to as many prompts, in the order of the same seed."""
         return bool(state["count"] == self._count and state["seed"] == self._seed)
 
     def measured(self, rates: Mapping[int, float]) -> None:
-        """Remember the pass rates of prompts, by their indices, where difficulty decides what is drawn again."""
+        """Record the pass rates of prompts, by their indices, if difficulty decides which are drawn again."""
         if self._order.difficulty is not None:
             self._rates.update(rates)
 
@@ -161,7 +161,9 @@ class PromptSampler:
                 raise UserError(f"data.files.difficulty: {self._nothing_left(source)}")
 
     def _most_skipped(self, source: _Source) -> float:
-        """Of prompts in a row; with `keep` above 0 one is drawn sooner, but for one case in 10^21."""
+        """Most prompts of a source that are skipped in a row. With `keep` above 0 one is drawn sooner, but for one case
+        in 10^21.
+        """
         difficulty = self._order.difficulty
         by_chance = 50 / difficulty.keep if difficulty is not None and difficulty.keep else 0
         return 2 * len(source) + by_chance
@@ -172,13 +174,14 @@ class PromptSampler:
         step = self._position // self._order.prompts_per_step + 1
         weights = [source.order.weight_at(step) if len(source) else 0.0 for source in self._sources]
         largest = max(weights)
-        parts = [round(_PARTS * weight / largest) for weight in weights]
-        for source, part in zip(self._sources, parts, strict=True):
-            source.credit = source.credit + part if part else 0
+        shares = [round(_PARTS * weight / largest) for weight in weights]
+        for source, share in zip(self._sources, shares, strict=True):
+            source.credit = source.credit + share if share else 0
         chosen = max(
-            (source for source, part in zip(self._sources, parts, strict=True) if part), key=lambda each: each.credit
+            (source for source, share in zip(self._sources, shares, strict=True) if share),
+            key=lambda source: source.credit,
         )
-        chosen.credit -= sum(parts)
+        chosen.credit -= sum(shares)
         return chosen
 
     def _draws_again(self, epoch: int, index: int) -> bool:
@@ -198,7 +201,7 @@ class PromptSampler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a later `load_state_dict` needs to go on exactly here: whole numbers and text."""
+        """State for `load_state_dict` to continue exactly here: whole numbers and text."""
         state: dict[str, Any] = {"count": self._count, "seed": self._seed, "position": self._position}
         if self._order.sources or self._order.difficulty is not None:
             state |= {f"taken.{source.order.label}": source.taken for source in self._sources}
@@ -208,15 +211,16 @@ class PromptSampler:
         return self.with_returned(state, dict(self._returned))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises UserError if it was taken with other prompts or another seed."""
-        for name, own in (("count", self._count), ("seed", self._seed)):
-            if state[name] != own:
+        """Restore `state`. Raises UserError if it was taken with other prompts or another seed."""
+        for name, expected in (("count", self._count), ("seed", self._seed)):
+            if state[name] != expected:
                 raise UserError(
-                    f"the checkpoint's prompt order has {name} {state[name]}, this run's data {own}: expected the same"
+                    f"the checkpoint's prompt order has {name} {state[name]}, this run's data {expected}: "
+                    "expected the same"
                 )
         self._position = state["position"]
         for source in self._sources:
-            # A checkpoint of one source, without difficulty, says no more than the position.
+            # A checkpoint of one source, without difficulty, has the position alone.
             source.taken = state.get(f"taken.{source.order.label}", self._position if len(self._sources) == 1 else 0)
             source.credit = state.get(f"credit.{source.order.label}", 0)
         self._rates = _unpacked_rates(state[RATES]) if RATES in state else {}
@@ -224,7 +228,7 @@ class PromptSampler:
 
 
 class _Source:
-    """Where the draws of a source are.
+    """Draws of a source: its position in its epochs, and its lead or lag.
 
     Args:
         order: of the source.
@@ -234,9 +238,9 @@ class _Source:
     def __init__(self, order: SourceOrder, seed: str) -> None:
         self.order, self._seed = order, seed
         self.taken = 0
-        """Prompts that were drawn or passed over, over all of its epochs."""
+        """Prompts drawn or skipped, over all of its epochs."""
         self.credit = 0
-        """By how many parts it has been drawn less often than its weight says."""
+        """Units by which it was drawn less often than its weight requires."""
         self._permutation_of: tuple[int, array[int]] | None = None
 
     def __len__(self) -> int:
@@ -254,7 +258,7 @@ class _Source:
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raise ValueError for what no sampler has given as its state: a number is missing or out of range."""
+    """Raise ValueError if a state is not one of a sampler: a number is missing or out of range."""
     for name, least in (("count", 1), ("position", 0)):
         if not least <= state.get(name, -1) < 2**63:
             raise ValueError(f"sampler.{name}: {state.get(name, 'nothing')}, expected a whole number from {least}")
@@ -268,20 +272,20 @@ def check_state(state: Mapping[str, Any]) -> None:
 def unpacked_returned(state: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Identity and prompt index of the draws that a sampler's state has returned. Raises ValueError for other text."""
     try:
-        found = parse_json(state.get(RETURNED, "[]"))
+        draws = parse_json(state.get(RETURNED, "[]"))
     except JsonError as error:
         raise ValueError(f"sampler.{RETURNED}: not valid JSON: {error}") from None
-    if not isinstance(found, list) or not all(_is_draw(each) for each in found):
+    if not isinstance(draws, list) or not all(_is_draw(draw) for draw in draws):
         raise ValueError(f"sampler.{RETURNED}: expected a list of [draw, prompt]")
-    return [(number, index) for number, index in found]
+    return [(number, index) for number, index in draws]
 
 
-def _is_draw(each: object) -> bool:
-    return isinstance(each, list) and len(each) == 2 and all(type(number) is int and number >= 0 for number in each)
+def _is_draw(draw: object) -> bool:
+    return isinstance(draw, list) and len(draw) == 2 and all(type(number) is int and number >= 0 for number in draw)
 
 
 def _packed_rates(rates: Mapping[int, float]) -> str:
-    columns = np.array(sorted(rates), dtype=np.int64), np.array([rates[each] for each in sorted(rates)], np.float64)
+    columns = np.array(sorted(rates), dtype=np.int64), np.array([rates[index] for index in sorted(rates)], np.float64)
     return base64.b64encode(zlib.compress(b"".join(column.tobytes() for column in columns))).decode()
 
 

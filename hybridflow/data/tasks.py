@@ -1,4 +1,4 @@
-"""Prompts and their answers: an arithmetic task made on the spot, and JSON-lines files."""
+"""Prompts and their answers: a generated arithmetic task, and JSON-lines files."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ARITHMETIC_CHARACTERS = "0123456789+-*="
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its answer: what a reward compares with, and the response to learn in supervised training.
+    """A prompt and its answer: the reference of a reward, and the response to train on in supervised training.
 
     Args:
         prompt: the text.
-        answer: text; of a JSON-lines file anything that JSON has, whole numbers as text.
-        fields: every field of its line, as JSON has it; reward functions ask for them by name.
-        identity: names the row of a file that it is from, as "SOURCE:ROW"; empty of other data.
-        place: file and line or row, for errors; empty of other data.
+        answer: text. From a JSON-lines file any JSON value, with whole numbers as text.
+        fields: every field of its line, as JSON. Reward functions request them by name.
+        identity: "SOURCE:ROW" of its row in a file. Empty for other data.
+        location: file and line or row, for errors. Empty for other data.
     """
 
     prompt: str
     answer: Any
     fields: Mapping[str, Any] = field(default_factory=dict)
     identity: str = ""
-    place: str = field(default="", compare=False)
+    location: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Splits:
 
 
 def load_splits(config: DataConfig) -> Splits:
-    """The examples to train on that `config` asks for; of files of pairs only the supervised ones.
+    """Load the examples to train on, by `config`. From files of pairs only the supervised ones.
 
     Raises:
         UserError: naming file and line of what cannot serve.
@@ -69,7 +69,7 @@ def load_splits(config: DataConfig) -> Splits:
 
 
 def load_held_out(config: DataConfig) -> Sequence[Example]:
-    """The examples that `config` holds out, for the set `eval`.
+    """Load the examples that `config` holds out, for the set `eval`.
 
     Raises:
         UserError: naming file and line of what cannot serve.
@@ -91,12 +91,12 @@ def field_names(examples: Iterable[Example]) -> tuple[str, ...]:
 def arithmetic_splits(config: ArithmeticConfig) -> Splits:
     """Two disjoint samples of the problem space, for example Example("17+25=", "42").
 
-    With those of `arithmetic_held_out`, which come first, they are consecutive pieces of one random permutation of all
-    problems, which depends on the seed alone, so no problem is in two of them. The supervised problems do not change
+    With those of `arithmetic_held_out`, which come first, they are consecutive ranges of one random permutation of all
+    problems, which depends on the seed alone. So no problem is in two of them. The supervised problems do not change
     with train_size. 17+25 and 25+17 are two problems.
     """
-    wanted = config.eval_size + config.sft_size + config.train_size
-    drawn = [_problem(config, index) for index in _permutation_head(config.problems, wanted, config.seed)]
+    requested = config.eval_size + config.sft_size + config.train_size
+    drawn = [_problem(config, index) for index in _permutation_head(config.problems, requested, config.seed)]
     first_train = config.eval_size + config.sft_size
     generator = random.Random(f"{config.seed}:wrong")
     supervised = [
@@ -151,71 +151,75 @@ def read_jsonl(
         path: of the file.
         prompt_field: holds a non-empty string.
         answer_field: holds anything; answers are empty if None.
-        text_answers: whether answers are to be learned, and so are strings or whole numbers.
+        text_answers: true if answers are trained on, and so have to be strings or whole numbers.
 
     Raises:
         UserError: naming the file and the line.
     """
 
-    def parse(line: str, place: str) -> Example:
-        return _parse_line(line, place, prompt_field, answer_field, text_answers=text_answers)
+    def parse(line: str, location: str) -> Example:
+        return _parse_line(line, location, prompt_field, answer_field, text_answers=text_answers)
 
     examples = parse_lines(path, parse, what="prompts")
     counts = AnswerCounts()
-    for number, each in enumerate(examples):
-        counts.add(number, each.answer)
-    return [replace(each, answer=as_answer(each.answer, whole=counts.whole)) for each in examples]
+    for number, example in enumerate(examples):
+        counts.add(number, example.answer)
+    return [
+        replace(example, answer=as_answer(example.answer, whole_numbers=counts.whole_numbers)) for example in examples
+    ]
 
 
 def parse_lines[T](path: Path, parse: Callable[[str, str], T], *, what: str) -> list[T]:
-    """What a function makes of each line of a file and its place, in order; lines of white space are skipped.
+    """Parse each line of a file, in order. Lines of white space are skipped.
 
     Args:
         path: of the file.
         parse: raises UserError for a wrong line.
-        what: the lines hold, in errors.
+        what: name of the lines' contents, in errors.
 
     Raises:
         UserError: naming the file.
     """
     try:
-        found = [
+        parsed = [
             parse(line, f"{path}:{number}") for number, (line, _) in enumerate(lines(path), start=1) if line.strip()
         ]
     except FileError as error:
         raise UserError(f"cannot read {what} from {error}") from None
-    if not found:
+    if not parsed:
         raise UserError(f"{path} holds no {what}, expected one JSON object a line")
-    return found
+    return parsed
 
 
-def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | None, *, text_answers: bool) -> Example:
-    fields = parse_fields(line, place, prompt_field)
+def _parse_line(
+    line: str, location: str, prompt_field: str, answer_field: str | None, *, text_answers: bool
+) -> Example:
+    fields = parse_fields(line, location, prompt_field)
     for name in (prompt_field, answer_field):
         if name is not None and name not in fields:
-            raise UserError(f"{place}: no field {name!r}, only {listed(fields)}")
+            raise UserError(f"{location}: no field {name!r}, only {listed(fields)}")
     prompt = fields[prompt_field]
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f"{place}: field {prompt_field!r} is {json_text(prompt)}, expected a non-empty string")
+        raise UserError(f"{location}: field {prompt_field!r} is {json_text(prompt)}, expected a non-empty string")
     answer = "" if answer_field is None else fields[answer_field]
     if text_answers and (isinstance(answer, bool) or not isinstance(answer, str | int)):
-        found = json_text(answer)
-        raise UserError(f"{place}: field {answer_field!r} is {found}, expected a string or an integer to learn")
-    return Example(prompt, answer, fields, place=place)
+        shown = json_text(answer)
+        raise UserError(f"{location}: field {answer_field!r} is {shown}, expected a string or an integer to train on")
+    return Example(prompt, answer, fields, location=location)
 
 
-def parse_fields(line: str, place: str, prompt_field: str) -> dict[str, Any]:
+def parse_fields(line: str, location: str, prompt_field: str) -> dict[str, Any]:
     """The fields of a line that holds one JSON object.
 
     Raises:
-        UserError: it does not; names its place.
+        UserError: it does not. Names its location.
     """
     try:
         fields = parse_json(line, most_digits=MOST_DIGITS_OF_DATA, nan_is_null=True)
     except JsonError as error:
-        raise UserError(f"{place}: not JSON ({error}), expected one object a line") from None
+        raise UserError(f"{location}: not JSON ({error}), expected one object a line") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{place}: {json_kind(fields)}, expected an object with field {prompt_field!r}")
+        raise UserError(f"{location}: {json_kind(fields)}, expected an object with field {prompt_field!r}")
     return fields
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: a character-level one made on the spot, and any HuggingFace tokenizer directory."""
+"""Tokenizers: a generated one of characters, and any HuggingFace tokenizer directory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make_chat_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The tokens that decoding leaves out of a text unless they are asked for."""
+    """Tokens that decoding leaves out of a text by default."""
     return tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
@@ -196,7 +196,7 @@ def cut(
 
 
 def middle_cut(items: Sequence[int], most: int) -> list[int]:
-    """The first and the last items, so many together; of an odd number one more at the beginning."""
+    """First and last items, `most` together; of an odd number one more at the beginning."""
     last = most // 2
     return [*items[: most - last], *(items[-last:] if last else [])]
 
@@ -248,7 +248,7 @@ def encode_prompts_together(tokenizer: PreTrainedTokenizerBase, texts: Sequence[
     """
     encoded = tokenizer(list(texts), return_special_tokens_mask=not tokenizer.is_fast)
     counts = (_special_around(tokenizer, encoded, index) for index in range(len(texts)))
-    around = next((each for each in counts if each is not None), None)
+    around = next((count for count in counts if count is not None), None)
     if around is None:  # no text has a token
         return [[] for _ in texts]
     return [list(tokens[: len(tokens) - around[1]]) for tokens in encoded["input_ids"]]

@@ -1,4 +1,4 @@
-"""Files of a HuggingFace tokenizer, refused by their names and keys where the libraries only raise their own errors."""
+"""Checks of the files of a HuggingFace tokenizer, with errors that name the file and the key."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_tokenizer_files(directory: Path) -> dict[str, Any]:
 
 
 def check_vocabularies(directory: Path) -> None:
-    """Find why the libraries could not load a tokenizer, in the files that are read whole for nothing else.
+    """Find why the libraries could not load a tokenizer, in the large files that are only read for this.
 
     Raises:
         UserError: names the file, and the key of a value.

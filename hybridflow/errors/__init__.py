@@ -1,1 +1,1 @@
-"""What messages may show."""
+"""Errors, log lines, and redaction of secrets."""

@@ -1,4 +1,4 @@
-"""What a run tells beside its figures: one logger, and one form of its lines.
+"""Logger of a run, and the form of its lines.
 
     from hybridflow.errors.log import log
     log.warning("%s could not be removed", path)
@@ -36,9 +36,9 @@ log = logging.getLogger("hybridflow")
 
 def set_level(level: str | None) -> None:
     """Tell from this level on; INFO if it is None, or none of the four, which is told."""
-    wanted = (level or "INFO").upper()
-    log.setLevel(wanted if wanted in _LEVELS else "INFO")
-    if wanted not in _LEVELS:
+    name = (level or "INFO").upper()
+    log.setLevel(name if name in _LEVELS else "INFO")
+    if name not in _LEVELS:
         log.warning(f"{LEVEL}={level}: expected one of {', '.join(_LEVELS)}; INFO is taken")
 
 

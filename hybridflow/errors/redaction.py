@@ -32,7 +32,7 @@ _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@")
 
 
 def is_secret(name: object) -> bool:
-    """Whether the value of a setting of this name is not to be shown."""
+    """True if the value of a setting of this name is a secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]", "_", str(name)).lower()
     return _SECRET.fullmatch(words) is not None and _NO_SECRET.fullmatch(words) is None
 
@@ -44,9 +44,9 @@ def redacted(value: Any, name: object = "") -> Any:
     if is_secret(name):
         return REDACTED
     if isinstance(value, Mapping):
-        return {key: redacted(each, key) for key, each in value.items()}
+        return {key: redacted(item, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(each) for each in value]
+        return [redacted(item) for item in value]
     return _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value) if isinstance(value, str) else value
 
 
@@ -62,7 +62,7 @@ def redacted_override(text: str) -> str:
 
 
 def redacted_keys(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Where settings were read from what `redacted` has written, and lack their secrets."""
+    """Yield the keys of settings read from the output of `redacted`, which lack their secrets."""
     items: Any = ()
     if isinstance(data, Mapping):
         items = data.items()
@@ -76,7 +76,7 @@ def redacted_keys(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[
 
 @contextlib.contextmanager
 def redacted_arguments() -> Iterator[None]:
-    """Let a library that keeps the command line, in the block, keep one without secrets."""
+    """Hide secrets from a library that keeps the command line, in the block."""
     before = sys.argv
     sys.argv = [before[0], *map(redacted_override, before[1:])] if before else before
     try:

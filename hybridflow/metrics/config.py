@@ -1,4 +1,4 @@
-"""Where metrics are written: `metrics:` in a recipe."""
+"""Settings of metrics: `metrics:` in a recipe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _switched(given: Any) -> Any:
 
 
 class MetricsConfig(Settings):
-    """Which sinks a run writes to, and what it watches."""
+    """Sinks of a run's metrics, and samples of its GPUs and texts."""
 
     console: bool = True
     """Print a line a step."""

@@ -68,7 +68,7 @@ _CONSOLE_FIGURES = (
     _Figure("train/step_time_ms", "step", lambda milliseconds: f"{milliseconds / 1000:.2f} s", 1, 8),
     _Figure("checkpoint/written_bytes", "written", lambda nbytes: f"{nbytes / 1e6:,.1f} MB", 0, 10),
     _Figure("checkpoint/stall_ms", "stall", lambda milliseconds: f"{milliseconds / 1000:.3f} s", 0, 7),
-    _Figure("checkpoint/whole_after_sec", "whole after", "{:.2f} s".format, 0, 7),
+    _Figure("checkpoint/complete_after_sec", "complete after", "{:.2f} s".format, 0, 7),
     _Figure("checkpoint/failed", "save", lambda _: "failed", 0, 6),
 )
 _OF_SET = re.compile(r"eval/([^/]+)/(mean@\d+)")
@@ -88,17 +88,17 @@ def console_line(record: Record, total: int | None, width: int | None, *, aligne
     label = _PHASE_LABELS.get(record.phase, record.phase)
     shown = [figure for figure in _CONSOLE_FIGURES if figure.name in record.values]
     shown += [
-        _Figure(name, f"{found[1]} {found[2]}", "{:.3f}".format, 1, 5)
+        _Figure(name, f"{match[1]} {match[2]}", "{:.3f}".format, 1, 5)
         for name in record.values
-        if (found := _OF_SET.fullmatch(name))
+        if (match := _OF_SET.fullmatch(name))
     ]
     head = f"{label} {record.step}" + (f"/{total}" if total is not None else "")
     if aligned and total is not None:
         head = head.ljust(len(f"{label} {total}/{total}"))
     while True:
         values = [(figure, figure.form(record.values[figure.name])) for figure in shown]
-        parts = [f"{figure.label} {value.rjust(figure.width if aligned else 0)}" for figure, value in values]
-        line = "  ".join([head, *parts])
+        columns = [f"{figure.label} {value.rjust(figure.width if aligned else 0)}" for figure, value in values]
+        line = "  ".join([head, *columns])
         if width is None or len(line) <= width or len(shown) <= 1:
             return line
         shown.remove(max(shown, key=lambda figure: figure.rank))

@@ -1,4 +1,4 @@
-"""What a run's GPUs did over time, in a file: one JSON object a sample."""
+"""Samples of a run's GPUs over time, in a file: one JSON object a sample."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DeviceFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and not all(whole for _, whole in lines(path, errors="replace")):
+        if path.exists() and not all(complete for _, complete in lines(path, errors="replace")):
             replace_file(path, "".join(f"{line}\n" for line in whole_lines(path)))
         self._file = AppendedFile(path)
 
@@ -91,13 +91,13 @@ def _parse(path: Path, number: int, line: str) -> DeviceSample:
         )
     except (ValueError, AttributeError, TypeError, OverflowError) as error:
         expected = ", ".join(field.name for field in dataclasses.fields(DeviceSample))
-        found = f"not JSON ({error})" if isinstance(error, JsonError) else repr(line[:60])
-        raise UserError(f"{path}:{number}: {found}, expected an object with {expected}") from None
+        error_text = f"not JSON ({error})" if isinstance(error, JsonError) else repr(line[:60])
+        raise UserError(f"{path}:{number}: {error_text}, expected an object with {expected}") from None
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What the GPUs of a run did together in a span of time.
+    """Utilisation of the GPUs of a run in a span of time.
 
     Args:
         utilisation_mean: over all samples, in %.
@@ -145,11 +145,14 @@ class RunDevices:
 
     @classmethod
     def of(cls, samples: Sequence[DeviceSample]) -> RunDevices:
-        """By when each GPU was sampled first and last; at least one sample."""
+        """Build it from at least one sample."""
         of_gpu: dict[tuple[str, int], list[DeviceSample]] = {}
         for sample in samples:
             of_gpu.setdefault((sample.node, sample.gpu), []).append(sample)
-        spans = [(min(each.time for each in own), max(each.time for each in own)) for own in of_gpu.values()]
+        spans = [
+            (min(sample.time for sample in gpu_samples), max(sample.time for sample in gpu_samples))
+            for gpu_samples in of_gpu.values()
+        ]
         # At one moment those that begin come before those that end.
         changes = sorted([(begin, -1) for begin, _ in spans] + [(end, 1) for _, end in spans])
         had = most = 0
@@ -158,7 +161,7 @@ class RunDevices:
             sampled_s += time - before if had else 0.0
             had, before = had - change, time
             most = max(most, had)
-        power = [sum(each.power_w for each in own) / len(own) for own in of_gpu.values()]
+        power = [sum(sample.power_w for sample in gpu_samples) / len(gpu_samples) for gpu_samples in of_gpu.values()]
         if not sampled_s:
             return cls(most, sum(power))
         shares = [(end - begin) / sampled_s for begin, end in spans]

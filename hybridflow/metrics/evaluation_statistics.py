@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 CONFIDENCE = 0.95
-"""Of every interval."""
+"""Confidence of every interval."""
 _Z = 1.959963984540054
 """The standard normal distribution's quantile for it, at 1 - (1 - CONFIDENCE) / 2."""
 
@@ -26,7 +26,7 @@ PREFERENCE_LOSS, PREFERENCE_MARGIN = "preference_loss", "preference_margin"
 LENGTH = "response_length_mean"
 TRUNCATED = "truncated_fraction"
 LOW, HIGH = "_low", "_high"
-"""What follows the name of a figure in those of the ends of its interval."""
+"""Suffixes of a metric's name for the ends of its interval."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def pass_at(drawn: int, passing: int, j: int) -> float:
         raise ValueError(f"pass@{j} of {drawn} responses of which {passing} pass")
     if drawn - passing < j:
         return 1.0
-    return 1.0 - math.prod(1.0 - j / each for each in range(drawn - passing + 1, drawn + 1))
+    return 1.0 - math.prod(1.0 - j / total for total in range(drawn - passing + 1, drawn + 1))
 
 
 def sizes(k: int) -> list[int]:
@@ -163,22 +163,22 @@ def estimates(
         ValueError: no response was scored.
     """
     scored = [group for group in groups if group]
-    passed = [sum(each.passes for each in group) for group in scored]
+    passed = [sum(response.passes for response in group) for group in scored]
     counts = [len(group) for group in scored]
-    rewards = [math.fsum(each.reward for each in group) / len(group) for group in scored]
+    rewards = [math.fsum(response.reward for response in group) / len(group) for group in scored]
     mean = over_prompts(rewards, proportion=False)
-    found: dict[str, Estimate] = {measure: replace(mean, low=None, high=None) if measure == ACCURACY else mean}
+    estimated: dict[str, Estimate] = {measure: replace(mean, low=None, high=None) if measure == ACCURACY else mean}
     shares = [passing / count for passing, count in zip(passed, counts, strict=True)]
-    found[f"mean@{k}"] = over_prompts(shares, proportion=True)
+    estimated[f"mean@{k}"] = over_prompts(shares, proportion=True)
     for j in sizes(k):
         chances = [pass_at(n, c, j) for n, c in zip(counts, passed, strict=True) if n >= j]
         if chances:
-            found[f"pass@{j}"] = over_prompts(chances, proportion=True)
+            estimated[f"pass@{j}"] = over_prompts(chances, proportion=True)
     if votes and k > 1:
-        places = [majority([each.vote for each in group]) for group in scored]
-        right = [float(place is not None and group[place].passes) for group, place in zip(scored, places, strict=True)]
-        found[f"maj@{k}"] = over_prompts(right, proportion=True)
-    return found
+        winners = [majority([response.vote for response in group]) for group in scored]
+        right = [float(index is not None and group[index].passes) for group, index in zip(scored, winners, strict=True)]
+        estimated[f"maj@{k}"] = over_prompts(right, proportion=True)
+    return estimated
 
 
 def figure_names(k: int, *, votes: bool, measure: Measure = REWARD) -> list[str]:
@@ -186,6 +186,6 @@ def figure_names(k: int, *, votes: bool, measure: Measure = REWARD) -> list[str]
     return [measure, f"mean@{k}", *(f"pass@{j}" for j in sizes(k)), *([f"maj@{k}"] if votes and k > 1 else [])]
 
 
-def with_intervals(found: Mapping[str, Estimate]) -> dict[str, float]:
+def with_intervals(estimated: Mapping[str, Estimate]) -> dict[str, float]:
     """Every value and every end of an interval, by name."""
-    return {name: value for each, estimate in found.items() for name, value in estimate.named(each).items()}
+    return {name: value for metric, estimate in estimated.items() for name, value in estimate.named(metric).items()}

@@ -15,11 +15,12 @@ from typing import TextIO
 from engine3d.cleaning import cleaning
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.metrics.console import ConsoleSink
+from hybridflow.metrics.expert_loads import ExpertLoads, ExpertLoadSink, StepLoads
 from hybridflow.metrics.sample_file import SampleSink, SampleText, StepSamples
 from hybridflow.metrics.sinks import CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
 from hybridflow.metrics.trackers import MlflowSink, TrackioSink
 from hybridflow.metrics.wandb_sink import WandbSink
-from hybridflow.rundir.file_names import METRICS, SAMPLES
+from hybridflow.rundir.file_names import EXPERT_LOADS, METRICS, SAMPLES
 
 
 class Metrics:
@@ -60,6 +61,10 @@ class Metrics:
         if config.samples_per_step:
             path = directory / SAMPLES
             self._samples = PatientSink(SampleSink(path, resume_from_step), path)
+        self._expert_loads: PatientSink[StepLoads] | None = None
+        if config.jsonl:
+            path = directory / EXPERT_LOADS
+            self._expert_loads = PatientSink(ExpertLoadSink(path, resume_from_step), path)
         self._console: ConsoleSink | None = None
         if config.console:
             self._console = ConsoleSink(sys.stdout if stream is None else stream, totals or {}, resume_from_step or 0)
@@ -86,6 +91,11 @@ class Metrics:
         if self._samples is not None and samples:
             self._samples.write(StepSamples("train", step, samples))
 
+    def log_expert_loads(self, step: int, models: Mapping[str, ExpertLoads]) -> None:
+        """Write the expert loads of a step by role; nothing where no model has experts."""
+        if self._expert_loads is not None and models:
+            self._expert_loads.write(StepLoads("train", step, models))
+
     def close(self) -> None:
         """Close every sink. May be called twice."""
         with contextlib.ExitStack() as stack:  # each, whatever becomes of the others
@@ -94,6 +104,9 @@ class Metrics:
             if self._samples is not None:
                 stack.callback(self._samples.close)
                 self._samples = None
+            if self._expert_loads is not None:
+                stack.callback(self._expert_loads.close)
+                self._expert_loads = None
 
     def __enter__(self) -> Metrics:
         return self

@@ -16,14 +16,14 @@ STREAM_DROPPED = "stream/dropped_groups"
 STREAM_CARRIED = "stream/carried_groups"
 STREAM_LOST = "stream/lost_groups"
 STREAM_LOST_ENGINES = "stream/lost_engines"
-"""That died or came no further, and are started again."""
-STREAM_WITHDRAWN = "stream/withdrawn_requests"
+"""Engines that died or hung, and are started again."""
+STREAM_RECLAIMED = "stream/reclaimed_requests"
 """Responses that were taken from engines whose devices went back to the trainer, to go on with what they had."""
-STREAM_LENT_TIME = "stream/lent_ms"
-"""In which engines on the trainer's devices took requests."""
-STREAM_LEND_TIME = "stream/lend_ms"
+STREAM_LEASED_TIME = "stream/leased_ms"
+"""Time for which engines on leased devices took requests."""
+STREAM_LEASE_START_TIME = "stream/lease_start_ms"
 """Until they could: the trainer's models gave memory back, and engines had theirs again."""
-STREAM_WITHDRAW_TIME = "stream/withdraw_ms"
+STREAM_RECLAIM_TIME = "stream/reclaim_ms"
 """Until nothing was in flight at them any more."""
 STREAM_WAIT_TIME = "stream/trainer_wait_ms"
 STREAM_WAIT_SHARE = "stream/trainer_wait_share"
@@ -32,11 +32,11 @@ STREAM_BUSY = "stream/engines_busy_share"
 STREAM_TOKENS_IN_FLIGHT = "stream/tokens_in_flight_mean"
 STREAM_REQUESTS_IN_FLIGHT = "stream/requests_in_flight_mean"
 STREAM_REQUEST_LIMIT = "stream/request_limit_mean"
-"""That an engine may have in flight, in the mean of the engines, where it follows the room in their KV caches."""
+"""Most requests in flight at an engine, mean over engines, where it follows the free capacity of their KV caches."""
 STREAM_WAITING_REQUESTS = "stream/waiting_requests"
-"""Of the controller, for which no engine has room."""
+"""Requests in the controller's queue, for which no engine has capacity."""
 STREAM_QUEUED_REQUESTS = "stream/queued_requests_mean"
-"""In the queues of the engines themselves, in the mean over time."""
+"""Requests in the queues of the engines, mean over time."""
 STREAM_CACHE_USE = "stream/cache_use_share"
 """Share of an engine's KV cache that requests hold, in the mean over the batches of all engines."""
 STREAM_CACHE_USE_MAX = "stream/cache_use_max"
@@ -54,9 +54,13 @@ STREAM_AGE_MEAN = "stream/sample_age_mean_sec"
 STREAM_AGE_MAX = "stream/sample_age_max_sec"
 STREAM_READY_GROUPS = "stream/ready_groups"
 STREAM_WAITING_REWARDS = "stream/waiting_rewards"
-STREAM_GROUPS_UNDER_WAY = "stream/groups_under_way"
+STREAM_GROUPS_IN_FLIGHT = "stream/groups_in_flight"
 STREAM_STALENESS_MAX = "stream/staleness_max"
 STREAM_MIXED_SHARE = "stream/mixed_versions_share"
+ROUTES_MISSING_SHARE = "rollout/missing_routes_share"
+"""Share of the tokens, but for the last of each sample, whose routes no engine knows."""
+ROUTES_MB = "rollout/routes_mb"
+"""Megabytes of the routes of a step's samples."""
 ROLLOUT_TIME = "rollout/time_ms"
 ROLLOUT_RESPONSE_LENGTH = "rollout/response_length_mean"
 ROLLOUT_TRUNCATED = "rollout/truncated_fraction"
@@ -91,7 +95,9 @@ REPLAY_SHARE = "replay/share"
 TRAIN_STEP_TIME = "train/step_time_ms"
 TRAIN_UPDATE_TIME = "train/update_time_ms"
 TRAIN_OPTIMIZER_TIME = "train/optimizer_time_ms"
-TRAIN_AGAIN = "train/computed_again"
+TRAIN_CAPACITY_RETRIES = "train/capacity_retries"
+TRAIN_PIPELINE_BUBBLE = "train/pipeline_bubble"
+TRAIN_SPLIT_SHARE = "train/split_share"
 TRAIN_LOSS = "train/loss"
 TRAIN_POLICY_LOSS = "train/policy_loss"
 TRAIN_RATIO = "train/ratio_mean"
@@ -120,20 +126,32 @@ TRAIN_EXPERT_LOAD_MAX = "train/expert_load_max"
 TRAIN_EXPERT_LOAD_MAX_LAYER = "train/expert_load_max_layer"
 TRAIN_EXPERT_LOAD_MAX_MEAN = "train/expert_load_max_mean"
 TRAIN_EXPERT_LOAD_MIN = "train/expert_load_min"
+TRAIN_EXPERT_LOAD_ENTROPY = "train/expert_load_entropy"
+TRAIN_EXPERT_LOAD_ENTROPY_MIN = "train/expert_load_entropy_min"
+TRAIN_DEAD_EXPERTS = "train/dead_experts"
+TRAIN_EXPERT_BIAS_SPREAD = "train/expert_bias_spread"
+TRAIN_EXPERT_BIAS_SPREAD_MEAN = "train/expert_bias_spread_mean"
 TRAIN_ROUTER_Z_LOSS = "train/router_z_loss"
 TRAIN_SEQUENCE_BALANCE_LOSS = "train/sequence_balance_loss"
 TRAIN_UPDATE_BALANCE_LOSS = "train/update_balance_loss"
+TRAIN_MISSING_ROUTES = "train/missing_route_share"
+"""Share of an update's decisions, tokens times layers with experts, for which the engines or the pass of the old
+log-probs gave no complete route. The live router decides there. Last tokens of samples are not counted. This and the
+next only where samples have routes."""
+TRAIN_DIFFERENT_ROUTES = "train/different_route_share"
+"""Share of the other decisions for which the live router would choose other experts than the route has; without
+`train.routing_replay` it chooses them."""
 PREFERENCE_LOSS = "preference/loss"
 PREFERENCE_ACCURACY = "preference/accuracy"
 """Share of the pairs whose better response has the larger implicit reward; a tie counts half. Of unpaired examples: of
 those whose reward is on the right side of z0."""
 PREFERENCE_MARGIN = "preference/margin"
-"""Of pairs: implicit reward of the better response less that of the other."""
+"""Implicit reward of the better response less that of the other, of pairs."""
 PREFERENCE_CHOSEN_REWARD = "preference/chosen_reward"
 """beta * (log-prob by the policy - by the reference) of the better, or desirable, responses."""
 PREFERENCE_REJECTED_REWARD = "preference/rejected_reward"
 PREFERENCE_CHOSEN_LOGPROB = "preference/chosen_logprob"
-"""Of whole responses, by the policy."""
+"""Log-prob of complete responses by the policy."""
 PREFERENCE_REJECTED_LOGPROB = "preference/rejected_logprob"
 PREFERENCE_Z0 = "preference/z0"
 """KTO's estimate of the KL divergence from the reference, in nats a response."""
@@ -174,9 +192,9 @@ SYNC_SEAL_TIME = "sync/seal_ms"
 SYNC_VERIFY_TIME = "sync/verify_ms"
 SYNC_COMMIT_TIME = "sync/commit_ms"
 SYNC_PAUSE_SUM = "sync/pause_sum_ms"
-"""In which engines could not generate because their weights changed, added up."""
+"""Time for which engines could not generate because their weights changed, summed over engines."""
 SYNC_PAUSE_MAX = "sync/pause_max_ms"
-"""Of the engine for which it was longest."""
+"""The same of the engine for which it was longest."""
 DEVICE_UTILISATION = "device/utilisation_mean"
 DEVICE_POWER = "device/power_mean_w"
 DEVICE_MEMORY = "device/memory_peak_mb"
@@ -189,37 +207,45 @@ EVAL_WAIT_TIME = "eval/wait_ms"
 EVAL = "eval"
 """Name of the set of held-out prompts of `data`, whose metrics are `eval/FIGURE`."""
 SET_PROMPTS, SET_SAMPLES, SET_TIME = "prompts", "samples", "time_ms"
-"""Of a set of `evaluation`, as `of_set` names it: prompts and responses in its figures, and how long it took."""
+"""Prompts, responses and time of a set of `evaluation`, as `of_set` names them."""
 SET_LEFT_OUT = "left_out_samples"
 """Responses that are in none, since what scores them failed."""
 SET_TRAINING = "training_prompts"
 """Prompts of the set that the model learns from too."""
 SAMPLES_BYTES = "samples/written_bytes"
-"""Of the sample store: of the steps that were written since the last one was logged. The next is of the same."""
+"""Bytes of the steps that the sample store has written since the last record. The next is their time."""
 SAMPLES_TIME = "samples/write_ms"
 CHECKPOINT_STALL = "checkpoint/stall_ms"
 CHECKPOINT_BYTES = "checkpoint/written_bytes"
 CHECKPOINT_HOST_BYTES = "checkpoint/host_bytes"
-CHECKPOINT_SECONDS = "checkpoint/whole_after_sec"
+CHECKPOINT_COMPLETE_AFTER = "checkpoint/complete_after_sec"
 CHECKPOINT_FAILED = "checkpoint/failed"
 CHECKPOINT_BEST_STEP, CHECKPOINT_BEST_VALUE = "checkpoint/best_step", "checkpoint/best_value"
-"""Of the best checkpoint so far by `checkpoint.keep_best`: its step, and its value."""
+"""Step and value of the best checkpoint so far by `checkpoint.keep_best`."""
 
 
 @dataclass(frozen=True)
 class UpdateNames:
-    """What the figures are called that the optimizer steps of any model have."""
+    """Names of the metrics of optimizer steps, of any model."""
 
     gradient_norm: str
     learning_rate: str
     skipped_updates: str
     padding_share: str
     optimizer_time: str
-    """Of a step's updates what they took after the gradient's norm was known, of the slowest rank: the optimizer's
-    step, and the way of a state that is in host memory."""
-    again: str
-    """How often all micro-batches of an update were computed again, since a layer had too little room for the rows of
-    its experts; only with `expert_rows_ahead`."""
+    """Time of a step's updates after the norm of the gradient is known, of the slowest rank: the optimizer's step, and
+    the transfer of a state in host memory.
+    """
+    capacity_retries: str
+    """Updates whose micro-batches were all computed again, as the rows of a layer's experts exceeded their predicted
+    capacity. Only with `predicted_expert_capacity`."""
+    pipeline_bubble: str
+    """Time for which a rank waits for other pipeline stages in an update, over the time for which it computes, mean
+    over updates: (pp - 1) / (vpp * micro-batches), with stages and micro-batches of the same cost (Narayanan et al.
+    2021, arXiv 2104.04473, section 2.2). Only with pp above 1."""
+    split_share: str
+    """Share of the micro-batches whose sequences were split over context-parallel ranks; in others each of these ranks
+    has complete sequences. Only with cp above 1."""
     device_throughput: str
     """Tokens a second and device of the ranks that update the model, while they do."""
     mfu: str
@@ -238,6 +264,18 @@ class UpdateNames:
     """The mean over all layers of what `expert_load_max` is the highest of."""
     expert_load_min: str
     """Tokens of the least loaded expert of all layers and updates, over the mean of its layer's experts."""
+    expert_load_entropy: str
+    """Entropy of the load of a layer's experts, over all tokens of a step's updates, divided by that of an even load:
+    the mean over layers. 1 where all experts are loaded alike, 0 where one has all tokens."""
+    expert_load_entropy_min: str
+    """The same of the layer where it is lowest."""
+    dead_experts: str
+    """Experts of all layers that no token of a step's updates was given."""
+    expert_bias_spread: str
+    """Largest less smallest expert bias of a layer in a step's last update, of the layer where that is largest. This
+    and the next only where routers have an expert bias."""
+    expert_bias_spread_mean: str
+    """The mean over all layers."""
     router_z_loss: str
     """This loss and the next two are means over layers, without coefficients, and only where their coefficients are
     above 0; `engine3d.models.experts.load_balance` has the formulas."""
@@ -251,7 +289,7 @@ class UpdateNames:
 
 @dataclass(frozen=True)
 class CriticNames(UpdateNames):
-    """What the figures of a critic are called."""
+    """Names of a critic's metrics."""
 
     value_loss: str
     clip_fraction: str
@@ -261,7 +299,7 @@ class CriticNames(UpdateNames):
 
     @classmethod
     def of(cls, role: str) -> CriticNames:
-        """Those of the critic that has this role, in a group of that name."""
+        """Return the names of the critic with this role, in a group of that name."""
         groups = {field.name: f"{role}/{field.name}" for field in fields(cls)}
         elsewhere = {
             "gpu_memory": f"memory/{role}_gpu_mem_mb",
@@ -269,7 +307,7 @@ class CriticNames(UpdateNames):
             "host_memory": f"memory/{role}_host_mem_mb",
             "device_throughput": f"{role}/device_tokens_per_sec",
             "optimizer_time": f"{role}/optimizer_time_ms",
-            "again": f"{role}/computed_again",
+            "capacity_retries": f"{role}/capacity_retries",
         }
         return cls(**groups | elsewhere)
 
@@ -280,7 +318,9 @@ ACTOR = UpdateNames(
     skipped_updates=TRAIN_SKIPPED_UPDATES,
     padding_share=TRAIN_PADDING_SHARE,
     optimizer_time=TRAIN_OPTIMIZER_TIME,
-    again=TRAIN_AGAIN,
+    capacity_retries=TRAIN_CAPACITY_RETRIES,
+    pipeline_bubble=TRAIN_PIPELINE_BUBBLE,
+    split_share=TRAIN_SPLIT_SHARE,
     device_throughput=TRAIN_DEVICE_THROUGHPUT,
     mfu=TRAIN_MFU,
     gpu_memory=ACTOR_GPU_MEMORY,
@@ -289,6 +329,11 @@ ACTOR = UpdateNames(
     expert_load_max_layer=TRAIN_EXPERT_LOAD_MAX_LAYER,
     expert_load_max_mean=TRAIN_EXPERT_LOAD_MAX_MEAN,
     expert_load_min=TRAIN_EXPERT_LOAD_MIN,
+    expert_load_entropy=TRAIN_EXPERT_LOAD_ENTROPY,
+    expert_load_entropy_min=TRAIN_EXPERT_LOAD_ENTROPY_MIN,
+    dead_experts=TRAIN_DEAD_EXPERTS,
+    expert_bias_spread=TRAIN_EXPERT_BIAS_SPREAD,
+    expert_bias_spread_mean=TRAIN_EXPERT_BIAS_SPREAD_MEAN,
     router_z_loss=TRAIN_ROUTER_Z_LOSS,
     sequence_balance_loss=TRAIN_SEQUENCE_BALANCE_LOSS,
     update_balance_loss=TRAIN_UPDATE_BALANCE_LOSS,
@@ -299,7 +344,7 @@ COST_CRITIC = CriticNames.of("cost_critic")
 
 
 def coefficient(setting: str) -> str:
-    """Of a setting of the algorithm that changes from step to step."""
+    """Return the metric of an algorithm's setting that changes from step to step."""
     return f"train/{setting}"
 
 
@@ -310,10 +355,10 @@ def of_set(name: str, figure: str) -> str:
 
 def set_of(metric: str) -> tuple[str, str] | None:
     """The set and the figure that `of_set` names so; None for another metric."""
-    found = re.fullmatch(r"eval/(?:([^/]+)/)?([^/]+)", metric)
-    return (found[1] or EVAL, found[2]) if found is not None else None
+    match = re.fullmatch(r"eval/(?:([^/]+)/)?([^/]+)", metric)
+    return (match[1] or EVAL, match[2]) if match is not None else None
 
 
 def of_source(name: str, figure: str) -> str:
-    """Of the samples whose prompts are of one source of `data.files.train`."""
+    """Return the metric of samples whose prompts are of one source of `data.files.train`."""
     return f"data/{name}/{figure}"

@@ -55,7 +55,7 @@ class Sink(Protocol):
 
 
 class Stamped(Protocol):
-    """What is written of one step of a phase."""
+    """Record of one step of a phase, as it is written."""
 
     @property
     def phase(self) -> str:

@@ -1,4 +1,4 @@
-"""When each rank computed: what shows which roles ran at the same time.
+"""Timeline of the calls of each rank, which shows the roles that ran at the same time.
 
     from hybridflow.metrics.timeline import timeline
 
@@ -27,7 +27,7 @@ _STEP_ENDS_WITH = "commit_weights"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """One call on one rank.
 
     Args:
@@ -51,10 +51,10 @@ class Timeline:
     """
 
     def __init__(self, most_spans: int = _MOST_SPANS) -> None:
-        self._spans: deque[Span] = deque(maxlen=most_spans)
+        self._spans: deque[TimelineSpan] = deque(maxlen=most_spans)
         self._lock = threading.Lock()
 
-    def record(self, spans: Iterable[Span]) -> None:
+    def record(self, spans: Iterable[TimelineSpan]) -> None:
         """Add spans."""
         with self._lock:
             self._spans.extend(spans)
@@ -65,8 +65,8 @@ class Timeline:
             self._spans.clear()
 
     @property
-    def spans(self) -> tuple[Span, ...]:
-        """What is kept, in the order of their beginnings."""
+    def spans(self) -> tuple[TimelineSpan, ...]:
+        """Kept spans, in the order of their beginnings."""
         with self._lock:
             return tuple(sorted(self._spans, key=lambda span: span.begin))
 
@@ -97,14 +97,14 @@ class Timeline:
         replace_file(path, json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}) + "\n")
 
 
-def step_ends(spans: Iterable[Span]) -> list[float]:
-    """When steps ended, in order: each time the first engine began to serve a version of the weights."""
+def step_ends(spans: Iterable[TimelineSpan]) -> list[float]:
+    """Return the ends of steps in order: each time the first engine began to serve a version of the weights."""
     commits = [span for span in spans if span.method == _STEP_ENDS_WITH]
     first_engine = min((span.rank for span in commits), default=0)
     return sorted(span.end for span in commits if span.rank == first_engine)
 
 
-def read_spans(path: Path) -> list[Span]:
+def read_spans(path: Path) -> list[TimelineSpan]:
     """The spans of a file that `Timeline.write` has made, in the order of their beginnings.
 
     Raises:
@@ -114,7 +114,7 @@ def read_spans(path: Path) -> list[Span]:
         events = read_json(path, MOST_LIST_BYTES)["traceEvents"]
         roles = {event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"}
         return [
-            Span(
+            TimelineSpan(
                 roles[event["pid"]],
                 int(event["tid"]),
                 str(event["name"]),
@@ -136,4 +136,4 @@ def _seconds(microseconds: float) -> float:
 
 
 timeline = Timeline()
-"""That of this process."""
+"""Timeline of this process."""

@@ -44,15 +44,15 @@ def check_trackers(mlflow: MlflowConfig | None, trackio: TrackioConfig | None) -
 
 def _imported(library: str) -> Any:
     try:
-        found = importlib.import_module(library)
-        if found.__file__ is None:  # a directory of that name
+        module = importlib.import_module(library)
+        if module.__file__ is None:  # a directory of that name
             raise ImportError
     except ImportError:
         raise UserError(
             f"metrics.{library}: {library} is not installed here; install it with "
             f".venv/bin/uv pip install --python .venv/bin/python {_TRIED[library]}"
         ) from None
-    return found
+    return module
 
 
 def _tracking_uri(config: MlflowConfig) -> str:
@@ -115,10 +115,10 @@ class MlflowSink:
 
     def _new_run(self, config: MlflowConfig, directory: Path) -> str:
         experiment = self._client.get_experiment_by_name(config.experiment)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(config.experiment)
-        run = self._client.create_run(place, run_name=directory.parent.name, tags=dict(config.tags))
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(config.experiment)
+        run = self._client.create_run(experiment_id, run_name=directory.parent.name, tags=dict(config.tags))
         parameter = importlib.import_module("mlflow.entities").Param
-        parameters = [parameter(*each) for each in _flat(_recipe_of(directory))]
+        parameters = [parameter(*setting) for setting in _flat(_recipe_of(directory))]
         for first in range(0, len(parameters), _PARAMETERS):
             self._client.log_batch(run.info.run_id, params=parameters[first : first + _PARAMETERS])
         return str(run.info.run_id)

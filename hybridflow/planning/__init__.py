@@ -1,1 +1,1 @@
-"""What is known of a run before anything starts: checks of a recipe, and what its memory will hold."""
+"""Checks and estimates of a run before anything starts: its recipe, data and memory."""

@@ -1,5 +1,4 @@
-"""What the prompts of a recipe are, in lines: how many, how long, which rows were dropped, and some as the model reads
-them."""
+"""Report on the prompts of a recipe: their number, lengths and dropped rows, and some as the model reads them."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
         UserError: naming what cannot serve.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
-    limit = prompt_limit(recipe)
+        tokenizer, _ = initial_tokenizer(recipe.model, Path(scratch))
+    limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
     encoded = encode(recipe, tokenizer, limit)
     phases = {"training": encoded.train, "supervised": encoded.sft}
     sets = encode_sets(recipe, tokenizer)
@@ -50,10 +49,10 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
         f"tokenizer: {len(tokenizer):,} tokens, {'with' if tokenizer.chat_template else 'without'} a chat template; "
         f"prompts have room for {limit:,} tokens"
     ]
-    for name, phase in (phases | {f"evaluation.{name}": each for name, each in sets.items()}).items():
+    for name, phase in (phases | {f"evaluation.{name}": prompts for name, prompts in sets.items()}).items():
         if not len(phase):
             continue
-        check_token_ids(f"{name} prompt", phase.tokens, initial_spec(recipe).vocab_size)
+        check_token_ids(f"{name} prompt", phase.tokens, initial_spec(recipe.model).vocab_size)
         lines += ["", *_phase_lines(name, phase)]
         for index in spread(len(phase), show):
             lines += _prompt_lines(tokenizer, phase, index, characters)
@@ -75,9 +74,9 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """So many indices at most, evenly from all, the first among them."""
+    """Return at most `most` indices, spread evenly over all, the first among them."""
     few = min(count, most)
-    return [place * count // few for place in range(few)]
+    return [index * count // few for index in range(few)]
 
 
 def first_prompt(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, characters: int = 300) -> str:
@@ -98,17 +97,17 @@ def _phase_lines(name: str, phase: Prompts) -> Iterator[str]:
         if span.with_tools:
             yield f"    {span.with_tools:,} with tools"
         yield from (f"    {count:,} with {reason}" for reason, count in span.dropped.items())
-    for counts, place in phase.answer_counts():
+    for counts, first in phase.answer_counts():
         if counts.missing:
-            yield f"  reference answers: {counts.missing:,} of {counts.rows:,} rows have none, first {place}"
+            yield f"  reference answers: {counts.missing:,} of {counts.rows:,} rows have none, first {first}"
     yield f"  tokens: {_quantiles(lengths)}"
     yield from _histogram(lengths)
 
 
 def _quantiles(lengths: np.ndarray[Any, Any]) -> str:
     shares = {"least": 0.0, "median": 0.5, "95 %": 0.95, "99 %": 0.99, "most": 1.0}
-    found = np.quantile(lengths, list(shares.values()), method="lower").tolist()
-    return ", ".join(f"{name} {int(value):,}" for name, value in zip(shares, found, strict=True))
+    quantiles = np.quantile(lengths, list(shares.values()), method="lower").tolist()
+    return ", ".join(f"{name} {int(value):,}" for name, value in zip(shares, quantiles, strict=True))
 
 
 def _histogram(lengths: np.ndarray[Any, Any]) -> Iterator[str]:
@@ -137,12 +136,12 @@ def _prompt_lines(tokenizer: PreTrainedTokenizerBase, phase: Prompts, index: int
 def _learned_lines(
     tokenizer: PreTrainedTokenizerBase, answer: list[int], mask: list[bool], characters: int
 ) -> Iterator[str]:
-    """Of a supervised example, what is learned."""
-    parts: list[tuple[bool, list[int]]] = []
+    """Yield the trained and the masked sections of a supervised example."""
+    sections: list[tuple[bool, list[int]]] = []
     for token, learned in zip(answer, mask, strict=True):
-        if not parts or parts[-1][0] != learned:
-            parts.append((learned, []))
-        parts[-1][1].append(token)
-    for learned, tokens in parts:
+        if not sections or sections[-1][0] != learned:
+            sections.append((learned, []))
+        sections[-1][1].append(token)
+    for learned, tokens in sections:
         text = shortened(repr(str(tokenizer.decode(tokens))), characters)
         yield f"    {'learned' if learned else 'read'}, {len(tokens):,} tokens: {text}"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine3d.layout import Layout
 from engine3d.memory import (
-    Held,
-    Serving,
-    Working,
-    held_by_rank,
+    ResidentBytes,
+    ServingBytes,
+    WorkingBytes,
     inference_peak,
     peer_memory,
+    quantised_bytes,
+    resident_by_rank,
     update_peak,
 )
 from engine3d.memory.overhead import (
@@ -27,11 +28,11 @@ from engine3d.memory.overhead import (
 )
 from engine3d.memory.serving import PREFIX_TOKENS, prompt_tokens
 from engine3d.models import ModelSpec
+from engine3d.models.precision import Precision
 from engine3d.rollout.config import RolloutConfig
-from engine3d.training.config import TrainConfig
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.recipe import Recipe
-from hybridflow.planning.memory_ledger import GpuMemory, Phase
+from hybridflow.config.roles import MegatronRole
+from hybridflow.planning.memory_ledger import GpuMemory, MemoryPhase
 
 GENERATE = "rollout"
 """Phase in which engines generate."""
@@ -42,72 +43,73 @@ class RoleMemory:
     """A model's ranks: what each holds, and takes at work, by its device.
 
     Args:
-        config: training settings of the role.
-        setting: the name of `config`.
-        trained: true if the role is trained.
-        offload: true if the model is on its devices in its own turns only.
-        can_offload: true if the role has the setting `offload`.
+        role: with its settings.
         layout: of the ranks.
+        stages: pipeline stage of each.
     """
 
-    config: TrainConfig
-    setting: str
-    trained: bool
-    offload: bool
-    can_offload: bool
+    role: MegatronRole
     layout: Layout
-    held: dict[Device, Held]
-    inference: dict[Device, Working]
-    update: dict[Device, Working]
+    stages: dict[Device, int]
+    resident: dict[Device, ResidentBytes]
+    inference: dict[Device, WorkingBytes]
+    update: dict[Device, WorkingBytes]
     peers: int
     """Bytes of a rank into which others copy."""
+    quantised: dict[Device, int]
+    """Bytes of weights that a rank quantises for engines."""
 
     @classmethod
     def of(
         cls,
-        recipe: Recipe,
-        role: str,
+        role: MegatronRole,
         devices: Sequence[Device],
         spec: ModelSpec,
+        *,
+        samples: int,
+        mini_batches: int,
         sequence_tokens: int,
-        one_step_experts: bool,
+        fused_experts: bool,
+        precision: Precision | None = None,
     ) -> RoleMemory:
-        config, trained = recipe.train_config(role), role in recipe.trained_roles
-        if not one_step_experts:
-            config = config.model_copy(update={"one_step_experts": False})
+        if not fused_experts:
+            role = replace(role, train=role.train.model_copy(update={"fused_experts": False}))
+        config, trained = role.train, role.trained
         layout = config.layout.layout(len(devices))
-        samples = recipe.samples_per_step
         share = -(-samples // layout.dp)
         tokens = [max(sequence_tokens, min(config.micro_batch_tokens, share * sequence_tokens))]
-        tokens.append(max(sequence_tokens, min(tokens[0], -(-share // recipe.trainer.mini_batches) * sequence_tokens)))
+        tokens.append(max(sequence_tokens, min(tokens[0], -(-share // mini_batches) * sequence_tokens)))
         peers = peer_memory(spec, layout, config, tokens=tokens[0])
-        found = cls(
-            config=config,
-            setting=recipe.train_setting(role),
-            trained=trained,
-            offload=role in recipe.offloaded_roles,
-            can_offload=role in recipe.models,
+        memory = cls(
+            role=role,
             layout=layout,
-            held={},
+            stages={},
+            resident={},
             inference={},
             update={},
             peers=peers,
+            quantised={},
         )
         transformer_engine = devices[0].kind == "cuda"
-        first: dict[tuple[int, ...], Device] = {}
+        first: dict[int, Device] = {}
         for (_, at), device in zip(layout.ranks(), devices, strict=True):
-            like = first.setdefault((at.pp, at.tp, at.ep, at.etp), device)
+            memory.stages[device] = at.pp
+            like = first.setdefault(at.pp, device)
             if like == device:
-                found.held[device] = held_by_rank(
+                memory.resident[device] = resident_by_rank(
                     spec, layout, at, config, trainable=trained, transformer_engine=transformer_engine
                 )
-                found.inference[device] = inference_peak(spec, layout, at, config, tokens=tokens[0])
-                found.update[device] = update_peak(spec, layout, at, config, tokens=tokens[1])
-            else:  # data-parallel ranks hold as much as each other
-                found.held[device] = found.held[like]
-                found.inference[device] = found.inference[like]
-                found.update[device] = found.update[like]
-        return found
+                if precision is not None:
+                    memory.quantised[device] = quantised_bytes(spec, layout, at, transformer_engine=transformer_engine)
+                memory.inference[device] = inference_peak(spec, layout, at, config, tokens=tokens[0])
+                memory.update[device] = update_peak(spec, layout, at, config, tokens=tokens[1])
+            else:  # the ranks of a stage hold as much as each other
+                memory.resident[device] = memory.resident[like]
+                if like in memory.quantised:
+                    memory.quantised[device] = memory.quantised[like]
+                memory.inference[device] = memory.inference[like]
+                memory.update[device] = memory.update[like]
+        return memory
 
 
 def device_memory(
@@ -115,32 +117,34 @@ def device_memory(
     device: Device,
     actor: ModelSpec,
     ranks: Mapping[str, RoleMemory],
-    engines: Mapping[Device, Serving],
+    engines: Mapping[Device, ServingBytes],
     size: int | None,
     cache_tokens: int | None,
     *,
     estimate: bool,
 ) -> GpuMemory:
     on_gpu = device.kind == "cuda"
-    here = {role: each for role, each in ranks.items() if device in each.held}
+    here = {role: memory for role, memory in ranks.items() if device in memory.resident}
     serving = engines.get(device)
     # Whoever shares a GPU gives back what only an update needs when the turn goes to another.
     alone = len(here) + (serving is not None) == 1
     always: dict[str, int] = {}
     in_turn: dict[str, dict[str, int]] = {}
-    for role, each in here.items():
-        held = each.held[device]
-        own = {f"{role} weights": held.weights, f"{role} optimizer": held.optimizer - held.away}
-        in_turn[role] = {name: size for name, size in own.items() if size} if each.offload else {}
-        always |= own if not each.offload else {}
-        always[f"{role} dummy gradients"] = held.dummy_gradients
-        always[f"{role} copies of experts' tokens"] = each.peers
+    for role, memory in here.items():
+        resident = memory.resident[device]
+        states = {f"{role} weights": resident.weights, f"{role} optimizer": resident.optimizer - resident.offloaded}
+        in_turn[role] = {name: size for name, size in states.items() if size} if memory.role.offload else {}
+        always |= states if not memory.role.offload else {}
+        always[f"{role} dummy gradients"] = resident.dummy_gradients
+        always[f"{role} copies of experts' tokens"] = memory.peers
+        if device in memory.quantised:
+            always[f"{role} weights in fp8"] = memory.quantised[device]
         if alone:
-            always[f"{role} gradients"] = held.gradients
+            always[f"{role} gradients"] = resident.gradients
     staying = {
-        role: each.held[device].away
-        for role, each in here.items()
-        if each.trained and each.config.optimizer.overlap_offload and not each.offload
+        role: memory.resident[device].offloaded
+        for role, memory in here.items()
+        if memory.role.trained and memory.role.train.optimizer.overlap_offload and not memory.role.offload
     }
 
     def left_by(roles: Iterable[str]) -> dict[str, int]:
@@ -148,7 +152,7 @@ def device_memory(
         return {f"{role} optimizer on its way": staying[role] for role in roles if role in staying}
 
     def leave_earlier(roles: Iterable[str]) -> list[str]:
-        settings = (here[role].setting for role in roles if role in staying)
+        settings = (here[role].role.setting for role in roles if role in staying)
         return [f"{setting}.optimizer.overlap_offload=false" for setting in sorted({*settings})]
 
     tokens, cache = 0, 0
@@ -159,7 +163,7 @@ def device_memory(
         cache = tokens * serving.cache_of_a_token
         always["engine workspace"] = _engine_workspace(engine, actor, on_gpu=on_gpu) if estimate else 0
     if estimate and on_gpu:
-        always["communicators"] = sum(communicators(each.layout) for each in here.values())
+        always["communicators"] = sum(communicators(memory.layout) for memory in here.values())
         always["libraries"] = MODEL_BYTES * len(here)
         always["driver"] = DRIVER_BYTES
     if on_gpu:
@@ -180,34 +184,37 @@ def device_memory(
             read = min(prompt_tokens(engine, size or 0), tokens)
             items["prompts"] = read * serving.prompt_of_a_token
         items |= left_by(here)
-        phases.append(Phase(GENERATE, {name: size for name, size in items.items() if size}, less))
-    for role, each in here.items():
+        phases.append(MemoryPhase(GENERATE, {name: size for name, size in items.items() if size}, less))
+    for role, memory in here.items():
         others = {other: ranks for other, ranks in here.items() if other != role}
         kept_here = kept | left_by(others)
         stay = [*_leave(others), *leave_earlier(others)]
         held_twice = always.get("engine weights", 0)
         advice = partial(
             _advice,
-            each,
+            memory,
             cache=bool(kept),
-            weights=held_twice if engine.memory_saver else 0,
+            weights=held_twice if engine.memory_saver and engine.precision is None else 0,
             stay=stay,
             on_gpu=on_gpu,
         )
         phases.append(
-            Phase(
+            MemoryPhase(
                 f"infer of {role}",
-                kept_here | in_turn[role] | _at_work(each.inference[device]),
-                advice("infer", each.inference[device]),
+                kept_here | in_turn[role] | _at_work(memory.inference[device]),
+                advice("infer", memory.inference[device]),
             )
         )
-        if each.trained:
-            gradients = {} if alone else {"gradients": each.held[device].gradients}
-            at_work, staged = each.update[device], each.held[device].staged
+        if memory.role.trained:
+            gradients = {} if alone else {"gradients": memory.resident[device].gradients}
+            at_work, staged = memory.update[device], memory.resident[device].staged
             working = _at_work(at_work) if at_work.peak >= staged else {"optimizer": staged}
             items = kept_here | in_turn[role] | gradients | working
-            phases.append(Phase(f"update of {role}", items, advice("update", at_work)))
-    return GpuMemory((), always, tuple(phases), tokens * engine.attention_dp)
+            phases.append(MemoryPhase(f"update of {role}", items, advice("update", at_work)))
+    stages = {
+        role: (memory.layout.pp, (memory.stages[device],)) for role, memory in here.items() if memory.layout.pp > 1
+    }
+    return GpuMemory((), always, tuple(phases), tokens * engine.attention_dp, stages)
 
 
 def _engine_workspace(config: RolloutConfig, spec: ModelSpec, *, on_gpu: bool) -> int:
@@ -232,7 +239,7 @@ def _engine_workspace(config: RolloutConfig, spec: ModelSpec, *, on_gpu: bool) -
     return workspace
 
 
-def _at_work(working: Working) -> dict[str, int]:
+def _at_work(working: WorkingBytes) -> dict[str, int]:
     end = {"logits": working.logits} if working.logits >= working.layer else {"one layer": working.layer}
     return {name: size for name, size in ({"activations": working.activations} | end).items() if size}
 
@@ -240,7 +247,7 @@ def _at_work(working: Working) -> dict[str, int]:
 def _advice(
     ranks: RoleMemory,
     call: str,
-    working: Working,
+    working: WorkingBytes,
     *,
     cache: bool,
     weights: int,
@@ -248,7 +255,7 @@ def _advice(
     on_gpu: bool,
 ) -> str:
     """Settings with which a phase of training would need less, the cheapest first."""
-    config, train = ranks.config, ranks.setting
+    config, train = ranks.role.train, ranks.role.setting
     advice = []
     if cache and on_gpu:
         advice.append("rollout.engine.memory_saver=true")
@@ -264,16 +271,16 @@ def _advice(
     advice.append(f"a smaller {train}.micro_batch_tokens")
     if not on_gpu:
         return ", ".join(advice)
-    if ranks.trained and not config.optimizer.precision_aware:
+    if ranks.role.trained and not config.optimizer.precision_aware:
         advice.append(f"{train}.optimizer.precision_aware=true")
-    if ranks.trained and not config.optimizer.offload:
+    if ranks.role.trained and not config.optimizer.offload:
         advice.append(f"{train}.optimizer.offload=true")
-    return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
+    return ", ".join([*advice, f"more of tp, pp, cp and ep in {train}.layout, or more GPUs"])
 
 
 def _cache_tokens(
     engine: RolloutConfig,
-    serving: Serving,
+    serving: ServingBytes,
     here: Mapping[str, RoleMemory],
     device: Device,
     size: int | None,
@@ -292,15 +299,17 @@ def _cache_tokens(
         assert most is not None
         return most
     taken = sum(
-        held.dummy_gradients + (0 if offload else held.weights)
-        for held, offload in ((each.held[device], each.offload) for each in here.values())
+        memory.resident[device].dummy_gradients
+        + (0 if memory.role.offload else memory.resident[device].weights)
+        + memory.quantised.get(device, 0)
+        for memory in here.values()
     )
     others = DRIVER_BYTES + CONTEXT_BYTES * (len(here) + 1) if device.kind == "cuda" else 0
     left = engine.mem_fraction_static * (size - taken - others) - (serving.weights - serving.shared)
-    found = max(0, int(left // serving.cache_of_a_token))
-    return found if most is None else min(found, most)
+    capacity = max(0, int(left // serving.cache_of_a_token))
+    return capacity if most is None else min(capacity, most)
 
 
 def _leave(ranks: Mapping[str, RoleMemory]) -> list[str]:
     """The settings by which models would leave that now stay."""
-    return [f"{role}.offload=true" for role, each in ranks.items() if each.can_offload and not each.offload]
+    return [f"{role}.offload=true" for role, memory in ranks.items() if role != "actor" and not memory.role.offload]

@@ -1,4 +1,4 @@
-"""What the engines and those who score their responses would only refuse once they have started."""
+"""Checks of what engines and reward models would otherwise refuse once they have started."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from engine3d.models import ModelSpec
-from engine3d.rollout.config import SamplingConfig
-from engine3d.rollout.served import check_deterministic, check_device
+from engine3d.rollout.config import RolloutConfig, SamplingConfig
+from engine3d.rollout.served import check_deterministic, check_device, check_input_blocks
+from hybridflow.algorithms.distillation import DistillationSettings
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
 from hybridflow.config.roles import ModelConfig, RolloutRole
 from hybridflow.config.run import PlacementConfig
@@ -19,12 +21,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device]) -> None:
+def precision_notes(engine: RolloutConfig, algorithm: AlgorithmSettings) -> list[str]:
+    """A line for engines in fp8 whose difference from the trained policy nothing corrects."""
+    exact = isinstance(algorithm, DistillationSettings) and algorithm.divergence_in == "loss"
+    if engine.precision is None or algorithm.correction is not None or exact:
+        return []
+    return [
+        f"rollout.engine.precision={engine.precision} without algorithm.correction: the engines draw from another "
+        "policy than the one that is trained; expected a correction such as {weights: token}"
+    ]
+
+
+def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device], routing_replay: str) -> None:
     """Every engine is on one node, or each on as many, with as many of its devices on each.
 
     Args:
         rollout: settings of the engines.
         devices: of the rollout role, which hold its engines one after another.
+        routing_replay: of the actor.
 
     Raises:
         UserError: engines that SGLang cannot be cut into, or that cannot do what the recipe asks for.
@@ -33,36 +47,37 @@ def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device]) -> None:
     hosts = hosts_of_engine(devices, tp)
     share = max(1, tp // hosts)
     for engine, first in enumerate(range(0, len(devices), tp)):
-        own = devices[first : first + tp]
-        shares = [{device.node for device in own[start : start + share]} for start in range(0, tp, share)]
+        engine_devices = devices[first : first + tp]
+        shares = [{device.node for device in engine_devices[start : start + share]} for start in range(0, tp, share)]
         if tp % hosts or any(len(nodes) > 1 for nodes in shares) or len(set.union(*shares)) != hosts:
-            nodes = ", ".join(str(device.node) for device in own)
-            each = f"{share} on each of {hosts} nodes, as the first engine's, " if tp % hosts == 0 and engine else ""
+            nodes = ", ".join(str(device.node) for device in engine_devices)
+            expected = (
+                f"{share} on each of {hosts} nodes, as the first engine's, " if tp % hosts == 0 and engine else ""
+            )
             raise UserError(
                 f"placement.rollout: the {tp} devices of engine {engine} are on nodes {nodes}; expected them on one, "
-                f"or {each or 'as many on each, '}node by node: by another rollout.engine.tp or other devices"
+                f"or {expected or 'as many on each, '}node by node: by another rollout.engine.tp or other devices"
             )
-    if rollout.lend and hosts > 1:
-        raise UserError(
-            f"rollout.lend=true with engines over {hosts} nodes each, which was not tried; expected false, or engines "
-            "that each fit on a node"
-        )
-    if rollout.engine.attention_dp > 1 and hosts > 1:
-        raise UserError(
-            f"rollout.engine.attention_dp={rollout.engine.attention_dp} with engines over {hosts} nodes each, "
-            "which was not tried; expected 1, or engines that each fit on a node"
-        )
-    stream = rollout.stream
-    if stream is not None and stream.engine_restarts and hosts > 1:
-        raise UserError(
-            f"rollout.stream.engine_restarts={stream.engine_restarts} with engines over {hosts} nodes each, which was "
-            "not tried; expected 0, or engines that each fit on a node"
-        )
-    if rollout.weights.rolling and hosts > 1:
-        raise UserError(
-            f"rollout.weights.rolling=true with engines over {hosts} nodes each, which was not tried; expected false, "
-            "or engines of one node"
-        )
+    if hosts == 1:
+        return
+    settings, stream = rollout.engine, rollout.stream
+    untried = [
+        (rollout.lease, "rollout.lease=true", "false"),
+        (settings.attention_dp > 1, f"rollout.engine.attention_dp={settings.attention_dp}", "1"),
+        (settings.routes, "rollout.engine.routes=true", "false"),
+        (settings.precision is not None, f"rollout.engine.precision={settings.precision}", "null"),
+        (routing_replay == "rollout", "train.routing_replay=rollout", "update or none"),
+        (rollout.weights.rolling, "rollout.weights.rolling=true", "false"),
+    ]
+    if stream is not None:
+        restarts = stream.engine_restarts
+        untried.append((restarts > 0, f"rollout.stream.engine_restarts={restarts}", "0"))
+    for used, setting, expected in untried:
+        if used:
+            raise UserError(
+                f"{setting} with engines over {hosts} nodes each, which was not tried; expected {expected}, or "
+                "engines that each fit on a node"
+            )
 
 
 def hosts_of_engine(devices: Sequence[Device], tp: int) -> int:
@@ -81,7 +96,7 @@ def check_sampling(
     spec: ModelSpec,
     devices: Mapping[str, Sequence[Device]] | None,
 ) -> None:
-    """What SGLang can sample on the devices of the engines.
+    """Refuse sampling settings that SGLang does not support on the devices of the engines.
 
     Args:
         devices: of each role; None where they are another cluster's.
@@ -92,8 +107,8 @@ def check_sampling(
     for setting, stops in (
         ("sampling", rollout.sampling.stop_token_ids),
         *(
-            (f"adaptive_sampling.{row}", each.stop_token_ids or ())
-            for row, each in enumerate(rollout.adaptive_sampling)
+            (f"adaptive_sampling.{row}", prompt_sampling.stop_token_ids or ())
+            for row, prompt_sampling in enumerate(rollout.adaptive_sampling)
         ),
     ):
         if beyond := [token for token in stops if token >= spec.vocab_size]:
@@ -110,6 +125,8 @@ def check_sampling(
     if kind != "node":  # of which only the cluster knows whether it has GPUs
         check_deterministic(spec, rollout.engine, on_gpu=kind == "cuda")
         check_device(rollout.engine, on_gpu=kind == "cuda")
+        if kind == "cuda":
+            check_input_blocks(spec, rollout.engine)
 
 
 def end_notes(
@@ -125,8 +142,8 @@ def end_notes(
     configs, path = [spec.hf_config], model.path
     if path is not None and (path / "generation_config.json").is_file():
         configs.append(read_json_object(path / "generation_config.json"))
-    named = [each.get("eos_token_id") for each in configs]
-    ends = {token for each in named for token in (each if isinstance(each, list) else [each]) if token is not None}
+    named = [config.get("eos_token_id") for config in configs]
+    ends = {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if token is not None}
     if end in ends:
         return []
     others = f"at {', '.join(map(str, sorted(ends, key=str)))}" if ends else "at no token"
@@ -161,24 +178,24 @@ def check_same_tokens(role: str, path: Path, tokenizer: Path) -> None:
     Raises:
         UserError: naming a token that is another in the model's vocabulary.
     """
-    own, actor = _vocabulary(path), _vocabulary(tokenizer)
-    if own is None or actor is None:
+    vocabulary, actor = _vocabulary(path), _vocabulary(tokenizer)
+    if vocabulary is None or actor is None:
         return
     added = _added(tokenizer)
     for token, number in actor.items():
-        if number not in added and own.get(token) != number:
-            found = f"{own[token]} there" if token in own else "no token there"
+        if number not in added and vocabulary.get(token) != number:
+            other = f"{vocabulary[token]} there" if token in vocabulary else "no token there"
             raise UserError(
                 f"{role}.path: {path} has another tokenizer than the actor: {token!r} is token {number} of the actor "
-                f"and {found}, expected a model of the actor's tokens"
+                f"and {other}, expected a model of the actor's tokens"
             )
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
     """Number of each token; None where there is no file that says so."""
     model = _tokenizer_file(directory).get("model")
-    found = model.get("vocab") if isinstance(model, dict) else None
-    return found if isinstance(found, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return vocabulary if isinstance(vocabulary, dict) else None
 
 
 def _added(directory: Path) -> set[Any]:

@@ -1,4 +1,4 @@
-"""What is evaluated alone: whose weights, on which sets, and into which directory; found before anything starts."""
+"""Plan of an evaluation without training: weights, sets and output directory, resolved before anything starts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engine3d.checkpoint.hf import MODEL
 from engine3d.checkpoint.manifest import find_checkpoints, step_directory
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
+from engine3d.rollout.served import check_files
 from hybridflow.checkpoint.resume import find_sound
 from hybridflow.checkpoint.set_results import read_best
 from hybridflow.cluster.hosts.checks.host_check import check_directories, check_writable
@@ -36,7 +37,7 @@ from hybridflow.rundir.file_names import EXPORT, RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
 
 FOLDER = "evaluate"
-"""In a run's directory: what was evaluated alone of it."""
+"""Folder of a run's directory for the results of evaluations without training."""
 _BEST = ("checkpoint.keep_best=null",)
 _OWN = ("resume=none", "checkpoint.accept=[]", *_BEST)
 """Settings of a run that say nothing of an evaluation."""
@@ -44,7 +45,7 @@ _OWN = ("resume=none", "checkpoint.accept=[]", *_BEST)
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What is evaluated.
+    """Plan of an evaluation.
 
     Args:
         recipe: with the sets that are measured; its model is the HuggingFace directory whose weights the engines load,
@@ -61,12 +62,12 @@ class EvaluationPlan:
 
     @property
     def directory(self) -> Path:
-        """Where the results go."""
+        """Directory of the results."""
         return self.recipe.directory
 
     @property
     def weights(self) -> str:
-        """Whose they are."""
+        """Origin of the weights: a checkpoint or a model directory."""
         return str(self.checkpoint if self.checkpoint is not None else self.recipe.model.path)
 
 
@@ -93,7 +94,7 @@ def plan_evaluation(
         UserError: in one line, what is missing.
     """
     loaded, root, model = _target(target, overrides, recipe)
-    found = None
+    chosen = None
     saved = root is not None and bool(find_checkpoints(root)[0])
     if model is None and checkpoint is None and not saved:
         if not target.is_file():
@@ -103,10 +104,10 @@ def plan_evaluation(
             "checkpoint; expected model.path, or a run's or a model's directory"
         )
     if checkpoint is not None or (root is not None and model is None):
-        found = _checkpoint(target, root, checkpoint or "last")
-        model = found / MODEL
-    step = int(found.name.removeprefix("step-")) if found is not None else 0
-    label = found.name if found is not None else (model or loaded.model.path or target).name
+        chosen = _checkpoint(target, root, checkpoint or "last")
+        model = chosen / MODEL
+    step = int(chosen.name.removeprefix("step-")) if chosen is not None else 0
+    label = chosen.name if chosen is not None else (model or loaded.model.path or target).name
     directory = out or (
         target / FOLDER / label if (target / RECIPE).is_file() else loaded.run_dir / f"{loaded.name}-evaluate"
     )
@@ -115,7 +116,7 @@ def plan_evaluation(
         settings["model"] = loaded.model.model_copy(update={"path": model.absolute(), "create": None})
     measured = _chosen(loaded.sets, sets, recipe or target)
     planned = EvaluationRecipe.of(loaded.model_copy(update=settings), measured)
-    return EvaluationPlan(planned, found, step, tuple(check_evaluation_alone(planned, whole=found is None)))
+    return EvaluationPlan(planned, chosen, step, tuple(check_evaluation_alone(planned, has_weights=chosen is None)))
 
 
 def _target(target: Path, overrides: Sequence[str], recipe: Path | None) -> tuple[Recipe, Path | None, Path | None]:
@@ -143,31 +144,31 @@ def _target(target: Path, overrides: Sequence[str], recipe: Path | None) -> tupl
     return load_one_recipe(recipe, [*_BEST, *overrides, f"model={model}"]), None, target
 
 
-def _checkpoint(target: Path, root: Path | None, wanted: str) -> Path:
+def _checkpoint(target: Path, root: Path | None, requested: str) -> Path:
     """The checkpoint that is meant. Raises UserError where there is none."""
     if root is None:
-        raise UserError(f"--checkpoint {wanted}: {target} has no checkpoints, expected a run, or a recipe of one")
-    whole = find_sound(root, most_bytes=None)[0] if root.is_dir() else []
-    if not whole:
-        raise UserError(f"--checkpoint {wanted}: no whole checkpoint in {root}")
-    if wanted == "last":
-        return whole[0]
-    if wanted == "best":
-        best = read_best(whole[0])
+        raise UserError(f"--checkpoint {requested}: {target} has no checkpoints, expected a run, or a recipe of one")
+    complete = find_sound(root, most_bytes=None)[0] if root.is_dir() else []
+    if not complete:
+        raise UserError(f"--checkpoint {requested}: no whole checkpoint in {root}")
+    if requested == "last":
+        return complete[0]
+    if requested == "best":
+        best = read_best(complete[0])
         if best is None:
             raise UserError(f"--checkpoint best: the run has kept none as the best (checkpoint.keep_best); {root}")
-        wanted = str(best.step)
-    steps = [int(each.name.removeprefix("step-")) for each in whole]
-    if not wanted.isdecimal() or int(wanted) not in steps:
+        requested = str(best.step)
+    steps = [int(directory.name.removeprefix("step-")) for directory in complete]
+    if not requested.isdecimal() or int(requested) not in steps:
         raise UserError(
-            f"--checkpoint {wanted}: expected best, last, or a step of {', '.join(map(str, sorted(steps)))}"
+            f"--checkpoint {requested}: expected best, last, or a step of {', '.join(map(str, sorted(steps)))}"
         )
-    return step_directory(root, int(wanted))
+    return step_directory(root, int(requested))
 
 
 def _chosen(planned: Mapping[str, PlannedSet], sets: Sequence[str], source: Path) -> list[str]:
     """The sets that are measured. Raises UserError for one that is not there."""
-    known = [name for name, each in planned.items() if not each.pairs]
+    known = [name for name, planned_set in planned.items() if not planned_set.pairs]
     if not known:
         raise UserError(
             f"{source} has no sets that engines respond to, expected some in evaluation, or in another recipe "
@@ -181,8 +182,8 @@ def _chosen(planned: Mapping[str, PlannedSet], sets: Sequence[str], source: Path
     return list(sets or known)
 
 
-def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> list[str]:
-    """Whether engines can be started for the sets of a recipe, and their prompts and rewards serve.
+def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True) -> list[str]:
+    """Check that engines can start for the sets of a recipe, and that their prompts and rewards are usable.
 
     Args:
         recipe: of the evaluation.
@@ -195,18 +196,18 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> l
         SettingsError: with one line for every error found.
     """
     errors: list[str] = []
-    spec = initial_spec(recipe)
-    devices = planned_devices(recipe)
+    spec = initial_spec(recipe.model)
+    devices = planned_devices(recipe.device_maps, recipe.placement)
     sets: dict[str, Prompts] = {}
     notes: list[str] = []
 
     def prompts() -> None:
         with tempfile.TemporaryDirectory() as scratch:
-            tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
+            tokenizer, _ = initial_tokenizer(recipe.model, Path(scratch))
         sets.update(encode_sets(recipe, tokenizer))
         notes.extend(set_notes(recipe, tokenizer, sets, ()))
-        for name, each in sets.items():
-            check_token_ids(f"evaluation.{name} prompt", each.tokens, spec.vocab_size)
+        for name, encoded in sets.items():
+            check_token_ids(f"evaluation.{name} prompt", encoded.tokens, spec.vocab_size)
         if devices is not None:
             layouts = {"rollout": recipe.rollout.layout(len(devices["rollout"]))}
             if "reward_model" in devices:
@@ -223,11 +224,16 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> l
         partial(check_writable, "--out", recipe.directory),
         partial(check_directories, kernels=bool(devices and used_gpus(devices))),
     ]
+    if (precision := recipe.rollout.engine.precision) is not None:
+        errors.append(
+            f"rollout.engine.precision={precision}: engines without an actor load the weights of files; expected null"
+        )
     if devices is not None:
         checks.append(partial(check_engine_devices, recipe.rollout.engine, devices["rollout"]))
     if recipe.asked_judge is not None:
         checks.append(partial(check_judge, recipe.asked_judge, devices))
-    if whole and recipe.model.path is not None:
+    if has_weights and recipe.model.path is not None:
+        checks.append(partial(check_files, recipe.model.path))
         checks.append(partial(check_model_files, "model.path", load_model_spec(recipe.model.path), recipe.model.path))
     for check in checks:
         try:

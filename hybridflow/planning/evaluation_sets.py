@@ -9,7 +9,6 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.checkpoint.set_results import learned_from
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.config import DataConfig
 from hybridflow.data.files.config import FilesConfig, FileSource
@@ -21,26 +20,27 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import lines
 from hybridflow.data.tasks import load_held_out
 from hybridflow.data.tokenizer import fit_prompts
-from hybridflow.planning.prompts import encode_given, memory_notes, overlong_notes
+from hybridflow.planning.prompts import context_tokens, encode_given, memory_notes, overlong_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
-    """The prompts of each set, by its name; `GivenResponses` where no engines run.
+    """Encode the prompts of each set, by its name; as `GivenResponses` where no engines run.
 
     Raises:
         UserError: naming the set, and what of its prompts cannot serve.
     """
-    found = {}
-    for name, each in recipe.sets.items():
+    encoded = {}
+    context = context_tokens(recipe.rollout.engine, recipe.model)
+    for name, planned in recipe.sets.items():
         try:
-            limit = _prompt_limit(recipe, each)
-            found[name] = _encoded(recipe.data, each, tokenizer, limit, unpaired=recipe.unpaired)
+            limit = _prompt_limit(context, planned)
+            encoded[name] = _encoded(recipe.data, planned, tokenizer, limit, unpaired=recipe.algorithm.unpaired)
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None
-    return found
+    return encoded
 
 
 def _encoded(
@@ -58,20 +58,19 @@ def _encoded(
     policy, source = data.overlong_prompts, planned.settings.data
     if source is None:
         examples = load_held_out(data)[:count]
-        found = Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=policy))
+        prompts = Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=policy))
     else:
-        found = encode_files((source,), _files(data.files, source), tokenizer, max_tokens=limit, policy=policy)
-    if not len(found):
+        prompts = encode_files((source,), _files(data.files, source), tokenizer, max_tokens=limit, policy=policy)
+    if not len(prompts):
         where = ", ".join(source.path) if source is not None else "data"
         raise UserError(f"no prompt of {where} is left, expected at least one")
-    if count is None or count >= len(found):
-        return found
-    return Prompts([found.examples[row] for row in range(count)], [found.tokens[row] for row in range(count)])
+    if count is None or count >= len(prompts):
+        return prompts
+    return Prompts([prompts.examples[row] for row in range(count)], [prompts.tokens[row] for row in range(count)])
 
 
-def _prompt_limit(recipe: Recipe, planned: PlannedSet) -> int:
+def _prompt_limit(context: int, planned: PlannedSet) -> int:
     """Most tokens of a prompt of a set; the responses of pairs share them."""
-    context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
     return context if planned.pairs else context - planned.sampling.max_new_tokens
 
 
@@ -97,15 +96,15 @@ def set_notes(
         learned: the prompts of every phase that learns.
     """
     notes = []
+    context = context_tokens(recipe.rollout.engine, recipe.model)
     for name, prompts in sets.items():
+        planned = recipe.sets[name]
         if again := learned_from(prompts, learned):
             notes.append(f"evaluation.{name}: the model learns from {again:,} of its {len(prompts):,} prompts too")
         if not isinstance(prompts, FilePrompts):
             phases = {f"evaluation.{name}": prompts}
-            limits = {f"evaluation.{name}": _prompt_limit(recipe, recipe.sets[name])}
-            notes += overlong_notes(
-                recipe.data.overlong_prompts, phases, limits, given=not recipe.algorithm.needs_engines
-            )
+            limits = {f"evaluation.{name}": _prompt_limit(context, planned)}
+            notes += overlong_notes(recipe.data.overlong_prompts, phases, limits, given=planned.pairs)
             notes += [*pair_notes(phases, tokenizer), *memory_notes(tokenizer, phases)]
             continue
         dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}
@@ -133,9 +132,9 @@ def check_sets(planned: Mapping[str, PlannedSet], sets: Mapping[str, Prompts], l
     Raises:
         UserError: naming the set, and who would have none.
     """
-    for name, each in planned.items():
+    for name, planned_set in planned.items():
         prompts = len(sets[name])
-        if each.pairs:
+        if planned_set.pairs:
             if prompts < (ranks := layouts["actor"].dp):
                 raise UserError(
                     f"evaluation.{name}: {prompts} prompts, expected at least {ranks}: one for each data-parallel rank"
@@ -145,9 +144,9 @@ def check_sets(planned: Mapping[str, PlannedSet], sets: Mapping[str, Prompts], l
             raise UserError(
                 f"evaluation.{name}: {prompts} prompts, expected at least {engines}: a prompt for each rollout engine"
             )
-        samples = prompts * each.settings.samples
-        if each.reward is None and samples < (ranks := layouts["reward_model"].dp):
+        samples = prompts * planned_set.settings.samples
+        if planned_set.reward is None and samples < (ranks := layouts["reward_model"].dp):
             raise UserError(
-                f"evaluation.{name}: {prompts} prompts with samples={each.settings.samples}, expected at least "
+                f"evaluation.{name}: {prompts} prompts with samples={planned_set.settings.samples}, expected at least "
                 f"{ranks} responses: one for each data-parallel rank of the reward model"
             )

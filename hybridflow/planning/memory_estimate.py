@@ -8,30 +8,30 @@ from pathlib import Path
 
 from engine3d.checkpoint.plan import plan_checkpoint
 from engine3d.errors import UserError
-from engine3d.memory import Serving, serving_by_rank
+from engine3d.memory import ServingBytes, serving_by_rank
 from engine3d.memory.overhead import RUN_PROCESSES_BYTES
 from engine3d.models import ModelSpec, load_model_spec
 from engine3d.platform import platform
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from engine3d.startup.lazy_imports import torch
-from engine3d.training.config import TrainConfig
+from engine3d.training.config import LayoutConfig
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import JudgeModel, RolloutRole
+from hybridflow.config.roles import JudgeModel, ModelConfig, ModelRole, RolloutRole
 from hybridflow.planning.device_memory import RoleMemory, device_memory
-from hybridflow.planning.gpu_check import gpu_without_one_step_experts
-from hybridflow.planning.memory_ledger import GpuMemory, HostMemory, Ledger
+from hybridflow.planning.gpu_check import gpu_without_fused_experts
+from hybridflow.planning.memory_ledger import GpuMemory, HostMemory, MemoryLedger
 from hybridflow.planning.model_check import role_spec
 from hybridflow.planning.placement_check import planned_devices
-from hybridflow.planning.prompt_check import check_prompts
+from hybridflow.planning.prompt_check import encoded_prompts
 from hybridflow.planning.sample_memory import cache_tokens, replay_bytes
 
-_NOTHING = Serving(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)
+_NOTHING = ServingBytes(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)
 
 
 def foresee(
@@ -44,8 +44,8 @@ def foresee(
     host_bytes: int | None = None,
     cache_tokens: int | None = None,
     with_engines: bool = True,
-    one_step_experts: bool = True,
-) -> Ledger:
+    fused_experts: bool = True,
+) -> MemoryLedger:
     """The ledger of a recipe whose layouts fit its devices.
 
     Args:
@@ -58,28 +58,45 @@ def foresee(
         cache_tokens: that engines have room for at most; `rollout.engine.max_total_tokens` if None.
         with_engines: false leaves out the engines' weights and caches, checkpoints on their way to files, and what is
             only estimated: what is left is known at once, without SGLang, and certain.
-        one_step_experts: whether the GPUs can make one step of what experts do, as Hopper's can.
+        fused_experts: true if the GPUs have the kernels of fused experts, as Hopper's have.
     """
     ranks = {
-        role: RoleMemory.of(recipe, role, devices[role], specs[role], sequence_tokens, one_step_experts)
-        for role in specs
+        role: RoleMemory.of(
+            settings,
+            devices[role],
+            specs[role],
+            samples=recipe.samples_per_step,
+            mini_batches=recipe.trainer.mini_batches,
+            sequence_tokens=sequence_tokens,
+            fused_experts=fused_experts,
+            precision=recipe.rollout.engine.precision if role == "actor" and recipe.starts_engines else None,
+        )
+        for role, settings in recipe.megatron_roles.items()
+        if role in specs
     }
-    engines: dict[Device, Serving] = dict.fromkeys(devices.get("rollout", ()), _NOTHING)
+    engines: dict[Device, ServingBytes] = dict.fromkeys(devices.get("rollout", ()), _NOTHING)
     if with_engines and engines:
-        engines = _engines(recipe.train, recipe.rollout, devices, specs["actor"])
+        engine = recipe.rollout.engine.model_copy(update={"routes": recipe.has_routes})
+        rollout = recipe.rollout.model_copy(update={"engine": engine})
+        engines = _engines(recipe.train.layout, recipe.train.dtype, rollout, devices, specs["actor"])
     if cache_tokens is None:
         cache_tokens = recipe.rollout.engine.max_total_tokens
     gpus: list[GpuMemory] = []
+    routes: dict[Device, int] = {}
     for device in sorted({device for role in (*specs, "rollout") for device in devices.get(role, ())}):
         size = gpu_bytes if device.kind == "cuda" else host_bytes
-        found = device_memory(
+        memory = device_memory(
             recipe.rollout.engine, device, specs["actor"], ranks, engines, size, cache_tokens, estimate=with_engines
         )
-        like = next((number for number, gpu in enumerate(gpus) if replace(gpu, devices=()) == found), None)
+        if device in engines and engines[device].routes_of_a_token:
+            tokens = memory.cache_tokens // recipe.rollout.engine.attention_dp
+            routes[device] = tokens * engines[device].routes_of_a_token
+        memory = replace(memory, devices=(device,))
+        like = next((number for number, gpu in enumerate(gpus) if gpu.is_like(memory)), None)
         if like is None:
-            gpus.append(replace(found, devices=(device,)))
+            gpus.append(memory)
         else:
-            gpus[like] = replace(gpus[like], devices=(*gpus[like].devices, device))
+            gpus[like] = gpus[like].joined(memory)
     if recipe.teacher_engine is not None:
         teacher = recipe.teacher
         assert teacher is not None
@@ -87,7 +104,7 @@ def foresee(
         gpus += _of_served(served, devices["teacher"], gpu_bytes, host_bytes, cache_tokens, with_engines)
     if recipe.asked_judge is not None and (judge := _served_judge(recipe.asked_judge)) is not None:
         gpus += _of_served(judge, devices["judge"], gpu_bytes, host_bytes, None, with_engines)
-    return Ledger(
+    return MemoryLedger(
         tuple(gpus),
         gpu_bytes,
         _hosts(
@@ -96,6 +113,7 @@ def foresee(
             ranks,
             gpus,
             replay_bytes(recipe.algorithm.kept_samples, sequence_tokens),
+            routes,
             with_checkpoints=with_engines and recipe.checkpoint.saves_in_background,
             estimate=with_engines,
         ),
@@ -122,7 +140,7 @@ def check_memory(
         host_bytes: of each node's memory, if that is known.
 
     Raises:
-        UserError: as `Ledger.check`.
+        UserError: as `MemoryLedger.check`.
     """
     if gpu_bytes is None and host_bytes is None:
         return
@@ -133,7 +151,7 @@ def check_memory(
 
 def recipe_ledger(
     recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | None, host_gb: float | None = None
-) -> Ledger:
+) -> MemoryLedger:
     """The ledger of a recipe that has passed its checks.
 
     Args:
@@ -145,19 +163,20 @@ def recipe_ledger(
     Raises:
         UserError: how large the GPUs are is not known.
     """
-    devices = planned_devices(recipe, nodes)
+    devices = planned_devices(recipe.device_maps, recipe.placement, nodes)
     if devices is None:
         raise UserError("--memory: the devices are those of placement.cluster; expected --nodes and --gpus-per-node")
     gpu_bytes = round(gpu_gb * 1e9) if gpu_gb is not None else None
-    if gpu_bytes is None and any(device.kind == "cuda" for held in devices.values() for device in held):
+    if gpu_bytes is None and any(device.kind == "cuda" for role_devices in devices.values() for device in role_devices):
         if not platform.gpus:
             raise UserError("--memory: this machine has no GPUs to go by; expected --gpu-gb, such as --gpu-gb 141")
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    specs = recipe_specs(recipe)
-    lengths = check_prompts(recipe, specs["actor"])
+    specs = recipe_specs(recipe.model, recipe.models)
+    lengths = encoded_prompts(recipe, specs["actor"]).lengths
     on_engines, most = devices.get("rollout"), None
     if on_engines is not None:
-        most = cache_tokens(recipe, lengths, recipe.rollout.layout(len(on_engines)).dp, on_engines[0].kind)
+        engines = recipe.rollout.layout(len(on_engines)).dp
+        most = cache_tokens(recipe.rollout, recipe.groups_in_flight, lengths, engines, on_engines[0].kind)
     host_bytes = machine_bytes() if nodes is None else None
     if host_gb is not None:
         host_bytes = round(host_gb * 1e9)
@@ -169,14 +188,14 @@ def recipe_ledger(
         host_bytes=host_bytes,
         sequence_tokens=lengths.sequence,
         cache_tokens=most,
-        one_step_experts=nodes is not None or gpu_without_one_step_experts(devices) is None,
+        fused_experts=nodes is not None or gpu_without_fused_experts(devices) is None,
     )
 
 
-def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:
-    """The actor's model, and that of each role beside it."""
-    actor = initial_spec(recipe)
-    others = {role: role_spec(model, role, actor) for role, model in recipe.models.items()}
+def recipe_specs(model: ModelConfig, models: Mapping[str, ModelRole]) -> dict[str, ModelSpec]:
+    """Read the sizes of the actor's model, and of that of each role next to it."""
+    actor = initial_spec(model)
+    others = {role: role_spec(model, role, actor) for role, model in models.items()}
     return {"actor": actor} | {role: spec for role, spec in others.items() if spec is not None}
 
 
@@ -217,9 +236,9 @@ def _served_judge(judge: JudgeModel) -> Served | None:
 
 
 def _stored_dtype(spec: ModelSpec) -> str:
-    """As SGLang takes it with dtype auto: that of the configuration, and float16 for float32."""
-    found = spec.hf_config.get("dtype") or spec.hf_config.get("torch_dtype")
-    return found if found in ("bfloat16", "float16") else "float16"
+    """Return the dtype that SGLang takes with dtype auto: that of the configuration, and float16 for float32."""
+    dtype = spec.hf_config.get("dtype") or spec.hf_config.get("torch_dtype")
+    return dtype if dtype in ("bfloat16", "float16") else "float16"
 
 
 def _of_served(
@@ -234,31 +253,35 @@ def _of_served(
     spec, config = load_model_spec(model.path), model.config
     engines = dict.fromkeys(devices, _NOTHING)
     if with_engines:
-        serving = serving_by_rank(spec, config, [_place(device) for device in devices])
+        serving = serving_by_rank(spec, config, [_location(device) for device in devices])
         engines = dict(zip(devices, serving, strict=True))
     size = gpu_bytes if devices[0].kind == "cuda" else host_bytes
     tokens = config.max_total_tokens if config.max_total_tokens is not None else cache_tokens
-    found = device_memory(config, devices[0], spec, {}, engines, size, tokens, estimate=with_engines)
+    memory = device_memory(config, devices[0], spec, {}, engines, size, tokens, estimate=with_engines)
     phases = tuple(
         replace(phase, name=model.phase, less=phase.less.replace("rollout.engine", f"{model.role}.engine"))
-        for phase in found.phases
+        for phase in memory.phases
     )
-    return [replace(found, devices=tuple(devices), phases=phases)]
+    return [replace(memory, devices=tuple(devices), phases=phases)]
 
 
 def _engines(
-    config: TrainConfig, rollout: RolloutRole, devices: Mapping[str, Sequence[Device]], spec: ModelSpec
-) -> dict[Device, Serving]:
-    """What every rank of every engine holds, by its device."""
-    places = [_place(device) for device in devices["rollout"]]
+    actor_layout: LayoutConfig,
+    actor_dtype: str,
+    rollout: RolloutRole,
+    devices: Mapping[str, Sequence[Device]],
+    spec: ModelSpec,
+) -> dict[Device, ServingBytes]:
+    """Return the memory of every rank of every engine, by its device."""
+    locations = [_location(device) for device in devices["rollout"]]
     sources = []
     if rollout.weights.share and set(devices["actor"]) & set(devices["rollout"]):
-        layout = config.layout.layout(len(devices["actor"]))
+        layout = actor_layout.layout(len(devices["actor"]))
         transformer_engine = devices["actor"][0].kind == "cuda"
         numbered = spec.of_trainer(layout, transformer_engine=transformer_engine)
-        planned = PlannedTrainer(numbered, layout, getattr(torch, config.dtype), transformer_engine=transformer_engine)
-        sources = [planned.shards(rank, _place(device)) for rank, device in enumerate(devices["actor"])]
-    serving = serving_by_rank(spec, rollout.engine, places, sources)
+        planned = PlannedTrainer(numbered, layout, getattr(torch, actor_dtype), transformer_engine=transformer_engine)
+        sources = [planned.shards(rank, _location(device)) for rank, device in enumerate(devices["actor"])]
+    serving = serving_by_rank(spec, rollout.engine, locations, sources)
     return dict(zip(devices["rollout"], serving, strict=True))
 
 
@@ -268,47 +291,55 @@ def _hosts(
     ranks: Mapping[str, RoleMemory],
     gpus: Sequence[GpuMemory],
     kept: int,
+    routes: Mapping[Device, int],
     *,
     with_checkpoints: bool,
     estimate: bool,
 ) -> tuple[HostMemory, ...]:
-    nodes = 1 + max(device.node for held in devices.values() for device in held)
-    found: list[dict[str, int]] = [{} for _ in range(nodes)]
+    nodes = 1 + max(device.node for role_devices in devices.values() for device in role_devices)
+    taken: list[dict[str, int]] = [{} for _ in range(nodes)]
     less = {}
-    for role in (role for role, each in ranks.items() if each.offload):
+    for role in (role for role, memory in ranks.items() if memory.role.offload):
         less[name := f"{role} between its turns"] = f"{role}.offload=false"
-        for device, held in ranks[role].held.items():
+        for device, resident in ranks[role].resident.items():
             if device.kind == "cuda":
-                _add(found[device.node], name, held.weights + held.optimizer - held.away)
+                _add(taken[device.node], name, resident.weights + resident.optimizer - resident.offloaded)
     slots = [(device.node, gpu) for gpu in gpus if gpu.on_cpu for device in gpu.devices]
     for node, slot in slots:  # each at its worst, since they need not be at the same phase
         for name, size in {**slot.always, **slot.worst.items}.items():
             less.setdefault(name, slot.worst.less)
-            _add(found[node], name, size)
+            _add(taken[node], name, size)
     if slots and estimate:
-        _add(found[0], "processes", RUN_PROCESSES_BYTES)
+        _add(taken[0], "processes", RUN_PROCESSES_BYTES)
+    less["routes"] = "a smaller rollout.engine.max_total_tokens, or train.routing_replay=none"
+    for device, size in routes.items():
+        _add(taken[device.node], "routes", size)
     if kept:  # by the driver, which is on the first node
         less[name := "replay buffer"] = "a smaller algorithm.replay_buffer_size"
-        _add(found[0], name, kept)
-    for role, each in ranks.items():
-        if not each.trained:
+        _add(taken[0], name, kept)
+    for role, memory in ranks.items():
+        if not memory.role.trained:
             continue
-        less[name := f"{role} optimizer"] = f"{each.setting}.optimizer.offload=false"
-        for device, held in each.held.items():
-            if held.away:
-                _add(found[device.node], name, held.away)
+        less[name := f"{role} optimizer"] = f"{memory.role.setting}.optimizer.offload=false"
+        for device, resident in memory.resident.items():
+            if resident.offloaded:
+                _add(taken[device.node], name, resident.offloaded)
         if with_checkpoints:
-            plan = plan_checkpoint(specs[role], each.layout, precision_aware=each.config.optimizer.precision_aware)
+            plan = plan_checkpoint(
+                specs[role], memory.layout, precision_aware=memory.role.train.optimizer.precision_aware
+            )
             less[name := "checkpoints that are being written"] = "checkpoint.async_save=false"
             for rank, device in zip(plan.ranks, devices[role], strict=True):
-                _add(found[device.node], name, rank.host)
+                _add(taken[device.node], name, rank.host)
     return tuple(
         HostMemory(
             items,
             less[max(items, key=items.__getitem__)] if items else "",
-            page_locked=all(slot_node != node for slot_node, _ in slots) and not (kept and node == 0),
+            page_locked="routes" not in items
+            and all(slot_node != node for slot_node, _ in slots)
+            and not (kept and node == 0),
         )
-        for node, items in enumerate(found)
+        for node, items in enumerate(taken)
     )
 
 
@@ -316,5 +347,5 @@ def _add(items: dict[str, int], name: str, size: int) -> None:
     items[name] = items.get(name, 0) + size
 
 
-def _place(device: Device) -> Place:
-    return Place(str(device.node), f"{device.kind}:{device.index}")
+def _location(device: Device) -> Location:
+    return Location(str(device.node), f"{device.kind}:{device.index}")

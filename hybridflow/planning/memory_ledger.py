@@ -1,16 +1,16 @@
-"""What a run is going to hold of every GPU, CPU slot and host: how it is shown, and refused where it cannot fit."""
+"""Memory ledger of a run: the predicted memory of every GPU, CPU slot and host, as text and as a check that it fits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from engine3d.errors import UserError, amount
 from hybridflow.cluster.devices.device_map import Device
 
 
 @dataclass(frozen=True)
-class Phase:
+class MemoryPhase:
     """The worst moment of a phase on a GPU.
 
     Args:
@@ -26,37 +26,60 @@ class Phase:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """What some GPUs hold, all of them alike; or what the ranks on some CPU slots take of their node's memory.
+    """Memory of some GPUs that are alike; or node memory of the ranks on some CPU slots.
 
     Args:
         devices: that are alike, in order.
         always: what is there in every phase once the first update is made, by name, in bytes.
         phases: in the order of a step.
         cache_tokens: that the KV cache has room for; 0 where no engine runs.
+        stages: for each role with a pipeline, its number of stages, and those on these GPUs.
     """
 
     devices: tuple[Device, ...]
     always: Mapping[str, int]
-    phases: tuple[Phase, ...]
+    phases: tuple[MemoryPhase, ...]
     cache_tokens: int
+    stages: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
-    def total(self, phase: Phase) -> int:
+    def is_like(self, other: GpuMemory) -> bool:
+        """True if GPUs have the same memory, on whichever stage of a pipeline."""
+        return replace(self, devices=(), stages={}) == replace(other, devices=(), stages={})
+
+    def joined(self, other: GpuMemory) -> GpuMemory:
+        """Join the GPUs with others that are like them."""
+        stages = {
+            role: (count, tuple(sorted({*numbers, *other.stages[role][1]})))
+            for role, (count, numbers) in self.stages.items()
+        }
+        return replace(self, devices=(*self.devices, *other.devices), stages=stages)
+
+    @property
+    def name(self) -> str:
+        """Name of the GPUs, with their stages of pipelines."""
+        stages = [
+            f"{role} stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of {count}"
+            for role, (count, numbers) in self.stages.items()
+        ]
+        return _names(self.devices) + (f" ({', '.join(stages)})" if stages else "")
+
+    def total(self, phase: MemoryPhase) -> int:
         """Bytes of all that is there in a phase."""
         return sum(self.always.values()) + sum(phase.items.values())
 
     @property
-    def worst(self) -> Phase:
+    def worst(self) -> MemoryPhase:
         return max(self.phases, key=self.total)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether these are CPU slots."""
+        """True if these are CPU slots."""
         return any(device.kind == "cpu" for device in self.devices)
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What is taken of a node's memory.
+    """Memory of a node that a run takes.
 
     Args:
         items: by name, in bytes.
@@ -73,13 +96,13 @@ class HostMemory:
         return sum(self.items.values())
 
     def __str__(self) -> str:
-        """How much it is, and of what kind."""
+        """Return the size of the memory and its kind."""
         return f"{amount(self.total, 1)} of host memory{', page-locked' if self.page_locked else ''}"
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What a run is going to hold.
+class MemoryLedger:
+    """Predicted memory of a run.
 
     Args:
         gpus: in order of the first of the devices that are alike.
@@ -98,34 +121,43 @@ class Ledger:
     host_bytes: int | None = None
 
     def lines(self) -> list[str]:
-        """As it is shown: for each kind of GPU every phase with what is there, in GB (1e9 bytes)."""
-        found = []
+        """Return the ledger as text: for each kind of GPU every phase with its items, in GB (1e9 bytes)."""
+        lines = []
         for gpu in self.gpus:
-            room = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
+            cache = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
             if gpu.cache_tokens and (fit := gpu.cache_tokens // self.sequence_tokens) < self.requests:
-                room += f": {fit} of {self.requests} requests at once, where all are of {self.sequence_tokens} tokens"
+                cache += f": {fit} of {self.requests} requests at once, where all are of {self.sequence_tokens} tokens"
             has = "" if self.gpu_bytes is None or gpu.on_cpu else f" of {self.gpu_bytes / 1e9:.1f}"
             most = f"{gpu.total(gpu.worst) / 1e9:.1f}{has} GB in {gpu.worst.name}"
-            found.append(f"{_names(gpu.devices)}: at most {most}{room}")
-            found.append(_line("always", sum(gpu.always.values()), gpu.always))
-            found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
+            lines.append(f"{gpu.name}: at most {most}{cache}")
+            lines.append(_line("always", sum(gpu.always.values()), gpu.always))
+            lines += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
+        if any(gpu.stages for gpu in self.gpus):
+            gpu = self._heaviest(self.gpus)
+            lines.append(f"most: {gpu.total(gpu.worst) / 1e9:.1f} GB on {gpu.name} in {gpu.worst.name}")
         for node, host in enumerate(self.hosts):
             if host.items:
-                found.append(f"node {node}: {host}: {_items(host.items)}")
-        return found
+                lines.append(f"node {node}: {host}: {_items(host.items)}")
+        return lines
+
+    @staticmethod
+    def _heaviest(gpus: Sequence[GpuMemory]) -> GpuMemory:
+        return max(gpus, key=lambda gpu: gpu.total(gpu.worst))
 
     def check(self) -> None:
         """Refuse a run that cannot fit, as far as sizes are known.
 
         Raises:
-            UserError: names the first GPU or node, the phase, what is there, and what to change.
+            UserError: names the GPU that needs the most, or the first node, the phase, what is there, what to change.
         """
-        for gpu in self.gpus:
+        on_gpus = [gpu for gpu in self.gpus if not gpu.on_cpu]
+        if self.gpu_bytes is not None and on_gpus:
+            gpu = self._heaviest(on_gpus)
             worst, total = gpu.worst, gpu.total(gpu.worst)
-            if self.gpu_bytes is not None and total > self.gpu_bytes and not gpu.on_cpu:
+            if total > self.gpu_bytes:
                 items = _items({**gpu.always, **worst.items})
                 raise UserError(
-                    f"{_names(gpu.devices)}: {amount(total, 1)} in phase {worst.name} on a GPU of "
+                    f"{gpu.name}: {amount(total, 1)} in phase {worst.name} on a GPU of "
                     f"{amount(self.gpu_bytes, 1)} ({items}); to need less: {worst.less}"
                 )
         for node, host in enumerate(self.hosts):

@@ -13,7 +13,7 @@ from engine3d.models import ModelSpec, check_finite_weights, check_weights, load
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.served import check_served
+from engine3d.rollout.served import check_files, check_served
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.serving.model import ServedModel
 from engine3d.startup.lazy_imports import torch
@@ -22,13 +22,12 @@ from engine3d.training.megatron_settings import check_effect, check_options, meg
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import JudgeModel, ModelRole, ScoringModel
+from hybridflow.config.roles import JudgeModel, ModelRole, ScoringModel, TeacherModel
 
 LANGUAGE_MODELS = ("reference", "teacher")
 """The models beside the actor that have a vocabulary and no scalar head."""
 _FINITE_LIMIT_S = 5.0
-"""For looking through the weights of one model: some 5 GB."""
+"""Time limit of the search through the weights of one model: some 5 GB."""
 
 
 def check_megatron(
@@ -60,8 +59,10 @@ def check_megatron(
         raise UserError(f"{setting}.{error}") from None
 
 
-def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> tuple[ModelSpec | None, list[str]]:
-    """The model of a role beside the actor: its files, and whether it reads the actor's tokens.
+def check_model(
+    model: ModelRole, role: str, algorithm: AlgorithmSettings, actor: ModelSpec | None
+) -> tuple[ModelSpec | None, list[str]]:
+    """Check the model of a role next to the actor: its files, and that it reads the actor's tokens.
 
     Returns:
         The model, None if it begins with the actor's, which is unknown; and notes as of `check_model_files`.
@@ -69,16 +70,16 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> tuple[Mod
     Raises:
         UserError: naming the setting.
     """
-    path = recipe.models[role].path
+    path = model.path
     try:
-        spec = role_spec(recipe.models[role], role, actor)
+        spec = role_spec(model, role, actor)
         if path is None or spec is None:
             return spec, []
-        notes = check_model_files(f"{role}.path", spec, path, needs_head=isinstance(recipe.models[role], ScoringModel))
+        notes = check_model_files(f"{role}.path", spec, path, needs_head=isinstance(model, ScoringModel))
     except UserError as error:
         raise UserError(f"{role}.path: {error}") from None
     if role == "teacher" and actor is not None:
-        check_teacher(recipe.algorithm, spec, path, actor)
+        check_teacher(algorithm, spec, path, actor)
     if actor is not None and spec.vocab_size < actor.vocab_size:
         raise UserError(
             f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
@@ -101,12 +102,12 @@ def check_model_files(setting: str, spec: ModelSpec, directory: Path, *, needs_h
     """
     check_weights(spec, directory, needs_head=needs_head)
     notes = [f"{setting}: {note}" for note in weight_notes(spec, directory)]
-    looked_at, whole = check_finite_weights(spec, directory, limit_s=_FINITE_LIMIT_S)
-    if looked_at == whole:
+    looked_at, total = check_finite_weights(spec, directory, limit_s=_FINITE_LIMIT_S)
+    if looked_at == total:
         return notes
     return [
         *notes,
-        f"{setting}: {amount(looked_at, 1)} of {amount(whole, 1)} of weights were looked at for nan and infinity in "
+        f"{setting}: {amount(looked_at, 1)} of {amount(total, 1)} of weights were looked at for nan and infinity in "
         f"{_FINITE_LIMIT_S:g} s; the ranks look at all that they load",
     ]
 
@@ -124,7 +125,7 @@ def role_spec(model: ModelRole, role: str, actor: ModelSpec | None) -> ModelSpec
 
 
 def check_engines(engine: RolloutConfig, spec: ModelSpec) -> None:
-    """What SGLang and Megatron-Core would refuse of a model that fits otherwise.
+    """Refuse a model that fits, but that SGLang or Megatron-Core would refuse.
 
     Raises:
         UserError: naming the setting.
@@ -159,24 +160,35 @@ def check_teacher(algorithm: AlgorithmSettings, teacher: ModelSpec, directory: P
         )
 
 
-def check_teacher_engine(recipe: Recipe, actor: ModelSpec, devices: Mapping[str, Sequence[Device]] | None) -> None:
-    """A teacher that engines serve: its model, what SGLang would refuse of it, and its devices.
+def check_teacher_engine(
+    teacher: TeacherModel,
+    algorithm: AlgorithmSettings,
+    samples: int,
+    actor: ModelSpec,
+    devices: Mapping[str, Sequence[Device]] | None,
+) -> None:
+    """Check a teacher that engines serve: its model, what SGLang would refuse of it, and its devices.
 
     Args:
+        teacher: with engines.
+        algorithm: which compares the teacher with the actor.
+        samples: of a step.
+        actor: whose tokens the teacher reads.
         devices: of each role; None where they are not known.
 
     Raises:
         UserError: naming the setting.
     """
-    teacher, engine = recipe.teacher, recipe.teacher_engine
-    assert teacher is not None and engine is not None
+    engine = teacher.engine
+    assert engine is not None
     try:
         spec = load_model_spec(teacher.path)
     except UserError as error:
         raise UserError(f"teacher.path: {error}") from None
-    check_teacher(recipe.algorithm, spec, teacher.path, actor)
+    check_teacher(algorithm, spec, teacher.path, actor)
     try:
         check_served(spec, engine)
+        check_files(teacher.path)
     except UserError as error:
         raise UserError(str(error).replace("rollout.engine", "teacher.engine")) from None
     if engine.context_length is not None and engine.context_length > spec.sizes.max_positions:
@@ -187,7 +199,6 @@ def check_teacher_engine(recipe: Recipe, actor: ModelSpec, devices: Mapping[str,
     if devices is None:
         return
     engines = check_served_devices("teacher", engine.tp, devices)
-    samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
     if samples < engines:
         raise UserError(f"{samples} samples a step for {engines} engines of the teacher, expected one for each")
     if devices["teacher"][0].kind == "cpu":
@@ -247,17 +258,19 @@ def check_served_devices(
     Raises:
         UserError: naming the placement.
     """
-    own = devices[role]
-    for other, held in devices.items():
-        if other != role and other not in beside and (shared := sorted(set(held) & set(own))):
+    role_devices = devices[role]
+    for other, other_devices in devices.items():
+        if other != role and other not in beside and (shared := sorted(set(other_devices) & set(role_devices))):
             raise UserError(
                 f"placement.{role} and placement.{other} are both on {shared[0].kind}:{shared[0].index} of node "
                 f"{shared[0].node}, expected devices of its own for the {role}"
             )
-    each = [{device.node for device in own[first : first + tp]} for first in range(0, len(own), tp)]
-    if len(own) % tp or any(len(nodes) > 1 for nodes in each):
+    nodes_of_engines = [
+        {device.node for device in role_devices[first : first + tp]} for first in range(0, len(role_devices), tp)
+    ]
+    if len(role_devices) % tp or any(len(nodes) > 1 for nodes in nodes_of_engines):
         raise UserError(
-            f"placement.{role}: {len(own)} devices for engines of {role}.engine.tp={tp}, expected a multiple, and the "
-            "devices of each on one node"
+            f"placement.{role}: {len(role_devices)} devices for engines of {role}.engine.tp={tp}, expected a multiple, "
+            "and the devices of each on one node"
         )
-    return len(each)
+    return len(nodes_of_engines)

@@ -1,4 +1,4 @@
-"""Whether layouts, batches and engines fit the devices of a recipe."""
+"""Checks that layouts, batches and engines fit the devices of a recipe."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
+from engine3d.models.precision import check_shards
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.training.config import TrainConfig
 from hybridflow.algorithms.preferences import PreferenceSettings
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import ROLES, Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.run import TrainerConfig, WarmupConfig
+from hybridflow.config.roles import RolloutRole
+from hybridflow.config.run import PlacementConfig, TrainerConfig, WarmupConfig
 from hybridflow.planning.engine_check import check_baselines, check_engine_nodes
 from hybridflow.planning.model_check import check_megatron
 
@@ -24,17 +27,23 @@ _NODE_GPUS = 8
 """GPUs of a node, where nothing says how many it has."""
 
 
-def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> dict[str, tuple[Device, ...]] | None:
+def planned_devices(
+    roles: Mapping[str, str], placement: PlacementConfig, cluster: Sequence[Node] | None = None
+) -> dict[str, tuple[Device, ...]] | None:
     """The devices of each role on these nodes, or on this machine; None where they are another cluster's.
 
-    Nodes whose CPU slots are not known have as many as the recipe names.
+    Nodes whose CPU slots are not known have as many as the device maps name.
+
+    Args:
+        roles: the device map or pool of every role.
+        placement: with the pools and the cluster.
+        cluster: nodes; this machine if None.
 
     Raises:
         UserError: a device map that is wrong or that the nodes do not fulfil.
     """
-    roles = recipe.device_maps
-    pools = recipe.placement.pools
-    if recipe.placement.cluster is not None and cluster is None:
+    pools = placement.pools
+    if placement.cluster is not None and cluster is None:
         for text in (*roles.values(), *pools.values()):
             if text not in pools:
                 DeviceMap.parse(text)
@@ -55,15 +64,19 @@ def assumed_nodes(recipes: Sequence[Recipe]) -> list[Node] | None:
     """
     if platform.gpus or any(recipe.placement.cluster is not None for recipe in recipes):
         return None
-    texts = [text for each in recipes for text in (*each.device_maps.values(), *each.placement.pools.values())]
-    pools = {name for each in recipes for name in each.placement.pools}
+    texts = [text for recipe in recipes for text in (*recipe.device_maps.values(), *recipe.placement.pools.values())]
+    pools = {name for recipe in recipes for name in recipe.placement.pools}
     try:
         maps = [DeviceMap.parse(text) for text in texts if text not in pools]
     except UserError:
         return None
-    roles = [role for role in ROLES if any(each.role == role for each in maps)]
-    gpus = max((index + 1 for each in maps if each.kind == "cuda" for index in each.indices), default=0)
-    named = max((index + 1 for each in maps if each.kind == "node" for index in each.indices), default=0)
+    roles = [role for role in ROLES if any(device_map.role == role for device_map in maps)]
+    gpus = max(
+        (index + 1 for device_map in maps if device_map.kind == "cuda" for index in device_map.indices), default=0
+    )
+    named = max(
+        (index + 1 for device_map in maps if device_map.kind == "node" for index in device_map.indices), default=0
+    )
     if not gpus and not roles and named < 2:
         return None  # one node has its CPU slots
     size = min(gpus, _NODE_GPUS) if gpus and not roles and named < 2 else _NODE_GPUS
@@ -87,22 +100,23 @@ def check_layouts(
         UserError: sizes that do not divide the devices or the model, or a rollout role of another number of devices.
     """
     layouts = {}
-    for role in sorted(("actor", *recipe.models)):
+    for role, settings in sorted(recipe.megatron_roles.items()):
+        config, setting = settings.train, settings.setting
         try:
-            config = recipe.train_config(role)
             layouts[role] = config.layout.layout(len(devices[role]))
             if (spec := specs[role]) is not None:
                 spec.check_layout(layouts[role])
-                if role in recipe.trained_roles:
+                if role == "actor" and recipe.starts_engines and recipe.rollout.engine.precision is not None:
+                    check_shards(spec, layouts[role], transformer_engine=devices[role][0].kind == "cuda")
+                if settings.trained:
                     config.check_trained(spec.sizes, layouts[role])
         except UserError as error:
-            raise UserError(f"{recipe.train_setting(role)}.layout on placement.{role}: {error}") from None
+            raise UserError(f"{setting}.layout on placement.{role}: {error}") from None
         if spec is not None:
-            setting, gpus = recipe.train_setting(role), devices[role][0].kind == "cuda"
-            has_settings = role == "actor" or setting != "train"
-            trained = role in recipe.trained_roles if has_settings else None
+            trained = settings.trained if role == "actor" or setting != "train" else None
+            gpus = devices[role][0].kind == "cuda"
             check_megatron(config, setting, spec, layouts[role], trained=trained, gpus=gpus)
-            check_expert_copies(config, setting, role, spec, layouts[role], devices[role])
+            check_copy_engine_dispatcher(config, setting, role, spec, layouts[role], devices[role])
     replicas = max(layout.dp for layout in layouts.values())
     if "rollout" not in devices:
         if not recipe.algorithm.needs_engines:
@@ -112,32 +126,61 @@ def check_layouts(
         engines = recipe.rollout.layout(len(devices["rollout"]))
     except UserError as error:
         raise UserError(f"placement.rollout: {error}") from None
-    check_engine_nodes(recipe.rollout, devices["rollout"])
+    check_engine_nodes(recipe.rollout, devices["rollout"], recipe.train.routing_replay)
+    if recipe.rollout.engine.release_weights and "actor" in layouts:
+        check_released_weights(layouts["actor"], devices["actor"], devices["rollout"])
     if "reward" in devices:
         check_reward_devices(len(devices["reward"]))
     if recipe.runs_ahead:
-        check_apart(recipe, devices)
-    check_batch_sizes(recipe, engines=engines.dp, replicas=replicas)
+        check_apart(recipe.trainer, recipe.rollout, ("actor", *recipe.models), devices)
+    check_batch_sizes(
+        recipe.trainer, recipe.rollout, recipe.algorithm, recipe.warmup, engines=engines.dp, replicas=replicas
+    )
     if recipe.algorithm.greedy_baseline and recipe.reward_model is not None:
         check_baselines(recipe.trainer.prompts_per_step, layouts["reward_model"].dp)
     return layouts | {"rollout": engines}
 
 
-def check_expert_copies(
+def check_copy_engine_dispatcher(
     config: TrainConfig, setting: str, role: str, spec: ModelSpec, layout: Layout, devices: Sequence[Device]
 ) -> None:
-    """Ranks that copy into each other's memory are on one node.
+    """Refuse a copy-engine dispatcher whose ranks are on several nodes.
 
     Raises:
         UserError: names the ranks.
     """
-    if not config.has_expert_copies(spec.sizes, layout):
+    if not config.has_copy_engine_dispatcher(spec.sizes, layout):
         return
     for group in _over_nodes(layout.expert_groups(), devices):
         raise UserError(
-            f"{setting}.expert_copies=true: ranks {group[0]}-{group[-1]} of placement.{role} "
+            f"{setting}.copy_engine_dispatcher=true: ranks {group[0]}-{group[-1]} of placement.{role} "
             "share experts and are on several nodes; expected one node, or false"
         )
+
+
+def check_released_weights(layout: Layout, actor: Sequence[Device], engines: Sequence[Device]) -> None:
+    """Refuse engines that release their weights next to a pipeline of which their node has some stages alone.
+
+    An engine that releases its weights reads them from trainers of its node, and needs every stage's.
+
+    Args:
+        layout: of the actor.
+        actor: devices of its ranks.
+        engines: devices of the engines.
+
+    Raises:
+        UserError: names the node and its stages.
+    """
+    stages: dict[int, set[int]] = {}
+    for (_, at), device in zip(layout.ranks(), actor, strict=True):
+        stages.setdefault(device.node, set()).add(at.pp)
+    for node in sorted({device.node for device in {*engines} & {*actor}}):
+        if len(stages[node]) < layout.pp:
+            there = ", ".join(map(str, sorted(stages[node])))
+            raise UserError(
+                f"rollout.engine.release_weights=true: node {node} has stages {there} of the {layout.pp} of "
+                "train.layout.pp, and its engines read from all; expected false, or every stage on each node"
+            )
 
 
 def groups_over_nodes(
@@ -175,41 +218,58 @@ def _groups(role: str, layout: Layout, devices: int) -> list[tuple[str, list[ran
     return [("tensor", layout.tensor_groups()), ("expert", layout.expert_groups())]
 
 
-def check_apart(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None:
-    """Engines that generate while models learn share no device with one; those that are lent do.
+def check_apart(
+    trainer: TrainerConfig, rollout: RolloutRole, models: Sequence[str], devices: Mapping[str, Sequence[Device]]
+) -> None:
+    """Check that engines that generate while models train share no device with one, but for those that are leased.
+
+    Args:
+        trainer, rollout: settings by which engines generate then.
+        models: roles of Megatron-Core models.
+        devices: of each role.
 
     Raises:
         UserError: naming the role and the device.
     """
-    if recipe.rollout.lend:
-        if not lent_engines(recipe, devices):
+    if rollout.lease:
+        if not leased_engines(rollout, models, devices):
             raise UserError(
-                "rollout.lend=true with placement.rollout on devices of its own alone, so that no model has a device "
-                "to lend; expected false, or devices of a model in placement.rollout too"
+                "rollout.lease=true with placement.rollout on devices of its own alone, so that no model has a device "
+                "to lease; expected false, or devices of a model in placement.rollout too"
             )
         return
-    for role in ("actor", *recipe.models):
+    for role in models:
         if shared := sorted(set(devices[role]) & set(devices["rollout"])):
-            ahead = recipe.trainer.max_staleness > 0 or recipe.rollout.stream is not None
+            ahead = trainer.off_policy or rollout.stream is not None
             setting = "trainer.max_staleness or rollout.stream" if ahead else "trainer.async_evaluation=true"
-            otherwise = "rollout.stream with rollout.lend=true" if ahead else "trainer.async_evaluation=false"
+            otherwise = "rollout.stream with rollout.lease=true" if ahead else "trainer.async_evaluation=false"
             raise UserError(
                 f"{setting} with placement.rollout and placement.{role} both on {shared[0].kind}:{shared[0].index} of "
                 f"node {shared[0].node}, expected rollout on devices of its own, or {otherwise}"
             )
 
 
-def lent_engines(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tuple[int, ...]:
-    """Numbers of the engines that generate on devices of models while a step waits; none without `rollout.lend`."""
-    if not recipe.rollout.lend or "rollout" not in devices:
+def leased_engines(
+    rollout: RolloutRole, models: Sequence[str], devices: Mapping[str, Sequence[Device]]
+) -> tuple[int, ...]:
+    """Numbers of the engines that generate on devices of models while a step waits; none without `rollout.lease`.
+
+    Args:
+        rollout: settings of the engines.
+        models: roles of Megatron-Core models.
+        devices: of each role.
+    """
+    if not rollout.lease or "rollout" not in devices:
         return ()
-    taken = {device for role in ("actor", *recipe.models) for device in devices[role]}
-    held, size = devices["rollout"], recipe.rollout.engine.tp
-    return tuple(number for number in range(len(held) // size) if taken & set(held[number * size :][:size]))
+    taken = {device for role in models for device in devices[role]}
+    rollout_devices, size = devices["rollout"], rollout.engine.tp
+    return tuple(
+        number for number in range(len(rollout_devices) // size) if taken & set(rollout_devices[number * size :][:size])
+    )
 
 
 def check_reward_devices(count: int) -> None:
-    """How many devices call the reward functions.
+    """Refuse any number of devices for the reward functions but one.
 
     Raises:
         UserError: not one.
@@ -221,15 +281,22 @@ def check_reward_devices(count: int) -> None:
         )
 
 
-def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
-    """Every batch against those who share it: prompts among engines, samples among data-parallel replicas.
+def check_batch_sizes(
+    trainer: TrainerConfig,
+    rollout: RolloutRole,
+    algorithm: AlgorithmSettings,
+    warmup: WarmupConfig | None,
+    *,
+    engines: int,
+    replicas: int,
+) -> None:
+    """Check that every batch is enough for those who share it: engines share prompts, data-parallel replicas samples.
 
     Raises:
         UserError: naming the setting that leaves one of them without work.
     """
-    trainer, warmup = recipe.trainer, recipe.warmup
-    samples = trainer.prompts_per_step * recipe.rollout.samples_per_prompt
-    wanted = [
+    samples = trainer.prompts_per_step * rollout.samples_per_prompt
+    minimums = [
         ("trainer.prompts_per_step", trainer.prompts_per_step, engines, "a prompt for each rollout engine"),
         (
             "trainer.prompts_per_step * rollout.samples_per_prompt",
@@ -238,19 +305,17 @@ def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
             "a sample for each data-parallel rank of each of trainer.mini_batches",
         ),
     ]
-    kept = recipe.algorithm.least_kept(recipe.rollout.samples_per_prompt)
-    if kept < recipe.rollout.samples_per_prompt:
-        name = (
-            f"trainer.prompts_per_step * {kept} samples that algorithm.name={recipe.algorithm.name} may leave of each"
-        )
-        wanted.append((name, trainer.prompts_per_step * kept, wanted[-1][2], wanted[-1][3]))
-    if isinstance(recipe.algorithm, PreferenceSettings):
+    kept = algorithm.least_kept(rollout.samples_per_prompt)
+    if kept < rollout.samples_per_prompt:
+        name = f"trainer.prompts_per_step * {kept} samples that algorithm.name={algorithm.name} may leave of each"
+        minimums.append((name, trainer.prompts_per_step * kept, minimums[-1][2], minimums[-1][3]))
+    if isinstance(algorithm, PreferenceSettings):
         shared = trainer.mini_batches * replicas
         why = "a pair for each data-parallel rank of each of trainer.mini_batches, and a prompt makes one at most"
-        wanted.append(("trainer.prompts_per_step", trainer.prompts_per_step, shared, why))
+        minimums.append(("trainer.prompts_per_step", trainer.prompts_per_step, shared, why))
     if warmup is not None:
-        wanted.append(("warmup.batch_size", warmup.batch_size, replicas, "a sample for each data-parallel rank"))
-    for name, value, least, why in wanted:
+        minimums.append(("warmup.batch_size", warmup.batch_size, replicas, "a sample for each data-parallel rank"))
+    for name, value, least, why in minimums:
         if value < least:
             raise UserError(f"{name} = {value}, expected at least {least}: {why}")
 
@@ -262,7 +327,7 @@ def check_given_sizes(trainer: TrainerConfig, warmup: WarmupConfig | None, repli
         UserError: naming the setting that leaves one of them without work.
     """
     rank = "for each data-parallel rank"
-    wanted = [
+    minimums = [
         (
             "trainer.prompts_per_step",
             trainer.prompts_per_step,
@@ -271,13 +336,13 @@ def check_given_sizes(trainer: TrainerConfig, warmup: WarmupConfig | None, repli
         ),
         ("warmup.batch_size", warmup.batch_size if warmup is not None else None, replicas, f"a sample {rank}"),
     ]
-    for name, value, least, why in wanted:
+    for name, value, least, why in minimums:
         if value is not None and value < least:
             raise UserError(f"{name} = {value}, expected at least {least}: {why}")
 
 
 def check_engine_devices(engine: RolloutConfig, devices: Sequence[Device]) -> None:
-    """What SGLang cannot run with on the devices of the engines.
+    """Refuse settings that SGLang does not support on the devices of the engines.
 
     Raises:
         UserError: naming the setting.

@@ -1,4 +1,4 @@
-"""Whether the prompts of a recipe fit its model and its context."""
+"""Checks that the prompts of a recipe fit its model and its context."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hybridflow.data.given_responses import GivenResponses, pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
+from hybridflow.environments.observation_tokens import observation_template
 from hybridflow.planning.engine_check import check_same_tokens, end_notes
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, phase_limits, prompt_limit
@@ -27,7 +28,7 @@ from hybridflow.planning.sample_memory import Lengths
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """What was found out about the prompts of a recipe.
+    """Encoded prompts of a recipe, with their lengths and notes.
 
     Args:
         lengths: how long prompts and responses are.
@@ -44,11 +45,6 @@ class EncodedPrompts:
     special_tokens: tuple[str, ...] = ()
 
 
-def check_prompts(recipe: Recipe, spec: ModelSpec) -> Lengths:
-    """As `encoded_prompts`; how long prompts and responses are."""
-    return encoded_prompts(recipe, spec).lengths
-
-
 def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layout] | None = None) -> EncodedPrompts:
     """Every prompt and supervised answer against the tokenizer, the vocabulary and the context.
 
@@ -57,10 +53,11 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
 
     Raises:
         UserError: naming the prompt that cannot be encoded or is too long, a vocabulary that the tokenizer exceeds, a
-            model of other tokens, too few prompts to evaluate with, or a KV cache without room for one sequence.
+            model of other tokens, a role of observations that the template does not render, too few prompts to evaluate
+            with, or a KV cache without room for one sequence.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, files = initial_tokenizer(recipe, Path(scratch))
+        tokenizer, files = initial_tokenizer(recipe.model, Path(scratch))
         served = {"teacher": recipe.teacher} if recipe.teacher_engine is not None else {}
         for role, model in (recipe.models | served).items():
             if model is not None and model.path is not None:
@@ -70,21 +67,27 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             f"model: the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {spec.vocab_size}; "
             "expected at least as many"
         )
-    limit = prompt_limit(recipe)
+    if recipe.environment is not None:
+        chat = recipe.data.files.chat if recipe.data.files is not None else None
+        observation_template(recipe.environment, chat, tokenizer)
+    limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
     encoded = encode(recipe, tokenizer, limit)
     train, sft = encoded.train, encoded.sft
     sets = encode_sets(recipe, tokenizer)
     of: dict[str, Sequence[Sequence[int]]] = {"prompt": train.tokens}
-    if isinstance(sft, SupervisedPrompts) and sft.whole is not None:
-        of |= {"supervised example": sft.whole}
+    if isinstance(sft, SupervisedPrompts) and sft.packed is not None:
+        of |= {"supervised example": sft.packed}
     else:
         of |= {"supervised prompt": sft.tokens, "supervised answer": encoded.answers}
-    of |= {f"evaluation.{name} prompt": each.tokens for name, each in sets.items()}
+    of |= {f"evaluation.{name} prompt": prompts.tokens for name, prompts in sets.items()}
     of |= {
-        f"{name} {place}": [each[place == "second"] for each in phase.responses]
-        for name, phase in {"pair": train, **{f"evaluation.{name} pair": each for name, each in sets.items()}}.items()
+        f"{name} {position}": [pair[position == "second"] for pair in phase.responses]
+        for name, phase in {
+            "pair": train,
+            **{f"evaluation.{name} pair": prompts for name, prompts in sets.items()},
+        }.items()
         if isinstance(phase, GivenResponses)
-        for place in ("first", "second")
+        for position in ("first", "second")
     }
     for what, tokens in of.items():
         check_token_ids(what, tokens, spec.vocab_size)
@@ -103,7 +106,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         check_sets(recipe.sets, sets, layouts)
     lengths = Lengths.of(recipe.rollout, recipe.sets, train.tokens, sets)
     if isinstance(train, GivenResponses):
-        lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
+        lengths = replace(lengths, response=max(len(tokens) for both in train.responses for tokens in both))
     given = recipe.rollout.engine.max_total_tokens
     longest = (lengths.longest_sequence + RESERVED_TOKENS) * recipe.rollout.engine.attention_dp
     if given is not None and given < longest:
@@ -134,8 +137,8 @@ def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int
     Raises:
         UserError: names the text and the id.
     """
-    if (found := PackedPrompts.of(encoded).first_above(vocab_size - 1)) is not None:
-        index, token = found
+    if (beyond := PackedPrompts.of(encoded).first_above(vocab_size - 1)) is not None:
+        index, token = beyond
         raise UserError(
             f"model: {what} {index} has token id {token} and the model's vocab_size is {vocab_size}; expected a "
             "tokenizer of this model"

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
+from engine3d.rollout.config import RolloutConfig
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import RolloutRole
+from hybridflow.config.roles import ModelConfig, RolloutRole
 from hybridflow.data.config import DataConfig, OverlongPolicy, SameResponses
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
@@ -18,7 +19,7 @@ from hybridflow.data.files.supervised import SupervisedPrompts, encode_supervise
 from hybridflow.data.given_responses import GivenResponses, encode_pairs
 from hybridflow.data.pairs import Pair, load_pairs
 from hybridflow.data.prompts import Prompts
-from hybridflow.data.remarks import RemarkCounts, lines, of_prompt, of_response, placed
+from hybridflow.data.remarks import RemarkCounts, lines, located, of_prompt, of_response
 from hybridflow.data.sampler import PromptOrder, SourceOrder
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
@@ -27,16 +28,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def prompt_limit(recipe: Recipe) -> int:
-    """Most tokens of a prompt: what the context leaves beside the response; all of it where the data have responses.
+def context_tokens(engine: RolloutConfig, model: ModelConfig) -> int:
+    """Most tokens of a prompt with its response."""
+    return engine.context_length or initial_spec(model).sizes.max_positions
+
+
+def prompt_limit(rollout: RolloutRole, model: ModelConfig, *, given: bool) -> int:
+    """Most tokens of a prompt: those that the longest response leaves of the context.
+
+    Args:
+        rollout: settings of the responses.
+        model: to be trained.
+        given: True if the data have the responses, which share the context with the prompt.
 
     Raises:
         UserError: the response alone fills the context.
     """
-    context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
-    if not recipe.algorithm.needs_engines:
+    context, response = context_tokens(rollout.engine, model), rollout.sampling.max_new_tokens
+    if given:
         return context
-    response = recipe.rollout.sampling.max_new_tokens
     if response >= context:
         raise UserError(
             f"rollout.sampling.max_new_tokens={response} leaves no room for a prompt in a context of {context} tokens"
@@ -87,19 +97,19 @@ def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> En
     splits = load_splits(recipe.data)
     supervised = splits.sft if recipe.warmup is not None else []
     if not recipe.algorithm.needs_engines:
-        return _encode_given(recipe.data, tokenizer, supervised, limit, unpaired=recipe.unpaired)
+        return _encode_given(recipe.data, tokenizer, supervised, limit, unpaired=recipe.algorithm.unpaired)
     policy = recipe.data.overlong_prompts
     if (files := recipe.data.files) is not None:
         supervises = recipe.warmup is not None
         return _encode_files(files, policy, recipe.rollout, tokenizer, limit, supervises=supervises)
-    wanted = {"training": splits.train, "supervised": supervised}
+    examples_of = {"training": splits.train, "supervised": supervised}
     limits = phase_limits(recipe.rollout, limit)
     phases = {
         name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limits[name], policy=policy))
-        for name, examples in wanted.items()
+        for name, examples in examples_of.items()
     }
     for name, phase in phases.items():
-        _check_left(name, phase, len(wanted[name]), f"more than {limits[name]} tokens")
+        _check_left(name, phase, len(examples_of[name]), f"more than {limits[name]} tokens")
     train, sft = phases.values()
     answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
     return Encoded(train, sft, answers)
@@ -114,7 +124,7 @@ def _encode_files(
     *,
     supervises: bool,
 ) -> Encoded:
-    """As `encode`, of rows of files, whose held-out prompts are those of the sets of `evaluation`."""
+    """Encode rows of files as `encode` does. Held-out prompts of files are those of the sets of `evaluation`."""
     train = encode_files(files.train, files, tokenizer, max_tokens=training_limit(rollout, limit), policy=policy)
     _check_spans("train", train.spans)
     if not supervises or not files.sft:
@@ -133,16 +143,23 @@ def _check_spans(what: str, spans: Sequence[SourceSpan]) -> None:
             raise UserError(f"data.files.{what}: no row of {span.label} is left ({why})")
 
 
-def prompt_order(recipe: Recipe, prompts: Prompts) -> PromptOrder:
-    """How the training prompts of a recipe are drawn."""
-    files = recipe.data.files
+def prompt_order(data: DataConfig, seed: int, prompts_per_step: int, prompts: Prompts) -> PromptOrder:
+    """The order in which training prompts are drawn.
+
+    Args:
+        data: settings of the data.
+        seed: of the order.
+        prompts_per_step: of the run.
+        prompts: of training.
+    """
+    files = data.files
     if files is None or not isinstance(prompts, FilePrompts):
-        return PromptOrder(len(prompts), recipe.order_seed)
+        return PromptOrder(len(prompts), seed)
     sources = tuple(
         SourceOrder(span.label, span.begin, span.end, source.weight)
         for span, source in zip(prompts.spans, files.train, strict=True)
     )
-    return PromptOrder(len(prompts), recipe.order_seed, sources, recipe.trainer.prompts_per_step, files.difficulty)
+    return PromptOrder(len(prompts), seed, sources, prompts_per_step, files.difficulty)
 
 
 def file_notes(tokenizer: PreTrainedTokenizerBase, phases: Mapping[str, Prompts]) -> list[str]:
@@ -154,7 +171,7 @@ def file_notes(tokenizer: PreTrainedTokenizerBase, phases: Mapping[str, Prompts]
         for span in phase.spans:
             if span.dropped:
                 kept, count = span.end - span.begin, sum(span.dropped.values())
-                why = ", ".join(f"{each:,} with {reason}" for reason, each in span.dropped.items())
+                why = ", ".join(f"{number:,} with {reason}" for reason, number in span.dropped.items())
                 notes.append(f"data: {count:,} of {kept + count:,} {name} rows of {span.label} are dropped: {why}")
             notes += lines(span.remarks, tokenizer, f"{name} rows of {span.label}")
         if isinstance(phase, FilePrompts) and phase.raw and tokenizer.chat_template is not None:
@@ -184,7 +201,7 @@ def memory_notes(
             remarks.add(number, of_prompt(tokenizer, tokens, is_text=True))
         for number, answer in enumerate(answers if name == "supervised" else ()):
             remarks.add(number, of_response(tokenizer, answer, [True] * len(answer)))
-        notes += lines(placed(remarks.counts, lambda number: f"prompt {number}"), tokenizer, f"{name} prompts")
+        notes += lines(located(remarks.counts, lambda number: f"prompt {number}"), tokenizer, f"{name} prompts")
     return notes
 
 
@@ -196,7 +213,7 @@ def _encode_given(
     *,
     unpaired: bool,
 ) -> Encoded:
-    """As `encode`, where the data have the responses; with these prompts and responses share the context."""
+    """Encode responses of the data as `encode` does. Prompts share the context with these responses."""
     policy, pairs = data.overlong_prompts, load_pairs(data, unpaired=unpaired)
     train = encode_given(data, tokenizer, pairs, "training", context, unpaired=unpaired)
     longest = max(map(len, encode_answers(tokenizer, supervised, max_tokens=context - 1)), default=0)
@@ -223,14 +240,14 @@ def encode_given(
         pairs: of one phase.
         name: of the phase, for errors.
         context: most tokens of a prompt and a response to it.
-        unpaired: true if examples have one response, as `Recipe.unpaired`.
+        unpaired: true if examples have one response, as `AlgorithmSettings.unpaired`.
 
     Raises:
         UserError: naming the pair that cannot be encoded, or none is left.
     """
     given = data.pairs
     same: SameResponses = given.same_responses if given is not None else "refuse"
-    found = encode_pairs(
+    responses = encode_pairs(
         tokenizer,
         pairs,
         context=context,
@@ -239,13 +256,13 @@ def encode_given(
         unpaired=unpaired,
         chat=given.chat if given is not None else None,
     )
-    _check_left(name, found, len(pairs), f"no room for their responses in {context} tokens")
-    return found
+    _check_left(name, responses, len(pairs), f"no room for their responses in {context} tokens")
+    return responses
 
 
-def _check_left(name: str, phase: Prompts, wanted: int, have: str) -> None:
-    if wanted and not len(phase):
-        raise UserError(f"data.overlong_prompts=drop leaves no {name} prompt: all {wanted:,} have {have}")
+def _check_left(name: str, phase: Prompts, given: int, have: str) -> None:
+    if given and not len(phase):
+        raise UserError(f"data.overlong_prompts=drop leaves no {name} prompt: all {given:,} have {have}")
 
 
 def overlong_notes(

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError, amount
+from engine3d.memory.serving import routes_of_a_token
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
 from hybridflow.checkpoint.compatibility import check_accepted
@@ -25,13 +26,15 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
 from hybridflow.config.roles import CreateModel
+from hybridflow.config.run import PlacementConfig
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
-from hybridflow.planning.engine_check import check_sampling
+from hybridflow.planning.engine_check import check_sampling, precision_notes
+from hybridflow.planning.feature_matrix import check_tested
 from hybridflow.planning.gpu_check import check_imports, check_libraries, largest_gpu, used_gpus
 from hybridflow.planning.memory_estimate import check_memory, recipe_ledger
-from hybridflow.planning.memory_ledger import Ledger
+from hybridflow.planning.memory_ledger import MemoryLedger
 from hybridflow.planning.model_check import (
     check_engines,
     check_judge,
@@ -41,8 +44,8 @@ from hybridflow.planning.model_check import (
 )
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
-from hybridflow.planning.reward_check import check_rewards, check_set_rewards
-from hybridflow.planning.sample_memory import check_replay, store_notes
+from hybridflow.planning.reward_check import check_environment, check_rewards, check_set_rewards
+from hybridflow.planning.sample_memory import check_kept_routes, check_replay, store_notes
 from hybridflow.roles.offload import check_offload
 
 
@@ -90,14 +93,16 @@ def check_recipe(
     attempt(check_authentication)
     attempt(check_used, recipe.network, 1 if cluster is None else len(cluster), recipe.placement.cluster)
     encoded: EncodedPrompts | None = None
-    spec = attempt(initial_spec, recipe)
+    spec = attempt(initial_spec, recipe.model)
     resumption = attempt(check_checkpoints, recipe, spec) or []
     specs = {"actor": spec}
-    for role in recipe.models:
-        specs[role], notes = attempt(check_model, recipe, role, spec) or (None, [])
+    for role, model in recipe.models.items():
+        specs[role], notes = attempt(check_model, model, role, recipe.algorithm, spec) or (None, [])
         warnings += notes
-    devices = attempt(planned_devices, recipe, cluster)
+    devices = attempt(planned_devices, recipe.device_maps, recipe.placement, cluster)
     layouts = attempt(check_layouts, recipe, devices, specs) if devices is not None else None
+    if layouts is not None:
+        attempt(check_tested, recipe, specs, layouts)
     if devices is not None and layouts is not None and cluster is not None:
         warnings += groups_over_nodes(layouts, devices, cluster)
     if devices is not None:
@@ -111,22 +116,27 @@ def check_recipe(
             warnings += attempt(check_model_files, "model.path", spec, recipe.model.path) or []
         if recipe.starts_engines:
             attempt(check_engines, recipe.rollout.engine, spec)
+            warnings += precision_notes(recipe.rollout.engine, recipe.algorithm)
             attempt(check_sampling, recipe.rollout, recipe.placement, spec, devices)
-        if recipe.teacher_engine is not None:
-            attempt(check_teacher_engine, recipe, spec, devices)
+        if recipe.teacher is not None and recipe.teacher_engine is not None:
+            attempt(check_teacher_engine, recipe.teacher, recipe.algorithm, recipe.samples_per_step, spec, devices)
         if recipe.asked_judge is not None:
             attempt(check_judge, recipe.asked_judge, devices)
         if here:
-            warnings += attempt(check_libraries, recipe, devices, spec) or []
+            warnings += attempt(check_libraries, recipe.megatron_roles, recipe.rollout.engine, devices, spec) or []
             if devices is not None:
-                attempt(partial(check_imports, every=dry_run), recipe, devices)
+                attempt(partial(check_imports, every=dry_run), recipe.megatron_roles, devices)
         encoded = attempt(encoded_prompts, recipe, spec, layouts)
         if encoded is not None:
             sequence = encoded.lengths.sequence
-            warnings += [*encoded.notes, *store_notes(recipe.samples, recipe.samples_per_step, sequence)]
-            own = machine_bytes() if here and host_bytes is None else host_bytes
-            attempt(check_replay, recipe.algorithm.kept_samples, sequence, own)
-    warnings += attempt(check_rewards, recipe, encoded) or []
+            routes = routes_of_a_token(spec.sizes) if recipe.has_routes else 0
+            warnings += [*encoded.notes, *store_notes(recipe.samples, recipe.samples_per_step, sequence, routes)]
+            attempt(partial(check_kept_routes, routes=bool(routes)), recipe.algorithm.kept_samples)
+            driver_bytes = machine_bytes() if here and host_bytes is None else host_bytes
+            attempt(check_replay, recipe.algorithm.kept_samples, sequence, driver_bytes)
+    warnings += attempt(check_rewards, recipe.functions, recipe.sets, encoded) or []
+    if recipe.environment is not None:
+        attempt(check_environment, recipe.environment)
     if encoded is not None:
         warnings += attempt(check_set_rewards, recipe.sets, encoded.sets, encoded.special_tokens) or []
     if here:
@@ -147,22 +157,26 @@ def check_recipe(
 
 def _without_repeats(errors: Sequence[str]) -> list[str]:
     """The errors without those of held-out sets that repeat one of the training prompts."""
-    return [each for each in errors if not (each.startswith("evaluation.") and each.partition(": ")[2] in errors)]
+    return [error for error in errors if not (error.startswith("evaluation.") and error.partition(": ")[2] in errors)]
 
 
-def check_nobody_else(recipe: Recipe) -> None:
-    """The GPUs of this machine that the recipe uses, unless others may use them too; a run looks at them itself.
+def check_nobody_else(roles: Mapping[str, str], placement: PlacementConfig) -> None:
+    """Check that the run's GPUs of this machine are free, unless others may use them too; a run checks them itself.
+
+    Args:
+        roles: the device map or pool of every role.
+        placement: of the run.
 
     Raises:
         UserError: names the GPUs that others use.
     """
-    devices = planned_devices(recipe)
-    if devices is not None and not recipe.placement.shared_gpus:
+    devices = planned_devices(roles, placement)
+    if devices is not None and not placement.shared_gpus:
         check_gpus_free(used_gpus(devices), wait_s=0.0)
 
 
 def check_run_directory(directory: Path, create: CreateModel | None, spec: ModelSpec | None) -> None:
-    """Whether the run's files can be made, and hold the model where that is to be made too.
+    """Check that the run's directory can be written, and has space for a model that is to be made.
 
     Raises:
         UserError: naming the setting.
@@ -183,7 +197,7 @@ def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> list[str]:
     Raises:
         UserError: naming the setting, and every difference between recipe and checkpoint.
     """
-    check_accepted(recipe)
+    check_accepted(recipe.checkpoint.accept, recipe.algorithm)
     check_checkpoint_directory(recipe.checkpoint, recipe.checkpoint_directory)
     return find_resumption(recipe)[1] if spec is not None else []
 
@@ -223,31 +237,31 @@ def check_actors(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None =
 
 
 def _shared_devices(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None) -> list[str]:
-    held: dict[Device, tuple[str, str]] = {}
-    found = []
+    owners: dict[Device, tuple[str, str]] = {}
+    errors = []
     for name, recipe in recipes.items():
-        for role, devices in (planned_devices(recipe, cluster) or {}).items():
+        for role, devices in (planned_devices(recipe.device_maps, recipe.placement, cluster) or {}).items():
             for device in devices:
-                first, first_role = held.setdefault(device, (name, role))
+                first, first_role = owners.setdefault(device, (name, role))
                 if first != name:
                     where = f"{device.kind}:{device.index} of node {device.node}"
-                    found.append(
+                    errors.append(
                         f"actor {name}: placement.{role} has {where}, as placement.{first_role} of actor {first}; "
                         "actors learn at the same time, expected devices of its own"
                     )
-    return found
+    return errors
 
 
 def _shared_directories(recipes: Mapping[str, Recipe]) -> list[str]:
-    found = []
+    errors = []
     for (one, first), (other, second) in itertools.combinations(recipes.items(), 2):
         if first.checkpoint_directory == second.checkpoint_directory:
-            found.append(
+            errors.append(
                 f"actor {other}: checkpoint.dir={second.checkpoint_directory} is that of actor {one}, expected another"
             )
         if second.resume not in ("none", "auto") and first.resume == second.resume:
-            found.append(f"actor {other}: resume={second.resume} is that of actor {one}, expected auto or its own")
-    return found
+            errors.append(f"actor {other}: resume={second.resume} is that of actor {one}, expected auto or its own")
+    return errors
 
 
 def _too_large(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None, host_bytes: int | None) -> list[str]:
@@ -260,14 +274,14 @@ def _too_large(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None, ho
     return list(_beyond(ledgers, host_bytes))
 
 
-def _beyond(ledgers: Mapping[str, Ledger], host_bytes: int) -> list[str]:
-    found = []
+def _beyond(ledgers: Mapping[str, MemoryLedger], host_bytes: int) -> list[str]:
+    errors = []
     for node in range(max(len(ledger.hosts) for ledger in ledgers.values())):
         taken = {name: ledger.hosts[node].total for name, ledger in ledgers.items() if node < len(ledger.hosts)}
         if (total := sum(taken.values())) > host_bytes:
-            each = ", ".join(f"{name} {amount(size, 1)}" for name, size in taken.items())
-            found.append(
-                f"node {node}: the actors take {amount(total, 1)} of host memory ({each}), on a node of "
+            sizes = ", ".join(f"{name} {amount(size, 1)}" for name, size in taken.items())
+            errors.append(
+                f"node {node}: the actors take {amount(total, 1)} of host memory ({sizes}), on a node of "
                 f"{amount(host_bytes, 1)}"
             )
-    return found
+    return errors

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from engine3d.errors import UserError, shortened
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.recipe import Recipe
-from hybridflow.data.answers import AnswerCounts
+from hybridflow.data.answers import AnswerCounts, is_missing
 from hybridflow.data.prompts import Prompts
+from hybridflow.environments.config import EnvironmentConfig
+from hybridflow.environments.process_handle import start_once
 from hybridflow.planning.prompt_check import EncodedPrompts
 from hybridflow.rewards.builtin import check_text_answers
-from hybridflow.rewards.config import RewardConfig
+from hybridflow.rewards.code.cases import CasesError, cases_of
+from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.functions import RewardFunctions
 
 OUTPUT_LINES = 10
 """Lines of each worker's output that `check` prints."""
 _MOST_REMARKS = 5
+_MOST_ROWS = 1000
+"""Rows of a phase whose test cases are read."""
 
 
 def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> list[str]:
@@ -38,8 +44,10 @@ def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> 
     needing = functions.needing_answers()
     for phase, prompts in phases.items() if needing else ():
         counts = [counts for counts, _ in prompts.answer_counts()]
-        rows, missing = sum(each.rows for each in counts), sum(each.missing for each in counts)
-        lacking, first = next(((each, place) for each, place in prompts.answer_counts() if each.missing), (None, ""))
+        rows, missing = sum(count.rows for count in counts), sum(count.missing for count in counts)
+        lacking, first = next(
+            ((count, location) for count, location in prompts.answer_counts() if count.missing), (None, "")
+        )
         for function in needing:
             if lacking is None:
                 break
@@ -52,8 +60,36 @@ def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> 
             notes.append(f"{line}; on_failure is {function.on_failure}; {_way_to_drop(lacking, '{present: true}')}")
         if any(function.path == "arithmetic" for function in needing):
             check_text_answers(list(prompts.answers()))
-        notes += [_remarks_line(each, phase, needing[0].name) for each in counts if each.remarks]
+        for function in needing:
+            notes += _lacking_cases(function, phase, prompts) if function.path == "code" else []
+        notes += [_remarks_line(count, phase, needing[0].name) for count in counts if count.remarks]
     return notes
+
+
+def _lacking_cases(function: RewardFunctionConfig, phase: str, prompts: Prompts) -> list[str]:
+    """A line on the first rows whose answers hold no test cases, if there are such rows.
+
+    Raises:
+        UserError: `on_failure` does not provide for them, or all are so.
+    """
+    rows = min(len(prompts), _MOST_ROWS)
+    malformed = []
+    for index in range(rows):
+        example = prompts.examples[index]
+        try:
+            if not is_missing(example.answer):
+                cases_of(example.answer)
+        except CasesError as error:
+            malformed.append(f"{example.location or f'prompt {index:,}'}: {error}")
+    if not malformed:
+        return []
+    line = (
+        f"reward {function.name!r} needs test cases, and {len(malformed):,} of the first {rows:,} {phase} rows have "
+        f"none; the first is {malformed[0]}"
+    )
+    if function.on_failure == "stop" or len(malformed) == rows:
+        raise UserError(line)
+    return [f"{line}; on_failure is {function.on_failure}"]
 
 
 def check_special_tokens(config: RewardConfig, special_tokens: Sequence[str]) -> None:
@@ -93,11 +129,14 @@ def _way_to_drop(counts: AnswerCounts, condition: str) -> str:
     return f"where: {{{counts.column}: {condition}}} of the source drops them"
 
 
-def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
+def check_rewards(
+    rewards: Mapping[str, RewardConfig], planned: Mapping[str, PlannedSet], encoded: EncodedPrompts | None
+) -> list[str]:
     """Import every function of rewards and costs, each in a process of its own that ends with the check.
 
     Args:
-        recipe: with the functions.
+        rewards: the functions of rewards and costs.
+        planned: the sets of a recipe.
         encoded: the prompts, whose fields functions may ask for; None where they are not known.
 
     Returns:
@@ -111,17 +150,34 @@ def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
     phases: dict[str, Prompts] = {}
     if encoded is not None:
         alike = {
-            f"evaluation.{name}": encoded.sets[name] for name, each in recipe.sets.items() if scored_like_training(each)
+            f"evaluation.{name}": encoded.sets[name]
+            for name, planned in planned.items()
+            if scored_like_training(planned)
         }
         phases = {"training": encoded.train, **alike}
     fields = tuple(dict.fromkeys(field for phase in phases.values() for field in phase.fields()))
-    for config in recipe.functions.values():
+    for config in rewards.values():
         with RewardFunctions(config, fields if phases else None, output_lines=OUTPUT_LINES) as functions:
             functions.load()
             if encoded is not None:
                 check_special_tokens(config, encoded.special_tokens)
-                notes += check_answers(functions, {name: each for name, each in phases.items() if len(each)})
+                notes += check_answers(functions, {name: prompts for name, prompts in phases.items() if len(prompts)})
     return notes
+
+
+def check_environment(config: EnvironmentConfig) -> None:
+    """Import the class of an environment, in a process of its own that ends with the check.
+
+    Raises:
+        UserError: it cannot be imported, is no environment, or does not take its arguments.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(start_once(config))
+    else:  # of a notebook
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(asyncio.run, start_once(config)).result()
 
 
 def check_set_rewards(
@@ -142,13 +198,13 @@ def check_set_rewards(
             needs answers which they lack, or cannot compare with their answers.
     """
     notes: list[str] = []
-    for name, each in planned.items():
-        if each.reward is None or scored_like_training(each):
+    for name, planned_set in planned.items():
+        if planned_set.reward is None or scored_like_training(planned_set):
             continue
         try:
-            with RewardFunctions(each.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
+            with RewardFunctions(planned_set.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
                 functions.load()
-                check_special_tokens(each.reward, special_tokens)
+                check_special_tokens(planned_set.reward, special_tokens)
                 notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None

@@ -13,7 +13,6 @@ from engine3d.rollout.config import RolloutConfig
 from hybridflow.algorithms.replay import most_bytes
 from hybridflow.cluster.devices.device_map import DeviceKind
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import SamplesConfig
 from hybridflow.data.packed_prompts import PackedPrompts
@@ -92,30 +91,31 @@ class Lengths:
     @property
     def longest_sequence(self) -> int:
         """Tokens of all that the engines generate."""
-        return max((self.sequence, *(each.sequence for each in self.sets)))
+        return max((self.sequence, *(lengths.sequence for lengths in self.sets)))
 
 
-def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
-    """Tokens that each engine's KV cache has room for at most: less where a GPU has no more memory for it.
+def cache_tokens(rollout: RolloutRole, groups_in_flight: int, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
+    """Count the tokens that each engine's KV cache holds at most. A GPU with less memory holds fewer.
 
     Args:
-        recipe: whose `rollout.engine.max_total_tokens` decides, if it is set.
+        rollout: whose `engine.max_total_tokens` decides, if it is set.
+        groups_in_flight: prompts to which engines respond at the same time, at most.
         lengths: of its prompts.
         engines: among which prompts are dealt.
         kind: of their devices.
     """
-    given = recipe.rollout.engine.max_total_tokens
+    given = rollout.engine.max_total_tokens
     if given is not None:
         return given
     page = PAGE_TOKENS[kind]
     phases = (
-        (recipe.groups_under_way, recipe.rollout.samples_per_prompt, lengths.sequence),
-        *((each.prompts, each.samples, each.sequence) for each in lengths.sets),
+        (groups_in_flight, rollout.samples_per_prompt, lengths.sequence),
+        *((lengths_of_set.prompts, lengths_of_set.samples, lengths_of_set.sequence) for lengths_of_set in lengths.sets),
     )
-    groups = recipe.rollout.engine.attention_dp
+    groups = rollout.engine.attention_dp
     return groups * max(
         tokens_needed(
-            requests=running_requests(recipe.rollout.engine, prompts=prompts, samples=samples, engines=engines),
+            requests=running_requests(rollout.engine, prompts=prompts, samples=samples, engines=engines),
             sequence_tokens=sequence,
             page_tokens=page,
         )
@@ -160,6 +160,19 @@ def replay_bytes(kept_samples: int, sequence_tokens: int) -> int:
     return _COPIES * most_bytes(kept_samples, sequence_tokens)
 
 
+def check_kept_routes(kept_samples: int, *, routes: bool) -> None:
+    """Refuse to keep samples with routes for later steps.
+
+    Raises:
+        UserError: names the settings.
+    """
+    if kept_samples and routes:
+        raise UserError(
+            f"algorithm.replay_buffer_size={kept_samples} was not tried with rollout.engine.routes=true, "
+            "expected 0 or no routes"
+        )
+
+
 def check_replay(kept_samples: int, sequence_tokens: int, host_bytes: int | None) -> None:
     """Refuse a buffer that, full of the longest samples, is larger than its host's memory.
 
@@ -174,11 +187,11 @@ def check_replay(kept_samples: int, sequence_tokens: int, host_bytes: int | None
     needed = replay_bytes(kept_samples, sequence_tokens)
     if host_bytes is None or needed <= host_bytes:
         return
-    room = host_bytes // (_COPIES * most_bytes(1, sequence_tokens))
+    most = host_bytes // (_COPIES * most_bytes(1, sequence_tokens))
     raise UserError(
         f"algorithm.replay_buffer_size={kept_samples}: samples of up to {sequence_tokens:,} tokens "
         f"take {amount(needed, 1)} with their copies, on a host of {amount(host_bytes, 1)}; expected at most "
-        f"{room:,}"
+        f"{most:,}"
     )
 
 
@@ -188,7 +201,7 @@ compressed."""
 _MB = 1_000_000
 
 
-def store_notes(settings: SamplesConfig, samples: int, sequence_tokens: int) -> list[str]:
+def store_notes(settings: SamplesConfig, samples: int, sequence_tokens: int, route_bytes: int = 0) -> list[str]:
     """A line where the samples of one step may take more than the store is to keep.
 
     It is no error: responses may be far shorter than the longest, and the newest step stays in any case.
@@ -197,9 +210,10 @@ def store_notes(settings: SamplesConfig, samples: int, sequence_tokens: int) -> 
         settings: of the store.
         samples: of a step.
         sequence_tokens: of the longest prompt with its response.
+        route_bytes: of the routes of a token, which compress little.
     """
     keep_mb = settings.keep_mb
-    most = samples * sequence_tokens * _TOKEN_BYTES
+    most = samples * sequence_tokens * (_TOKEN_BYTES + route_bytes)
     if not settings.store or keep_mb is None or most <= keep_mb * _MB:
         return []
     return [

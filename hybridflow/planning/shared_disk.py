@@ -1,4 +1,4 @@
-"""What of a run needs a disk that several hosts see, where its directory is on none."""
+"""Files of a run that need a disk shared by several hosts, where its directory is on none."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def refusals(
         apart: the hosts that see another directory at a path than host 0.
     """
     lines = []
-    for each in files:
-        using = {device.node for role in each.roles for device in devices.get(role, ())}
-        if using <= {0} or not (found := sorted(using & set(apart(each.directory)))):
+    for file in files:
+        using = {device.node for role in file.roles for device in devices.get(role, ())}
+        if using <= {0} or not (differing := sorted(using & set(apart(file.directory)))):
             continue
-        names = listed([hosts[index].name for index in found])
+        names = listed([hosts[index].name for index in differing])
         lines.append(
-            f"{each.setting}: {each.what} would be in {each.directory}, which is another directory on {names} than on "
-            f"{hosts[0].name}; expected {each.expected}, or run_dir on a disk that all of them see"
+            f"{file.setting}: {file.what} would be in {file.directory}, which is another directory on {names} than on "
+            f"{hosts[0].name}; expected {file.expected}, or run_dir on a disk that all of them see"
         )
     return lines
 
@@ -107,7 +107,7 @@ def check_shared_disks(recipe: Recipe, hosts: Sequence[Host], apart: Collection[
         EngineError: a host does not answer.
     """
     nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in hosts]
-    if len(hosts) == 1 or (devices := planned_devices(recipe, nodes)) is None:
+    if len(hosts) == 1 or (devices := planned_devices(recipe.device_maps, recipe.placement, nodes)) is None:
         return
     devices.setdefault("reward", devices.get("rollout", ())[:1])
     of_checkpoints = recipe.checkpoint.dir

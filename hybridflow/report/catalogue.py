@@ -114,21 +114,37 @@ OPTIMISATION = (
         from_zero=True,
     ),
     MetricPlot(
-        "expert-load",
-        "Load of the most and the least loaded expert",
-        "of the mean of its layer",
-        (r"\w+/expert_load_max", r"\w+/expert_load_max_mean", r"\w+/expert_load_min"),
-        from_zero=True,
-    ),
-    MetricPlot("balance-losses", "Balance losses of routers", "loss", (r"\w+/(sequence|update)_balance_loss",)),
-    MetricPlot("router-z-loss", "z-loss of routers", "loss", (r"\w+/router_z_loss",)),
-    MetricPlot(
         "learning-rate",
         "Learning rate",
         "learning rate",
         (metrics.TRAIN_LEARNING_RATE, r"\w+/learning_rate"),
         split_scales=True,
     ),
+)
+EXPERTS = (
+    MetricPlot(
+        "expert-load",
+        "Load of the most and the least loaded expert",
+        "of the mean of its layer",
+        (r"\w+/expert_load_max", r"\w+/expert_load_max_mean", r"\w+/expert_load_min"),
+        from_zero=True,
+    ),
+    MetricPlot(
+        "expert-load-entropy",
+        "Entropy of the load of a layer's experts",
+        "of that of an even load",
+        (r"\w+/expert_load_entropy", r"\w+/expert_load_entropy_min"),
+    ),
+    MetricPlot("dead-experts", "Experts without a token", "experts", (r"\w+/dead_experts",), from_zero=True),
+    MetricPlot(
+        "expert-bias",
+        "Largest less smallest expert bias of a layer",
+        "bias",
+        (r"\w+/expert_bias_spread", r"\w+/expert_bias_spread_mean"),
+        from_zero=True,
+    ),
+    MetricPlot("balance-losses", "Balance losses of routers", "loss", (r"\w+/(sequence|update)_balance_loss",)),
+    MetricPlot("router-z-loss", "z-loss of routers", "loss", (r"\w+/router_z_loss",)),
 )
 GENERATION = (
     MetricPlot(
@@ -231,6 +247,11 @@ _WORDS = (
     (r"(?:train|(\w+))/expert_load_max", "{} most loaded expert of any layer"),
     (r"(?:train|(\w+))/expert_load_max_mean", "{} most loaded expert, mean of layers"),
     (r"(?:train|(\w+))/expert_load_min", "{} least loaded expert"),
+    (r"(?:train|(\w+))/expert_load_entropy", "{} mean of layers"),
+    (r"(?:train|(\w+))/expert_load_entropy_min", "{} lowest of any layer"),
+    (r"(?:train|(\w+))/dead_experts", "{} experts of all layers"),
+    (r"(?:train|(\w+))/expert_bias_spread", "{} largest of any layer"),
+    (r"(?:train|(\w+))/expert_bias_spread_mean", "{} mean of layers"),
     ("mismatch/logprob_abs_diff_mean", "mean of all tokens"),
     ("mismatch/logprob_abs_diff_max", "largest of a token"),
     (r"correction/kl_(k[13])", "KL, estimate {}"),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybridflow.report.catalogue import GENERATION, LEARNING, OPTIMISATION, SPEED, MetricPlot, in_words
+from hybridflow.report.catalogue import EXPERTS, GENERATION, LEARNING, OPTIMISATION, SPEED, MetricPlot, in_words
+from hybridflow.report.expert_loads import expert_load_plots
 from hybridflow.report.held_out_sets import set_plots
 from hybridflow.report.over_time import device_plots, step_time_plots, timeline_plots
 from hybridflow.report.plots import Band, Line, LinePlot, Plot, bucketed, is_long, spans_decades
@@ -31,12 +32,18 @@ class Section:
     plots: tuple[Plot, ...]
 
 
-def sections(run: RunData) -> tuple[Section, ...]:
-    """Return every plot of a run that is not flat, under headings."""
+def sections(run: RunData, steps: tuple[int, int] | None = None) -> tuple[Section, ...]:
+    """Return every plot of a run that is not flat, under headings.
+
+    Args:
+        run: to draw.
+        steps: whose loads of experts are drawn; the first and the last if None.
+    """
     plots: dict[str, Iterable[Plot]] = {
         "Learning": _plots(run, LEARNING),
         "Held-out sets": set_plots(run),
         "Optimisation": _plots(run, OPTIMISATION),
+        "Experts": (*_plots(run, EXPERTS), *expert_load_plots(run, steps)),
         "Generation": _plots(run, GENERATION),
         "Speed and memory": (*step_time_plots(run), *_plots(run, SPEED)),
         "Devices": device_plots(run.samples),
@@ -49,7 +56,7 @@ def sections(run: RunData) -> tuple[Section, ...]:
 def unplotted(run: RunData) -> Table | None:
     """Tabulate the metrics whose lines would be flat, a point or empty: last finite value, number of steps."""
     rows: dict[str, tuple[Cell, ...]] = {}
-    for entry in (*LEARNING, *OPTIMISATION, *GENERATION, *SPEED):
+    for entry in (*LEARNING, *OPTIMISATION, *EXPERTS, *GENERATION, *SPEED):
         logged = _matching(run, entry)
         for name in [name for name in logged if name not in _varying(logged)]:
             values = finite(logged[name].values)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
+from hybridflow.report.plots import HEAT_CLASSES, BarPlot, HeatPlot, LanePlot, LinePlot, Plot
 from hybridflow.report.run_data import Floats, finite
 
 SERIES = 10
@@ -29,6 +29,9 @@ _FEW_POINTS = 60
 """Points of a line that has a dot at each, at most."""
 _LANE, _BAR = 0.76, 0.86
 """Shares of a lane's height and of the distance of bars that are filled."""
+_CELL_WIDTH, _CELL_HEIGHT, _CELLS_HEIGHT, _LEAST_CELL_HEIGHT = 40.0, 18.0, 260.0, 4.5
+"""Width and height of a heat map's cell at most, height of all rows unless a cell would be lower than the last."""
+_CELL_LABELS = 14
 _HUGE = 1e250
 """Larger values are drawn as this one: the sums of limits and margins stay finite."""
 
@@ -75,14 +78,16 @@ class Shape:
     """A path of a drawing.
 
     Args:
-        kind: its style in the template: "line", "dots", "band", "range", "bar" or "total".
+        kind: its style in the template: "line", "dots", "band", "range", "bar", "total", "cells" or "cross".
         path: the attribute `d` of an SVG path.
-        series: index of the line, layer or label.
+        series: index of the line, layer, label or class.
+        transform: of the path's coordinates; empty for none.
     """
 
     kind: str
     path: str
     series: int = 0
+    transform: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,8 @@ def draw(plot: Plot, *, legend: bool = False) -> Drawing:
         return _draw_lines(plot, legend_of(plot) if legend else [])
     if isinstance(plot, BarPlot):
         return _draw_bars(plot)
+    if isinstance(plot, HeatPlot):
+        return _draw_cells(plot)
     assert isinstance(plot, LanePlot)
     return _draw_lanes(plot)
 
@@ -223,6 +230,33 @@ def _draw_lanes(plot: LanePlot) -> Drawing:
     return replace(drawing, shapes=shapes, has_rows=False)
 
 
+def _draw_cells(plot: HeatPlot) -> Drawing:
+    """Draw the cells of a class as horizontal strokes, in coordinates of rows and columns."""
+    rows, columns = plot.values.shape
+    legend = [LegendEntry("swatch", index, name) for index, name in enumerate(plot.classes)]
+    if plot.zeros:
+        legend.append(LegendEntry("cross", 0, plot.zeros))
+    labels = {row: str(plot.rows[int(row)]) for row in _ticks(0.0, rows - 1.0, _CELL_LABELS, integer=True)}
+    drawing = _blank(plot, (-0.5, columns - 0.5), (rows - 0.5, -0.5), labels, legend)
+    left, top, right, bottom = drawing.axes.box
+    width, height = (right - left) / columns, (bottom - top) / rows
+    transform = f"translate({left:.2f} {top + height / 2:.2f}) scale({width:.4f} {height:.4f})"
+    classes = np.searchsorted(np.asarray(plot.bounds), plot.values, side="right")
+    is_crossed = (plot.values == 0) if plot.zeros else np.zeros_like(plot.values, dtype=bool)
+    shapes = [
+        Shape("cells", _strokes((classes == index) & ~is_crossed), index, transform) for index in range(HEAT_CLASSES)
+    ]
+    crosses = (f"M{column}.2 {row - 0.3:.1f}l.6 .6m0 -.6l-.6 .6" for row, column in np.argwhere(is_crossed).tolist())
+    shapes.append(Shape("cross", "".join(crosses), 0, transform))
+    return replace(drawing, shapes=[shape for shape in shapes if shape.path], has_columns=False, has_rows=False)
+
+
+def _strokes(is_drawn: NDArray[np.bool_]) -> str:
+    """Return a stroke for each run of neighbouring cells of a row."""
+    runs = ((row, run) for row, cells in enumerate(is_drawn) for run in _runs(cells))
+    return "".join(f"M{run.start} {row}h{run.stop - run.start}" for row, run in runs)
+
+
 def _blank(
     plot: Plot,
     xs: tuple[float, float],
@@ -233,14 +267,18 @@ def _blank(
 ) -> Drawing:
     """Lay out the axes and the legend; `above` is left free between them."""
     width = _WIDE if plot.is_wide else _WIDTH
-    height = 86.0 + _LANE_HEIGHT * len(plot.lanes) if isinstance(plot, LanePlot) else _HEIGHT
     left = _LEFT + (_LINE_HEIGHT if plot.y_label else 0.0) + _CHARACTER * max(map(len, y_ticks.values()), default=0)
     entries = list(_flow(legend, left, width))
     top = _TOP + above + (entries[-1].y + _LINE_HEIGHT / 2 if entries else 0.0)
-    axes = Axes2D(
-        (left, top, width - _RIGHT, height - _BOTTOM), xs, ys, isinstance(plot, LinePlot) and plot.logarithmic
-    )
-    x_values = _ticks(*xs, 12 if plot.is_wide else 8, integer="step" in plot.x_label)
+    right, height = width - _RIGHT, _HEIGHT
+    if isinstance(plot, LanePlot):
+        height = 86.0 + _LANE_HEIGHT * len(plot.lanes)
+    elif isinstance(plot, HeatPlot):
+        rows, columns = plot.values.shape
+        right = min(right, left + _CELL_WIDTH * columns)
+        height = top + _BOTTOM + rows * min(_CELL_HEIGHT, max(_LEAST_CELL_HEIGHT, _CELLS_HEIGHT / rows))
+    axes = Axes2D((left, top, right, height - _BOTTOM), xs, ys, isinstance(plot, LinePlot) and plot.logarithmic)
+    x_values = _ticks(*xs, 12 if plot.is_wide else 8, integer="step" in plot.x_label or isinstance(plot, HeatPlot))
     return Drawing(
         plot,
         (width, height),

@@ -79,12 +79,13 @@ def responses_side_by_side(run: RunData, steps: tuple[int, int] | None = None) -
         steps: the two; the first and the last of each set if None.
 
     Raises:
-        UserError: no set has texts of one of these steps, or a file cannot be read.
+        UserError: no set has texts of one of these steps, unless there are none at all but loads of experts; or a file
+            cannot be read.
     """
     known = steps_with_texts(run.evaluations) if run.evaluations is not None else {}
     every = sorted({step for steps_of_set in known.values() for step in steps_of_set})
     for step in steps or ():
-        if step not in every:
+        if step not in every and (every or not run.expert_loads):
             raise UserError(f"report: no texts of held-out sets of step {step}; there are those of steps {every}")
     tables = []
     for name, steps_of_set in known.items():

@@ -8,7 +8,7 @@ import numpy as np
 
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceSample
-from hybridflow.metrics.timeline import Span, step_ends
+from hybridflow.metrics.timeline import TimelineSpan, step_ends
 from hybridflow.report.plots import BUCKETS, Bar, BarPlot, LanePlot, Layer, Line, LinePlot, Plot, bucketed
 from hybridflow.report.run_data import Floats, RunData, Series
 
@@ -127,7 +127,7 @@ def _device_line(
     return Line.of_buckets(label, bucketed(minutes, values, min(BUCKETS, -(-len(samples) // gpus))))
 
 
-def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
+def timeline_plots(spans: Sequence[TimelineSpan]) -> Iterator[Plot]:
     """Plot the calls of the last steps, or of the last seconds if no step ended; no plot without spans."""
     if not spans:
         return
@@ -162,7 +162,7 @@ def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
     )
 
 
-def _window(spans: Sequence[Span]) -> tuple[float, float]:
+def _window(spans: Sequence[TimelineSpan]) -> tuple[float, float]:
     """Return begin and end of the last steps. A step ends when the engines serve its weights."""
     ends = step_ends(spans)
     if len(ends) > 1:

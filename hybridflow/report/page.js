@@ -28,6 +28,24 @@
     });
   };
 
+  const tipOf = (figure) => {
+    const tip = figure.querySelector(".plot").appendChild(document.createElement("div"));
+    tip.className = "tip";
+    return tip;
+  };
+
+  const position = (svg, event) =>
+    new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+
+  const show = (figure, tip, event) => {
+    const frame = figure.querySelector(".plot").getBoundingClientRect();
+    tip.style.display = "block";
+    const beside = event.clientX - frame.left + 14;
+    const fits = beside + tip.offsetWidth < frame.width;
+    tip.style.left = `${fits ? beside : Math.max(0, beside - tip.offsetWidth - 28)}px`;
+    tip.style.top = `${event.clientY - frame.top + 10}px`;
+  };
+
   class Plot {
     constructor(figure) {
       this.figure = figure;
@@ -35,8 +53,7 @@
       Object.assign(this, JSON.parse(figure.querySelector("script").textContent));
       this.steps = [...new Set(this.lines.flatMap((line) => line.x))].sort((one, other) => one - other);
       this.layer = make(this.svg, "g", { class: "hover" });
-      this.tip = figure.querySelector(".plot").appendChild(document.createElement("div"));
-      this.tip.className = "tip";
+      this.tip = tipOf(figure);
       this.svg.addEventListener("pointermove", (event) => this.point(event));
       this.svg.addEventListener("pointerleave", () => this.clear());
       this.smooth(0);
@@ -75,7 +92,7 @@
     }
 
     point(event) {
-      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(this.svg.getScreenCTM().inverse());
+      const at = position(this.svg, event);
       const { box, xs } = this.axes;
       this.clear();
       if (at.x < box[0] || at.x > box[2] || !this.steps.length) return;
@@ -99,17 +116,39 @@
         if (cy >= box[1] - 1 && cy <= box[3] + 1)
           make(this.layer, "circle", { cx, cy, r: 2.6, style: `fill: var(--series-${number % this.colours})` });
       });
-      const frame = this.figure.querySelector(".plot").getBoundingClientRect();
-      this.tip.style.display = "block";
-      const beside = event.clientX - frame.left + 14;
-      const fits = beside + this.tip.offsetWidth < frame.width;
-      this.tip.style.left = `${fits ? beside : Math.max(0, beside - this.tip.offsetWidth - 28)}px`;
-      this.tip.style.top = `${event.clientY - frame.top + 10}px`;
+      show(this.figure, this.tip, event);
+    }
+  }
+
+  // A heat map: the value of the cell under the pointer.
+  class Cells {
+    constructor(figure) {
+      Object.assign(this, JSON.parse(figure.querySelector("script").textContent));
+      const svg = figure.querySelector("svg");
+      const tip = tipOf(figure);
+      svg.addEventListener("pointermove", (event) => {
+        const words = this.words(position(svg, event));
+        tip.textContent = words;
+        if (words) show(figure, tip, event);
+        else tip.style.display = "none";
+      });
+      svg.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+    }
+
+    words(at) {
+      const [left, top, right, bottom] = this.box;
+      const row = Math.floor(((at.y - top) / (bottom - top)) * this.rows.length);
+      const column = Math.floor(((at.x - left) / (right - left)) * this.values[0].length);
+      const value = this.values[row]?.[column];
+      if (value === undefined) return "";
+      return `${this.row} ${this.rows[row]}, ${this.column} ${column}: ${text(value)} ${this.unit}`.trim();
     }
   }
 
   for (const figure of document.querySelectorAll("figure")) {
-    if (figure.querySelector("script")) plots.push(new Plot(figure));
+    const data = figure.querySelector("script");
+    if (data && figure.querySelector("svg .cells, svg .cross")) new Cells(figure);
+    else if (data) plots.push(new Plot(figure));
   }
   const control = document.getElementById("smoothing");
   if (!control || !plots.length) return;

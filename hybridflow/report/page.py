@@ -14,10 +14,11 @@ from engine3d.errors import UserError
 from hybridflow.report.catalogue import in_words
 from hybridflow.report.choice import sections, unplotted
 from hybridflow.report.drawing import SERIES, Drawing, LegendEntry, draw, legend_of
+from hybridflow.report.expert_loads import rows_table
 from hybridflow.report.held_out_sets import responses_side_by_side, set_table
-from hybridflow.report.plots import LinePlot, Plot
+from hybridflow.report.plots import HeatPlot, LinePlot, Plot
 from hybridflow.report.run_data import RunData, read_run
-from hybridflow.report.tables import host_table, sample_table, summary
+from hybridflow.report.tables import Table, host_table, sample_table, summary
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import REPORT
 
@@ -30,11 +31,13 @@ class Figure:
         drawing: of the plot.
         legend: above the drawing; empty if it is inside.
         points: values for the script of the page; None if it has none to show.
+        table: the same in numbers; None if there is none.
     """
 
     drawing: Drawing
     legend: Sequence[LegendEntry] = ()
     points: Mapping[str, Any] | None = None
+    table: Table | None = None
 
 
 def write_report(directory: Path, out: Path | None = None, steps: tuple[int, int] | None = None) -> Path:
@@ -43,7 +46,7 @@ def write_report(directory: Path, out: Path | None = None, steps: tuple[int, int
     Args:
         directory: of the run.
         out: the file to write; `report.html` in the run's directory if None.
-        steps: whose responses to held-out prompts stand side by side; the first and the last if None.
+        steps: whose responses to held-out prompts and loads of experts are shown; the first and the last if None.
 
     Returns:
         The file that was written.
@@ -67,7 +70,7 @@ def render(run: RunData, steps: tuple[int, int] | None = None) -> str:
         run=run,
         summary=summary(run),
         sets=set_table(run),
-        sections=[(section.title, list(map(_figure, section.plots))) for section in sections(run)],
+        sections=[(section.title, list(map(_figure, section.plots))) for section in sections(run, steps)],
         unplotted=unplotted(run),
         hosts=host_table(run),
         responses=responses_side_by_side(run, steps),
@@ -98,6 +101,10 @@ def _environment() -> Environment:
 
 def _figure(plot: Plot) -> Figure:
     drawing = draw(plot)
+    if isinstance(plot, HeatPlot):
+        names = {"row": plot.y_label, "column": plot.x_label, "unit": plot.unit}
+        cells = {"rows": plot.rows, "values": [_numbers(row, digits=4) for row in plot.values]}
+        return Figure(drawing, points={"box": _numbers(drawing.axes.box), **names, **cells}, table=rows_table(plot))
     if not isinstance(plot, LinePlot):
         return Figure(drawing)
     axes = drawing.axes
@@ -110,6 +117,6 @@ def _figure(plot: Plot) -> Figure:
     return Figure(drawing, legend_of(plot), points)
 
 
-def _numbers(values: Iterable[float]) -> list[float | None]:
-    """Round to six digits; None for what is not finite."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+def _numbers(values: Iterable[float], digits: int = 6) -> list[float | None]:
+    """Round to some digits; None for what is not finite."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]

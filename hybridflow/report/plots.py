@@ -207,6 +207,45 @@ class LanePlot(Plot):
         return f"{self.title}: lanes {lanes}; what took longest: {', '.join(self.labels[:4])}"
 
 
+HEAT_CLASSES = 7
+"""Colours of a heat map: the middle one, and three on either side of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatPlot(Plot):
+    """A matrix of values as colours; `x_label` and `y_label` name a column and a row.
+
+    Args:
+        rows: numbers of the R rows, from the top down.
+        values: (R, C), finite.
+        bounds: ascending, between the `HEAT_CLASSES` classes; a value at a bound is in the class above.
+        classes: names of the classes in the legend.
+        unit: after a value, such as "times the mean"; empty for nothing.
+        zeros: name of cells that are 0, which are crossed; empty to give them a class.
+    """
+
+    rows: tuple[int, ...]
+    values: Floats
+    bounds: tuple[float, ...]
+    classes: tuple[str, ...]
+    unit: str = ""
+    zeros: str = ""
+    is_wide = True
+
+    def description(self) -> str:
+        extremes = (f"{name} {self._cell(int(index))}" for name, index in self._extremes())
+        crossed = f"; {self.zeros}: {int((self.values == 0).sum())}" if self.zeros else ""
+        return f"{self.title}, a {self.y_label} by {self.x_label} matrix: {'; '.join(extremes)}{crossed}"
+
+    def _extremes(self) -> tuple[tuple[str, np.intp], ...]:
+        return ("highest", self.values.argmax()), ("lowest", self.values.argmin())
+
+    def _cell(self, index: int) -> str:
+        row, column = divmod(index, self.values.shape[1])
+        value = f"{self.values[row, column]:.4g} {self.unit}".strip()
+        return f"{value} at {self.y_label} {self.rows[row]}, {self.x_label} {column}"
+
+
 def _course(line: Line) -> str:
     values = finite(line.y)
     if not len(values):

@@ -15,17 +15,18 @@ from numpy.typing import NDArray
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_CONFIG_BYTES, JsonError, open_regular, parse_json, read_text
 from hybridflow.metrics.device_samples import DeviceSample, read_samples
-from hybridflow.metrics.timeline import Span, read_spans
+from hybridflow.metrics.expert_loads import StepLoads, read_expert_loads
+from hybridflow.metrics.timeline import TimelineSpan, read_spans
 from hybridflow.report.stored_texts import StoredText, read_stored
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.evaluation_texts import steps_with_texts
-from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, METRICS, RECIPE, SAMPLES, TIMELINE
+from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, EXPERT_LOADS, METRICS, RECIPE, SAMPLES, TIMELINE
 from hybridflow.rundir.first_failure import read_failure
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 from hybridflow.rundir.run_record import RunRecord, read_run_record
 from hybridflow.rundir.stored_samples import has_store
-from hybridflow.rundir.watching import Place, goes_on, read_place
+from hybridflow.rundir.watching import RunPosition, goes_on, read_position
 
 Floats = NDArray[np.float64]
 
@@ -73,6 +74,7 @@ class RunData:
         samples: of the GPUs; empty where there are none.
         texts: samples as texts, of the first step that has some and of the last ones.
         stored: samples of the last steps from the run's store, the newest step first; empty where it has none.
+        expert_loads: of some of the steps, in their order; empty where no model has experts.
         hosts: of the run; empty where no launcher has started it.
         evaluations: directory of the texts of held-out sets; None if there are none.
         record: every start of the run and its result; None if the run wrote none.
@@ -83,10 +85,11 @@ class RunData:
     name: str
     phases: Mapping[str, Phase]
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    spans: Sequence[Span] = ()
+    spans: Sequence[TimelineSpan] = ()
     samples: Sequence[DeviceSample] = ()
     texts: Sequence[Mapping[str, Any]] = ()
     stored: Sequence[StoredText] = ()
+    expert_loads: Sequence[StepLoads] = ()
     hosts: Sequence[RunHost] = ()
     evaluations: Path | None = None
     record: RunRecord | None = None
@@ -121,6 +124,7 @@ def read_run(directory: Path) -> RunData:
         if not directory.is_dir():
             raise UserError(f"report: no such directory: {directory}; expected that of a run")
         metrics, timeline, devices = (directory / name for name in (METRICS, TIMELINE, DEVICES))
+        loads = directory / EXPERT_LOADS
         if not metrics.exists():
             raise UserError(f"report: no {METRICS} in {directory}; a run writes it unless metrics.jsonl=false")
         phases = read_metrics(metrics)
@@ -136,6 +140,7 @@ def read_run(directory: Path) -> RunData:
             samples=read_samples(devices) if devices.exists() else (),
             texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
             stored=read_stored(directory) if has_store(directory) else (),
+            expert_loads=read_expert_loads(loads) if loads.exists() else (),
             hosts=read_hosts(directory),
             evaluations=directory / EVALUATIONS if steps_with_texts(directory / EVALUATIONS) else None,
             record=record,
@@ -239,26 +244,26 @@ def _outcome(directory: Path, record: RunRecord | None, steps: object) -> str:
     Raises:
         UserError: a file of the run is damaged.
     """
-    place = read_place(directory)
-    if place is None:
+    position = read_position(directory)
+    if position is None:
         return ""
     began = record.starts[0].at if record is not None else None
     if goes_on(directory):
-        return f"Running: {_position(place, steps)}."
-    if place.phase == "end":
-        ended = record.ended if record is not None and record.ended is not None else place.since
+        return f"Running: {_position(position, steps)}."
+    if position.phase == "end":
+        ended = record.ended if record is not None and record.ended is not None else position.since
         results = "".join(f"\n{line}" for line in (record.results if record is not None else ()))
         done = f" all {steps:,} steps" if isinstance(steps, int) else ""
         return f"Finished{done}{_duration('in', began, ended)}.{results}"
     failure = read_failure(directory)
     if failure is not None:
         return f"Failed in {failure.phase}{_duration('after', began, failure.at)}: {failure.cause}"
-    return f"Stopped in {_position(place, steps)}{_duration('after', began, place.since)}."
+    return f"Stopped in {_position(position, steps)}{_duration('after', began, position.since)}."
 
 
-def _position(place: Place, steps: object) -> str:
+def _position(position: RunPosition, steps: object) -> str:
     of = f" of {steps:,}" if isinstance(steps, int) else ""
-    return f"step {place.step:,}{of}, {place.phase}" if place.step else f"phase {place.phase}"
+    return f"step {position.step:,}{of}, {position.phase}" if position.step else f"phase {position.phase}"
 
 
 def _duration(word: str, began: float | None, now: float) -> str:

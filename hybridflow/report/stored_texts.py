@@ -12,7 +12,7 @@ from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from hybridflow.rundir.file_names import EXPORT
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
-from hybridflow.rundir.stored_samples import Place, StoredSample, Wanted, newest_first, store_of
+from hybridflow.rundir.stored_samples import SampleFilter, SampleLocation, StoredSample, newest_first, store_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ _OF_A_STEP = 16
 _PLAIN = ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", "TokenizersBackend")
 """Classes of transformers that decode by tokenizer.json alone."""
 _INITIAL = "initial"
-"""In a run's directory: the model that its recipe has made."""
+"""Directory, in a run's, of the model that its recipe has made."""
 
 
 @dataclass(frozen=True)
@@ -111,29 +111,29 @@ def read_stored(run: Path) -> list[StoredText]:
     return [
         StoredText(sample, text_of(sample.prompt_tokens), text_of(sample.response_tokens))
         for _, file in newest_first(newest)
-        for sample in file.with_tokens(_extremes(file.find(Wanted())))
+        for sample in file.with_tokens(_extremes(file.find(SampleFilter())))
     ]
 
 
-def _extremes(samples: Sequence[tuple[Place, StoredSample]]) -> list[Place]:
+def _extremes(samples: Sequence[tuple[SampleLocation, StoredSample]]) -> list[SampleLocation]:
     """Return the positions of the samples of the highest and of the lowest rewards."""
 
-    def reward(entry: tuple[Place, StoredSample]) -> float:
+    def reward(entry: tuple[SampleLocation, StoredSample]) -> float:
         value = entry[1].reward
         return -math.inf if value is None or math.isnan(value) else value
 
     ordered = sorted(samples, key=reward, reverse=True)
     if len(ordered) <= _OF_A_STEP:
-        return [place for place, _ in ordered]
+        return [location for location, _ in ordered]
     highest = _of_distinct_prompts(ordered, _OF_A_STEP // 2)
     rest = [entry for entry in ordered if entry[0] not in set(highest)]
     return [*highest, *reversed(_of_distinct_prompts(rest[::-1], _OF_A_STEP // 2))]
 
 
-def _of_distinct_prompts(ordered: Sequence[tuple[Place, StoredSample]], count: int) -> list[Place]:
+def _of_distinct_prompts(ordered: Sequence[tuple[SampleLocation, StoredSample]], count: int) -> list[SampleLocation]:
     """Return the first samples in an order, one for a prompt; more for a prompt only if there are too few prompts."""
-    first = {sample.prompt: place for place, sample in reversed(ordered)}
-    chosen = [place for place, sample in ordered if first[sample.prompt] == place][:count]
-    more = [place for place, _ in ordered if place not in set(chosen)]
+    first = {sample.prompt: location for location, sample in reversed(ordered)}
+    chosen = [location for location, sample in ordered if first[sample.prompt] == location][:count]
+    more = [location for location, _ in ordered if location not in set(chosen)]
     chosen = [*chosen, *more[: count - len(chosen)]]
-    return [place for place, _ in ordered if place in set(chosen)]
+    return [location for location, _ in ordered if location in set(chosen)]

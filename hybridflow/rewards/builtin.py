@@ -11,7 +11,8 @@ from engine3d.errors import UserError
 def arithmetic(generated_texts: Sequence[str], *, answers: Sequence[str]) -> list[float]:
     """1 for a text that is exactly the answer, white space around it aside, else 0. One float a text.
 
-    The whole text counts, up to its end: "42" is right for 42, and "42+1", "042", "-42" and "the answer is 42" are not.
+    The complete text counts, up to its end: "42" is right for 42, and "42+1", "042", "-42" and "the answer is 42" are
+    not.
 
     Raises:
         UserError: an answer is no text.
@@ -21,7 +22,7 @@ def arithmetic(generated_texts: Sequence[str], *, answers: Sequence[str]) -> lis
 
 
 def check_text_answers(answers: Sequence[Any]) -> None:
-    """Raises UserError where one is no text, which no generated text would be equal to."""
+    """Raises UserError for an answer that is no text: no generated text would be equal to it."""
     others = [answer for answer in answers if not isinstance(answer, str)]
     if others:
         other = others[0]
@@ -32,7 +33,7 @@ def check_text_answers(answers: Sequence[Any]) -> None:
 
 
 def length(generated_texts: Sequence[str], *, answers: Sequence[str]) -> list[float]:
-    """The number of characters of each text, whatever the answer: a cost where responses are to be short."""
+    """Number of characters of each text, for any answer: a cost for long responses."""
     del answers
     return [float(len(text)) for text in generated_texts]
 
@@ -41,16 +42,19 @@ BUILTIN_REWARDS: dict[str, Callable[..., list[float]]] = {"arithmetic": arithmet
 
 PROVIDED_REWARDS: dict[str, str] = {
     "math": "hybridflow.rewards.mathematics:Mathematics",
+    "code": "hybridflow.rewards.code.reward:Code",
     "http": "hybridflow.rewards.remote.http_reward:HttpReward",
     "judge": "hybridflow.rewards.remote.judge:Judge",
     **{name: f"hybridflow.rewards.shaping:{name}" for name in ("matches", "length_limit", "repetition", "script")},
 }
-"""Functions of the project that run in processes as a user's do, since what they are given may keep them busy."""
+"""Functions of the project that run in processes as a user's do, since their inputs may keep them busy."""
 
 REMOTE_REWARDS = ("http", "judge")
-"""Those of them that ask a server."""
+"""Provided rewards that call a server."""
 
 TAGS = ("<answer>", "</answer>")
 """Around the answer of a text, for "math" with `extract: tag`."""
 SAMPLE_TIMEOUT_S = 5.0
 """Limit of a comparison of "math", where its arguments have none."""
+CODE_TIMEOUT_S = 20.0
+"""Limit of all programs of a sample of "code", where its arguments have none."""

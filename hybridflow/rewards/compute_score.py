@@ -1,7 +1,7 @@
 """Reward functions of verl's signature: compute_score(data_source, solution_str, ground_truth, extra_info).
 
 verl calls them with these names, for one sample, and with their plurals for a batch. They return a number, or a
-dictionary whose `score` is the number; the other numbers in it become figures. Coroutines run side by side.
+dictionary whose `score` is the number; its other numbers become metrics. Coroutines run at the same time.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 SOURCE = "(source)"
 """Column of the name of each row's source; no field of data is called so by chance."""
-_FIGURE = re.compile(r"[A-Za-z]\w{0,59}", re.ASCII)
-_MOST_FIGURES = 32
+_METRIC = re.compile(r"[A-Za-z]\w{0,59}", re.ASCII)
+_MOST_METRICS = 32
 
 
 def adapted(function: Callable[..., Any]) -> ComputeScore | None:
-    """A function of verl's signature as one that is called here; None of any other."""
+    """Adapter of a function of verl's signature. None for any other function."""
     parameters = inspect.signature(function).parameters.keys()
     for suffix in ("", "s"):
-        own = {f"{name}{suffix}" for name in NAMES}
-        if {f"solution_str{suffix}", f"ground_truth{suffix}"} <= parameters and next(iter(parameters)) in own:
+        names = {f"{name}{suffix}" for name in NAMES}
+        if {f"solution_str{suffix}", f"ground_truth{suffix}"} <= parameters and next(iter(parameters)) in names:
             return ComputeScore(function, suffix)
     return None
 
@@ -44,19 +44,22 @@ class ComputeScore:
         self._function, self._suffix = function, suffix
         self._fields: Sequence[str] = ()
         parameters = inspect.signature(function).parameters
-        any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = [name for name in NAMES if any_name or f"{name}{suffix}" in parameters]
 
     def prepare(self, fields: Sequence[str] | None) -> list[str]:
-        """The columns that are needed. Raises ValueError for a parameter that nothing is passed for."""
-        own = {f"{name}{self._suffix}" for name in NAMES}
-        if given := sorted(own & getattr(self._function, "keywords", {}).keys()):
+        """Columns that the function needs. Raises ValueError for a parameter without an argument."""
+        names = {f"{name}{self._suffix}" for name in NAMES}
+        if given := sorted(names & getattr(self._function, "keywords", {}).keys()):
             raise ValueError(f"gets {given[0]!r} of each sample, expected another of its arguments in the settings")
-        for name, each in inspect.signature(self._function).parameters.items():
-            required = each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-            if required and (name not in own or each.kind is each.POSITIONAL_ONLY):
+        for name, parameter in inspect.signature(self._function).parameters.items():
+            required = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_KEYWORD,
+                parameter.VAR_POSITIONAL,
+            )
+            if required and (name not in names or parameter.kind is parameter.POSITIONAL_ONLY):
                 raise ValueError(
-                    f"requires an argument {name!r}, expected {', '.join(sorted(own))}, or arguments for it"
+                    f"requires an argument {name!r}, expected {', '.join(sorted(names))}, or arguments for it"
                 )
         self._fields = list(fields or ())
         columns = ["answers", "data_source" if "data_source" in self._fields else SOURCE]
@@ -65,20 +68,20 @@ class ComputeScore:
         return list(dict.fromkeys(columns))
 
     def __call__(self, generated_texts: Sequence[str], *, timeout_s: float, **columns: Sequence[Any]) -> dict[str, Any]:
-        """Score so many texts, each by itself or all at once, as the function's parameters are named."""
+        """Score texts, each by itself or all at once, depending on the function's parameters."""
         del timeout_s  # the parent ends what takes longer
         samples = [self._sample(text, row, columns) for row, text in enumerate(generated_texts)]
         if self._suffix:
             call = {f"{name}s": [sample[name] for sample in samples] for name in self._names}
-            found = asyncio.run(_gathered([self._function(**call)]))[0]
+            returned = asyncio.run(_gathered([self._function(**call)]))[0]
         else:
-            found = asyncio.run(_gathered([self._function(**sample) for sample in samples]))
-        if hasattr(found, "tolist"):
-            found = found.tolist()
-        if not isinstance(found, list | tuple) or len(found) != len(samples):
-            return {"rewards": found}
-        scores = [each.get("score", each) if isinstance(each, Mapping) else each for each in found]
-        return {"rewards": scores, "figures": _figures(found)}
+            returned = asyncio.run(_gathered([self._function(**sample) for sample in samples]))
+        if hasattr(returned, "tolist"):
+            returned = returned.tolist()
+        if not isinstance(returned, list | tuple) or len(returned) != len(samples):
+            return {"rewards": returned}
+        scores = [result.get("score", result) if isinstance(result, Mapping) else result for result in returned]
+        return {"rewards": scores, "metrics": _metrics(returned)}
 
     def _sample(self, text: str, row: int, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         values = {name: column[row] for name, column in columns.items()}
@@ -92,7 +95,7 @@ class ComputeScore:
 
 
 async def _gathered(results: Sequence[Any]) -> list[Any]:
-    """Results, those that are awaited side by side."""
+    """Await results at the same time. Others are returned as they are."""
 
     async def value(result: Any) -> Any:
         return await result if inspect.isawaitable(result) else result
@@ -100,18 +103,20 @@ async def _gathered(results: Sequence[Any]) -> list[Any]:
     return list(await asyncio.gather(*map(value, results)))
 
 
-def _figures(found: Sequence[Any]) -> dict[str, list[float | None]]:
+def _metrics(returned: Sequence[Any]) -> dict[str, list[float | None]]:
     """The numbers next to the scores, by name; None for a sample without one."""
-    others = [{k: v for k, v in each.items() if k != "score"} if isinstance(each, Mapping) else {} for each in found]
+    others = [
+        {k: v for k, v in result.items() if k != "score"} if isinstance(result, Mapping) else {} for result in returned
+    ]
     names = [
         name
-        for name in dict.fromkeys(name for each in others for name in each)
+        for name in dict.fromkeys(name for extra in others for name in extra)
         if isinstance(name, str)
-        and _FIGURE.fullmatch(name)
+        and _METRIC.fullmatch(name)
         and name not in ("mean", "failed")
-        and any(_number(each.get(name)) is not None for each in others)
+        and any(_number(extra.get(name)) is not None for extra in others)
     ]
-    return {name: [_number(each.get(name)) for each in others] for name in names[:_MOST_FIGURES]}
+    return {name: [_number(extra.get(name)) for extra in others] for name in names[:_MOST_METRICS]}
 
 
 def _number(value: Any) -> float | None:

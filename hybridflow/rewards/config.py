@@ -13,28 +13,38 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.settings import LONGEST_S, Settings
-from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE_REWARDS, SAMPLE_TIMEOUT_S, TAGS
+from hybridflow.rewards.builtin import (
+    BUILTIN_REWARDS,
+    CODE_TIMEOUT_S,
+    PROVIDED_REWARDS,
+    REMOTE_REWARDS,
+    SAMPLE_TIMEOUT_S,
+    TAGS,
+)
+from hybridflow.sandbox.config import SandboxSettings
 
 MOST_WORKERS = 1024
-"""Processes of all functions together, on one node."""
+"""Largest number of processes of all functions together, on one node."""
 MOST_AT_ONCE = 16
-"""Batches that functions may be given at a time."""
+"""Largest number of batches that functions score at a time."""
 _LONGEST_WAIT_S = 60.0
 FILES_OF_FUNCTIONS = (".py", ".pkl")
-"""How the names of files end that a function's path may begin with."""
+"""Suffixes of the files that a function's path may begin with."""
 
+ENVIRONMENT = "environment"
+"""Name and path of the reward that environments give."""
 
 _PATIENCE = {"retries": 100, "longest_wait_s": 5.0}
 
 
 @dataclass(frozen=True)
 class JudgeServers:
-    """Where the recipe's judge is asked.
+    """Servers of the recipe's judge.
 
     Args:
         urls: of its servers, before `/chat/completions`.
         key_variable: the environment variable that holds their key.
-        model: tells this model from others.
+        model: identity of the model.
     """
 
     urls: tuple[str, ...]
@@ -49,19 +59,19 @@ def function_path(path: str) -> str:
 
 
 class RewardLimits(Settings):
-    """What the processes of a reward function may take."""
+    """Limits of the processes of a reward function."""
 
     memory_gb: float = Field(default=16.0, gt=0)
-    """Memory of each process for data of its own, in GB; what is mapped from files does not count. Beyond it the
-    function sees a MemoryError."""
+    """Memory of each process for its own data, in GB. Mapped files do not count. Beyond it the function gets a
+    MemoryError."""
     processes: int = Field(default=256, ge=1)
-    """Processes of a worker, itself included; it is killed with all of them where there are more."""
+    """Processes of a worker, itself included. If there are more, it is killed with all of them."""
     file_gb: float = Field(default=4.0, gt=0)
     """Size of each file that it writes, in GB."""
     open_files: int = Field(default=4096, ge=64)
     """Files that each process has open."""
     output_mb: float = Field(default=16.0, ge=0)
-    """What it prints that is kept in the log, in MB; the rest is dropped."""
+    """Printed output that is kept in the log, in MB. The rest is dropped."""
 
     def in_bytes(self) -> dict[str, float]:
         """The limits as `supervisor.py` reads them."""
@@ -80,9 +90,9 @@ class RewardFunctionConfig(Settings):
     name: str = Field(min_length=1, max_length=200)
     """Names the reward in metrics and errors."""
     path: str
-    """A function of this project ("arithmetic", "length", "math", "matches", "length_limit", "repetition", "script",
-    "http", "judge"), "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function that
-    cloudpickle has written. A module is looked for from where the command runs, as a relative file is. In place of a
+    """A function of this project ("arithmetic", "length", "math", "code", "matches", "length_limit", "repetition",
+    "script", "http", "judge"), "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function
+    that cloudpickle has written. Modules and relative files are searched for from the working directory. In place of a
     function it may name a class, which is made with the `arguments`, and whose instance is called."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name, the same in every call: such as {extract: boxed} of "math"."""
@@ -92,7 +102,7 @@ class RewardFunctionConfig(Settings):
     weight: float = 1.0
     """The reward of a sample is the weighted sum over all functions."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
-    """Processes that run the function side by side, each with its own import of the module."""
+    """Processes that run the function in parallel, each with its own import of the module."""
     batch_size: int | None = Field(default=None, ge=1)
     """Most samples of one call; each worker's share of a step in one call if null."""
     timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
@@ -101,29 +111,30 @@ class RewardFunctionConfig(Settings):
     load_timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)
     """Limit of the import of the module, in seconds; of all that a worker makes within a step, together."""
     on_failure: Literal["stop", "value", "drop"] = "stop"
-    """Where a sample gets no reward, since the function raises, hangs, dies or returns no finite number for it: "stop"
-    the run, give the sample the `failure_value`, or "drop" it from the step. A step on all of whose samples the
-    function fails stops the run in any case."""
+    """Treatment of a sample without a reward, since the function raises, hangs, dies or returns no finite number for
+    it: "stop" the run, give the sample the `failure_value`, or "drop" it from the step. A step on all of whose samples
+    the function fails stops the run in any case.
+    """
     failure_value: float = 0.0
     """The unweighted reward of such a sample, for "value"."""
     retries: int = Field(default=0, ge=0, le=100)
-    """How often samples without a reward are tried again before that, for functions that may fail of a moment's state,
-    such as of a service that they ask. "http" and "judge" have `arguments.retries`, which tell such failures from
-    others."""
+    """Retries of samples without a reward before `on_failure` applies, for failures that may pass, such as those of a
+    service. "http" and "judge" have `arguments.retries`, which retry such failures alone.
+    """
     backoff_s: float = Field(default=1.0, gt=0, le=LONGEST_S)
     """Wait before the first retry, in seconds; twice as long before each further one, a minute at most, and by chance
     down to half of that."""
 
     environment: tuple[str, ...] = ()
-    """Names of the environment variables that the function sees beside those of every program (PATH, HOME, LANG and the
-    like), such as OPENAI_API_KEY. It sees no others: neither keys nor tokens of the run."""
+    """Names of the environment variables, such as OPENAI_API_KEY, that the function sees in addition to those of every
+    program (PATH, HOME, LANG and the like). It sees no others: neither keys nor tokens of the run."""
     limits: RewardLimits = RewardLimits()
-    """What its processes may take."""
+    """Limits of its processes."""
 
     @property
     def builtin(self) -> bool:
-        """Whether `path` names a function that runs in the calling process."""
-        return self.path in BUILTIN_REWARDS
+        """True if `path` names a function that runs in the calling process, or is the reward of episodes."""
+        return self.path in (*BUILTIN_REWARDS, ENVIRONMENT)
 
     @property
     def votes_with_special_tokens(self) -> bool:
@@ -132,13 +143,13 @@ class RewardFunctionConfig(Settings):
 
     @property
     def asks_recipes_judge(self) -> bool:
-        """Whether it asks the model of the recipe's `judge`."""
+        """True if it queries the model of the recipe's `judge`."""
         return self.path == "judge" and self.arguments.get("url") is None
 
     def served_by(self, servers: JudgeServers) -> RewardFunctionConfig:
-        """The function where these answer its questions, if it asks the recipe's judge.
+        """The function with these servers as its endpoint, if it queries the recipe's judge.
 
-        One that is started again is waited for, as long as `timeout_s` allows.
+        A server that restarts is waited for, as long as `timeout_s` allows.
         """
         if not self.asks_recipes_judge:
             return self
@@ -150,7 +161,7 @@ class RewardFunctionConfig(Settings):
 
     @property
     def imported_from(self) -> str:
-        """Where a process imports the function from, as "module:function" or the like."""
+        """Import path of the function, as "module:function" or the like."""
         return PROVIDED_REWARDS.get(self.path, self.path)
 
     @field_validator("path")
@@ -158,9 +169,9 @@ class RewardFunctionConfig(Settings):
     def _check_path(cls, path: str) -> str:
         module, _, function = path.rpartition(":")
         written = module.endswith(".pkl") and not function
-        own = (*BUILTIN_REWARDS, *PROVIDED_REWARDS)
-        if path not in own and not written and not (module and function.isidentifier()):
-            names = ", ".join(map(repr, own))
+        provided = (*BUILTIN_REWARDS, *PROVIDED_REWARDS)
+        if path not in provided and not written and not (module and function.isidentifier()):
+            names = ", ".join(map(repr, provided))
             raise ValueError(f"{path!r} is no reward, expected 'module:function', 'file.py:function' or one of {names}")
         return function_path(path)
 
@@ -172,8 +183,8 @@ class RewardFunctionConfig(Settings):
                 "calling process; expected neither"
             )
         if self.retries and (self.builtin or self.path in REMOTE_REWARDS):
-            own = "fails of no moment's state" if self.builtin else "retries requests itself: arguments.retries"
-            raise ValueError(f"retries {self.retries} with {self.path!r}, which {own}; expected 0")
+            reason = "has no failures that may pass" if self.builtin else "retries requests itself: arguments.retries"
+            raise ValueError(f"retries {self.retries} with {self.path!r}, which {reason}; expected 0")
         self._check_arguments()
         if self.failure_value and self.on_failure != "value":
             raise ValueError(
@@ -183,7 +194,8 @@ class RewardFunctionConfig(Settings):
         return self
 
     def _check_arguments(self) -> None:
-        """Raises ValueError where the function is ours and does not take them; another one's process says so."""
+        """Raises ValueError for arguments that a provided function does not take. Other functions check in their
+        process."""
         if self.builtin and self.arguments:
             raise ValueError(f"arguments {self.arguments} with {self.path!r}, which takes none")
         try:
@@ -201,12 +213,21 @@ class RewardFunctionConfig(Settings):
             function(**given, **self.arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"arguments of {self.path!r}: {error}") from None
-        if self.path == "math" and (own := self.arguments.get("sample_timeout_s", SAMPLE_TIMEOUT_S)) >= self.timeout_s:
+        default_s = {"math": SAMPLE_TIMEOUT_S, "code": CODE_TIMEOUT_S}.get(self.path)
+        if default_s and (limit_s := self.arguments.get("sample_timeout_s", default_s)) >= self.timeout_s:
             raise ValueError(
-                f"arguments.sample_timeout_s={own:g} ({SAMPLE_TIMEOUT_S:g} if none) with timeout_s={self.timeout_s:g} "
-                "of all samples of a call; expected less of it"
+                f"arguments.sample_timeout_s={limit_s:g} ({default_s:g} if none) with "
+                f"timeout_s={self.timeout_s:g} of all samples of a call; expected less of it"
             )
-        key = self.arguments.get("api_key_variable")
+        if self.path == "code":
+            most = SandboxSettings.model_validate(self.arguments.get("sandbox", {})).most_processes
+            if most > self.limits.processes:
+                raise ValueError(
+                    f"limits.processes={self.limits.processes} of a worker whose sandbox has up to {most} (at_a_time "
+                    f"and limits.processes of arguments.sandbox), expected {most} or more"
+                )
+        endpoint = (self.arguments.get("sandbox") or {}).get("remote") or self.arguments
+        key = endpoint.get("api_key_variable")
         if key is not None and key not in self.environment:
             raise ValueError(f"arguments.api_key_variable {key!r} is not in environment, expected environment: [{key}]")
 
@@ -215,7 +236,7 @@ class RewardFunctionConfig(Settings):
             raise ValueError(f"arguments.{name} without url, where the run says it itself; expected none")
 
     def limit_s(self, samples: int) -> float:
-        """The most seconds that a call on so many samples can take, retries and imports included; see `Worker`."""
+        """Longest time of a call on `samples` samples, in seconds, with retries and imports. See `Worker`."""
         share = -(-samples // self.workers)
         calls = -(-share // (self.batch_size or share or 1))
         return calls * (2 * (1 + self.retries) * self.timeout_s + sum(self.waits_s)) + self.load_timeout_s
@@ -226,9 +247,9 @@ class RewardFunctionConfig(Settings):
         return [min(self.backoff_s * 2.0**number, _LONGEST_WAIT_S) for number in range(self.retries)]
 
     def token_looked_for(self, tokens: Iterable[str]) -> str | None:
-        """The first of these special tokens that a function of the project looks for in a text; None if there is none.
+        """First of these special tokens that a function of the project searches for in a text; None if there is none.
 
-        Of "math" those are the tags, of "matches" what its pattern has.
+        "math" searches for its tags, "matches" for the tokens in its pattern.
         """
         looked_for = ""
         if self.path == "math" and self.arguments.get("extract") == "tag":
@@ -245,14 +266,14 @@ class RewardConfig(Settings):
     """The functions; each item has the settings below."""
 
     def served_by(self, servers: JudgeServers) -> RewardConfig:
-        """The functions where these servers answer those that ask the recipe's judge."""
-        return self.model_copy(update={"functions": tuple(each.served_by(servers) for each in self.functions)})
+        """The functions with these servers for those that query the recipe's judge."""
+        return self.model_copy(update={"functions": tuple(function.served_by(servers) for function in self.functions)})
 
     @property
     def batches_at_once(self) -> int:
         """Batches of a stream's samples that are scored at a time: each function has a worker for each of them.
 
-        So a call that takes long keeps others back only once every worker has such a one.
+        A slow call delays others only once every worker has one.
         """
         workers = [function.workers for function in self.functions if not function.builtin]
         return min([*workers, MOST_AT_ONCE]) if workers else 1

@@ -1,15 +1,17 @@
 """The process that runs one user's reward function. Started by `supervisor.py`, with the standard library alone.
 
 It loads the function and serves one call after another over a socket; messages are JSON, each behind its length in 4
-bytes. A call is answered as {"call": its number, "values": [...], "figures": {...}, "counts": {...}}, with a number for
-each text, or in words why there is none, and figures of each by name. Where there is not one for each, and where the
-function cannot be loaded, the answer is {"error": what}; the parent puts the name of the reward in front. What runs
-here is the user's: the parent checks every answer.
+bytes. A call is answered as {"call": its number, "values": [...], "metrics": {...}, "counts": {...}}, with a number for
+each text, or the reason for none in words, and metrics of each by name. If there is not one for each, or if the
+function cannot be loaded, the answer is {"error": reason}. The parent puts the name of the reward in front. The code
+that runs here is the user's: the parent checks every answer.
 
 A class in place of a function is made once, with the arguments of its settings, and its instance is called. If it has a
 method `prepare`, that is given the names of the data's fields before the first call, and returns which columns the
-instance is called with; `timeout_s`, the limit of the call in seconds, is passed beside them. An attribute
-`needs_answers` says whether it cannot do without those.
+instance is called with; `timeout_s`, the limit of the call in seconds, is passed along with them. An
+attribute `needs_answers` is true if it cannot score without answers.
+
+What a setup names as its `server` serves the loaded object in its own way: environments.
 """
 
 from __future__ import annotations
@@ -34,18 +36,22 @@ from pathlib import Path
 from typing import Any
 
 OPTIONAL_COLUMNS = ("prompts", "answers")
-MOST_FIGURES = 32
-"""Figures of each sample, by name, that a function may give beside its numbers."""
+MOST_METRICS = 32
+"""Metrics of each sample, by name, that a function may give next to its numbers."""
 _OF_MESSAGES = "; it gets texts, not messages as of TRL: completion in place of completion[0]['content']"
 LOST_CONNECTION = 113
 """Exit code where the user's code has closed the socket to the parent."""
-_FIGURE = re.compile(r"[A-Za-z]\w{0,59}", re.ASCII)
-_OTHER_FIGURES = ("mean", "failed")
-_LARGEST_FIGURE = 1e30
+_METRIC = re.compile(r"[A-Za-z]\w{0,59}", re.ASCII)
+_OTHER_METRICS = ("mean", "failed")
+_LARGEST_METRIC = 1e30
 
 
 class RewardError(Exception):
     """A failure of the user's function, in words."""
+
+
+class NoRewardError(Exception):
+    """Reason for a sample without a reward."""
 
 
 def read_message(
@@ -71,16 +77,16 @@ def read_message(
 
 
 def _read_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes | None:
-    parts = []
+    chunks = []
     while size:
         if deadline is not None:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        part = connection.recv(min(size, 1 << 20))
-        if not part:
+        chunk = connection.recv(min(size, 1 << 20))
+        if not chunk:
             return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def encode_message(message: dict[str, Any]) -> bytes:
@@ -110,7 +116,7 @@ def _load(path: str, directory: str) -> Callable[..., Any]:
     except RewardError:
         raise
     except BaseException as error:
-        raise RewardError(f"cannot be imported: {_describe(error)}") from None
+        raise RewardError(f"cannot be imported: {describe(error)}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f"module {module_name} has no function {function_name!r}")
@@ -118,7 +124,7 @@ def _load(path: str, directory: str) -> Callable[..., Any]:
 
 
 def _prefer(name: str, directory: str) -> None:
-    """Let this module or package, and no other, be that of the directory before one of the same name elsewhere."""
+    """Import a module or package from the directory in preference to one of the same name elsewhere."""
     spec = importlib.machinery.PathFinder.find_spec(name, [directory])
     if name not in sys.modules and spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
@@ -134,8 +140,8 @@ def _load_pickled(path: Path) -> Callable[..., Any]:
     return function
 
 
-def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) -> list[str]:
-    """Which of "prompts", "answers" and the data's fields to pass along, by the names of the function's parameters.
+def _requested_columns(function: Callable[..., Any], fields: Sequence[str] | None) -> list[str]:
+    """Columns that a function takes, of "prompts", "answers" and the data's fields, by the names of its parameters.
 
     The first parameter takes the generated texts. Where the fields are not known, None, any name may be one.
     """
@@ -198,8 +204,12 @@ def _with_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> 
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise RewardError(f"has no parameters that can be known, expected no arguments, not {arguments}") from None
-    named = [name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in arguments:
         if name in OPTIONAL_COLUMNS or name == next(iter(parameters), None):
             raise RewardError(f"gets {name!r} of each sample, expected another of its arguments in the settings")
@@ -209,7 +219,7 @@ def _with_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> 
 
 
 def _of_verl(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A function of verl's signature as one that is called here; None of any other."""
+    """Adapter of a function of verl's signature. None for any other function."""
     try:
         names = inspect.signature(function).parameters.keys()
     except (TypeError, ValueError):
@@ -225,38 +235,39 @@ def _instance(kind: type, arguments: dict[str, Any]) -> Callable[..., Any]:
     try:
         made = kind(**arguments)
     except Exception as error:
-        raise RewardError(f"cannot be made with its arguments: {_describe(error)}") from None
+        raise RewardError(f"cannot be made with its arguments: {describe(error)}") from None
     if not callable(made):
         raise RewardError(f"is a class without __call__, expected {kind.__name__}()(generated_texts)")
     return made
 
 
 def _prepared_columns(function: Callable[..., Any], fields: Sequence[str] | None) -> list[str]:
-    """As `_wanted_columns`, by what the instance of a class says itself. ValueError is what it says in words."""
+    """Columns that the instance of a class requests by `prepare`. Raises RewardError, with the words of its
+    ValueError."""
     try:
         return list(function.prepare(fields))  # type: ignore[attr-defined]
     except ValueError as error:
         raise RewardError(f"cannot be prepared: {' '.join(str(error).split())}") from None
     except Exception as error:
-        raise RewardError(f"cannot be prepared: {_describe(error)}") from None
+        raise RewardError(f"cannot be prepared: {describe(error)}") from None
 
 
-def _describe(error: BaseException) -> str:
-    """Type, message and place of an error, in one line."""
+def describe(error: BaseException) -> str:
+    """Describe an error in one line: type, location and message."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     try:
         message = " ".join(str(error).split())[:300]
     except Exception:  # of an error of the user's own
         message = ""
-    return f"{type(error).__name__}{place}: {message}" if message else f"{type(error).__name__}{place}"
+    return f"{type(error).__name__}{location}: {message}" if message else f"{type(error).__name__}{location}"
 
 
 def _call(function: Callable[..., Any], columns: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a call: what the function gives for each text. RewardError if it is not one value each.
+    """Answer a call with the function's value for each text. Raises RewardError if it is not one value each.
 
-    The text at fault is looked for where `find_sample` says so: the parent may call again with one text at a time.
+    The text at fault is searched for if `find_sample` is set. Else the parent may call again with one text at a time.
     """
     texts, first = request["texts"], request["first"]
     deadline = time.monotonic() + request["timeout_s"] / 2
@@ -270,7 +281,7 @@ def _call(function: Callable[..., Any], columns: Sequence[str], request: dict[st
         where = "" if sample is None else f" on sample {first + sample} ({texts[sample][:60]!r})"
         expected = "a number" if len(texts) == 1 else f"{len(texts)} numbers"
         hint = _OF_MESSAGES if str(error).startswith("string indices must be integers") else ""
-        raise RewardError(f"raised {_describe(error)}{where}; expected {expected}{hint}") from None
+        raise RewardError(f"raised {describe(error)}{where}; expected {expected}{hint}") from None
 
 
 def _failing_sample(
@@ -298,28 +309,28 @@ def _failing_sample(
 
 
 def _answer(returned: Any, texts: Sequence[str], first: int) -> dict[str, Any]:
-    """What a function has returned, checked: `values`, and `figures` and `counts` where it gives such beside them."""
+    """Check a function's return value: `values`, and `metrics` and `counts` where it gives them."""
     if not isinstance(returned, dict):
         return {"values": check_values(returned, texts, first)}
-    if "rewards" not in returned or not returned.keys() <= {"rewards", "figures", "counts"}:
+    if "rewards" not in returned or not returned.keys() <= {"rewards", "metrics", "counts"}:
         raise RewardError(
-            f"returned a dictionary of {_show(list(returned))}, expected 'rewards', and beside it 'figures' or 'counts'"
+            f"returned a dictionary of {_show(list(returned))}, expected 'rewards', and if any 'metrics' and 'counts'"
         )
-    given = {kind: check_figures(kind, returned.get(kind, {}), len(texts)) for kind in ("figures", "counts")}
+    given = {kind: check_metrics(kind, returned.get(kind, {}), len(texts)) for kind in ("metrics", "counts")}
     return {"values": check_values(returned["rewards"], texts, first), **given}
 
 
-def check_figures(kind: str, figures: Any, count: int) -> dict[str, list[float | None]]:
-    """Figures of each of so many texts, by name: finite numbers, None where a text has none. RewardError if not."""
-    if not isinstance(figures, dict) or len(figures) > MOST_FIGURES:
-        raise RewardError(f"returned {kind} {_show(figures)}, expected lists by name, at most {MOST_FIGURES}")
+def check_metrics(kind: str, metrics: Any, count: int) -> dict[str, list[float | None]]:
+    """Check metrics of `count` texts, by name: finite numbers, None where a text has none. Raises RewardError."""
+    if not isinstance(metrics, dict) or len(metrics) > MOST_METRICS:
+        raise RewardError(f"returned {kind} {_show(metrics)}, expected lists by name, at most {MOST_METRICS}")
     checked: dict[str, list[float | None]] = {}
-    for name, column in figures.items():
-        if not isinstance(name, str) or not _FIGURE.fullmatch(name) or name in _OTHER_FIGURES:
-            other = " or ".join(_OTHER_FIGURES)
+    for name, column in metrics.items():
+        if not isinstance(name, str) or not _METRIC.fullmatch(name) or name in _OTHER_METRICS:
+            other = " or ".join(_OTHER_METRICS)
             raise RewardError(f"returned {kind} named {_show(name)}, expected letters, digits and _, and not {other}")
         values = column.tolist() if hasattr(column, "tolist") else column
-        if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_figure, values)):
+        if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_metric, values)):
             raise RewardError(
                 f"returned {kind} {name!r} {_show(values)}, expected a number or None for each of {count} texts"
             )
@@ -327,12 +338,13 @@ def check_figures(kind: str, figures: Any, count: int) -> dict[str, list[float |
     return checked
 
 
-def _is_figure(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and abs(value) < _LARGEST_FIGURE)
+def _is_metric(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) < _LARGEST_METRIC)
 
 
 def check_values(returned: Any, texts: Sequence[str], first: int) -> list[float | str]:
-    """The value of each text as a float, or in words why it is no finite float32. The texts are those from `first` on.
+    """Check the value of each text: a float, or the reason in words if it is no finite float32. `first`: number of the
+    first text.
 
     Raises RewardError where there is not one value for each text.
     """
@@ -381,12 +393,16 @@ def serve(connection: socket.socket) -> None:
     sys.path[:] = setup["sys_path"]
     try:
         loaded = _load(setup["path"], setup["directory"])
+        if (server := setup.get("server")) is not None:
+            _end_copy(process)
+            _load(server, setup["directory"])(connection, loaded, setup)
+            return
         function = _with_arguments(loaded, setup["arguments"])
         made = isinstance(loaded, type)
         if not made and (adapted := _of_verl(function)) is not None:
             function, made = adapted, True
         limited = made and hasattr(function, "prepare")
-        columns = (_prepared_columns if limited else _wanted_columns)(function, setup["fields"])
+        columns = (_prepared_columns if limited else _requested_columns)(function, setup["fields"])
         if not made:
             columns = [name for name in columns if name not in setup["arguments"]]
     except RewardError as error:

@@ -1,4 +1,4 @@
-"""All reward functions of a run, evaluated at the same time and beside what their caller does."""
+"""All reward functions of a run, evaluated at the same time and in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from engine3d.errors import UserError
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
-from hybridflow.rewards.process_handle import Answer, CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_handle import CallError, CallResult, RewardInputs, RewardProcess
 from hybridflow.rewards.process_pool import ProcessPool
 from hybridflow.rewards.result import RewardResult, combine
 from hybridflow.rewards.scoring import Scoring, Worker
@@ -24,8 +24,8 @@ class PendingRewards:
         scorings: of the batch, one a function.
         workers: that make their calls.
         failed: called with an error of one of the calls.
-        ended: called with this once the result is asked for and known, and with its error.
-        whole: as of `RewardFunctions.submit`.
+        ended: called with this batch and its error once `result` has its result.
+        complete: as of `RewardFunctions.submit`.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class PendingRewards:
         failed: Callable[[BaseException], None],
         ended: Callable[[PendingRewards, BaseException | None], None],
         *,
-        whole: bool = True,
+        complete: bool = True,
     ) -> None:
-        self._scorings, self._failed, self._ended, self._whole = scorings, failed, ended, whole
+        self._scorings, self._failed, self._ended, self._complete = scorings, failed, ended, complete
         self.errors: list[BaseException] = []
-        """What it failed of, first: an error of its own, or of a batch beside it."""
+        """Errors, the cause first: of this batch, or of another that is scored at the same time."""
         self._outcome: RewardResult | BaseException | None = None
         # Daemons: at the end of the program they do not wait for their processes, which end with it.
         self._threads = [threading.Thread(target=self._run, args=(worker,), daemon=True) for worker in workers]
@@ -56,7 +56,7 @@ class PendingRewards:
             self._failed(error)
 
     def done(self) -> bool:
-        """Whether `result` returns or raises without waiting."""
+        """True if `result` returns or raises without waiting."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def result(self) -> RewardResult:
@@ -64,8 +64,8 @@ class PendingRewards:
 
         Raises:
             UserError: a function failed whose `on_failure` is "stop", a function failed on all samples, or every
-                sample is dropped; of this batch or of one beside it. One line that names the reward, and the sample
-                where known. No process is left.
+                sample is dropped; in this batch or in another that is scored at the same time. One line that names the
+                reward, and the sample where known. No process is left.
             RuntimeError: `RewardFunctions.close` was called before.
         """
         if self._outcome is None:
@@ -82,7 +82,7 @@ class PendingRewards:
         self.join()
         if self.errors:
             raise self.errors[0]  # the others are of processes killed because of it
-        return combine(self._scorings, whole=self._whole)
+        return combine(self._scorings, complete=self._complete)
 
     def join(self) -> None:
         """Wait for the end of its threads."""
@@ -95,8 +95,8 @@ class RewardFunctions:
     """Evaluates all functions of a `RewardConfig` at the same time, a user's function in processes of its own.
 
     Batches may be scored at the same time, in threads of their own: their calls take turns with a function's workers.
-    After an error every process is gone, the batches beside fail of it too, and the next call starts anew. Use as a
-    context manager, or `close`.
+    After an error every process is gone, the other batches in flight fail with it, and the next call starts new
+    processes. Use as a context manager, or `close`.
 
     Args:
         config: of the functions.
@@ -113,9 +113,9 @@ class RewardFunctions:
             for function in config.functions
             if not function.builtin
         }
-        self._ending = threading.RLock()  # no batch begins while all are ended
+        self._ending = threading.RLock()  # no batch begins while all end
         self._lock = threading.Lock()  # of what follows
-        self._under_way: list[PendingRewards] = []
+        self._in_flight: list[PendingRewards] = []
         self._error: BaseException | None = None
 
     def load(self) -> None:
@@ -123,9 +123,9 @@ class RewardFunctions:
 
         Raises:
             UserError: one cannot be loaded, or its arguments do not fit.
-            RuntimeError: rewards are under way.
+            RuntimeError: rewards are in flight.
         """
-        if self._under_way:
+        if self._in_flight:
             raise RuntimeError("rewards: a batch is scored, or its result was not taken; expected load before that")
         try:
             for process in self._all_processes():
@@ -157,11 +157,11 @@ class RewardFunctions:
         *,
         unstripped: Sequence[str] | None = None,
         sources: Sequence[str] = (),
-        whole: bool = True,
+        complete: bool = True,
     ) -> RewardResult:
         """The rewards of B generated texts: `submit` and its `result`, with the arguments and errors of both."""
         return self.submit(
-            texts, prompts, answers, fields, unstripped=unstripped, sources=sources, whole=whole
+            texts, prompts, answers, fields, unstripped=unstripped, sources=sources, complete=complete
         ).result()
 
     def submit(
@@ -173,11 +173,11 @@ class RewardFunctions:
         *,
         unstripped: Sequence[str] | None = None,
         sources: Sequence[str] = (),
-        whole: bool = True,
+        complete: bool = True,
     ) -> PendingRewards:
         """Begin with the rewards of B generated texts, given the B prompts and answers that belong to them.
 
-        Returns at once; the work goes on whatever the caller does, with the import of functions that are not loaded.
+        Returns at once. The work continues in the background, with the import of functions that are not loaded.
 
         Args:
             texts, prompts: (B,).
@@ -185,7 +185,7 @@ class RewardFunctions:
             fields: (B,) each, by name: those that the data have.
             unstripped: (B,) the texts with their special tokens, for functions that keep these; `texts` if None.
             sources: (B,) the name of each row's source, or none.
-            whole: whether these are all of a step, of which a function must not fail on all.
+            complete: true if these are all samples of a step, of which a function must not fail on all.
         """
         fields = fields or {}
         if not len(texts) == len(prompts) == len(answers):
@@ -202,48 +202,50 @@ class RewardFunctions:
             function = scoring.config
             if function.builtin:
                 values = BUILTIN_REWARDS[function.path](scoring.batch.texts, answers=batch.answers)
-                scoring.record(range(len(values)), Answer(values))
+                scoring.record(range(len(values)), CallResult(values))
             else:
                 pool = self._processes[function.name]
                 workers += [Worker(pool, scoring) for _ in range(scoring.most_workers)]
-        pending = PendingRewards(scorings, workers, self._fail, self._ended, whole=whole)
+        pending = PendingRewards(scorings, workers, self._fail, self._ended, complete=complete)
         with self._ending:
             with self._lock:
-                self._under_way.append(pending)
+                self._in_flight.append(pending)
                 pending.errors += [self._error] if self._error is not None else []
             pending.start()
         return pending
 
     def close(self) -> None:
         """Kill every process, whatever it is doing. May be called twice."""
-        self._end(RuntimeError("rewards: closed before their result was asked for"))
+        self._end(RuntimeError("rewards: closed before their result was taken"))
 
     def _fail(self, error: BaseException) -> None:
-        """Have all batches under way end with an error."""
+        """End all batches in flight with an error."""
         with self._lock:
             self._error = self._error or error
-            for pending in self._under_way:
+            for pending in self._in_flight:
                 pending.errors.append(error)
         for pool in self._processes.values():
             pool.kill()
 
     def _ended(self, pending: PendingRewards, error: BaseException | None) -> None:
         with self._ending:
-            if pending not in self._under_way:  # it was ended with another, and what is under way now is not its own
+            if (
+                pending not in self._in_flight
+            ):  # it was ended with another, and the batches in flight now are later ones
                 return
             if error is not None:
                 self._end(error)
                 return
             with self._lock:
-                self._under_way.remove(pending)
+                self._in_flight.remove(pending)
 
     def _end(self, error: BaseException) -> None:
         with self._ending:
             self._fail(error)
-            for pending in self._under_way:
+            for pending in self._in_flight:
                 pending.join()
             with self._lock:
-                self._under_way.clear()
+                self._in_flight.clear()
                 self._error = None
             for pool in self._processes.values():
                 pool.close()

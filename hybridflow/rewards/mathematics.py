@@ -4,8 +4,8 @@
       functions: [{name: math, path: math, workers: 4, on_failure: drop, arguments: {extract: boxed}}]
 
 Runs in the processes of reward functions. A sample has no verdict if the right answer is not completely understood,
-takes too long by itself, or can be meant in two ways. It gets no reward then, and `on_failure` applies. A response is
-wrong that is not completely understood, or takes too long to compare: a policy cannot make a sample have no verdict.
+takes too long by itself, or is ambiguous. It gets no reward then, and `on_failure` applies. A response that is not
+completely understood, or takes too long to compare, is wrong: a policy cannot make a sample have no verdict.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"(\\boxed)\s+(-?[\w.]*\w)")
 """A box without braces, which has all of a number or a word in it."""
 _MOST_CHARACTERS = 10_000
-"""Of an answer: what is longer is none."""
+"""Longest answer, in characters. A longer one counts as none."""
 _QUICK_S = 0.5
-"""What a comparison takes at most, unless it is a long one."""
+"""Limit of a comparison in the first pass, in seconds. Slower ones are repeated at the end, with the full limit."""
 _SHARE = 0.95
-"""Of the limit of a call: what has a verdict by then is not lost with it."""
+"""Share of a call's limit within which verdicts are made, so that finished ones are not lost with the call."""
 _LED_IN = re.compile(r"^(?:.*?\b(?:answer|result|solution|option|choice)\b\s*(?:is|:|=)\s*:?|#### )", re.IGNORECASE)
 _PHRASE = re.compile(r"\banswer(?: is|:)[ :]*(?=[^\n])", re.IGNORECASE)
 _RESULT = "\n#### "
@@ -72,7 +72,7 @@ class Mathematics:
         self._arguments: dict[str, Any] = {"extract": extract, "digits": digits, "sample_timeout_s": sample_timeout_s}
 
     def prepare(self, fields: Sequence[str] | None) -> list[str]:
-        """The columns that it needs. What takes seconds at first is done now, which is no call's time."""
+        """Columns that it needs. Imports and first comparisons, which take seconds, count for no call."""
         del fields
         _comparer.prepare()
         return ["answers"]
@@ -80,7 +80,7 @@ class Mathematics:
     def __call__(
         self, generated_texts: Sequence[str], *, answers: Sequence[Any], timeout_s: float
     ) -> list[float | Exception]:
-        """Compare so many answers within so many seconds; those that are not tried by then have no verdict."""
+        """Compare answers within `timeout_s` seconds. Those that are not tried by then have no verdict."""
         return score(generated_texts, answers, **self._arguments, timeout_s=timeout_s)
 
 
@@ -95,10 +95,11 @@ def score(
 ) -> list[float | Exception]:
     """1 for a text whose answer equals the right one, 0 for another or none, and an exception without a verdict.
 
-    Equal are exact numbers and formulas of the same value, and numbers with decimals that agree in so many digits; sets
-    whatever their order; intervals with the same ends; several answers if each is there and no other. Units are
-    converted, and one that only one answer has is left out. A response is wrong if it is not completely understood, or
-    not compared within the limit while the right answer alone is read and evaluated. Slow comparisons come last.
+    Exact numbers and formulas are equal if their values are, and numbers with decimals if they agree in `digits`
+    digits. Sets are equal in any order, intervals with the same ends, and several answers if each is there and no
+    other. Units are converted. A unit that only one answer has is ignored. A response is wrong if it is not completely
+    understood, or not compared within the limit while the right answer alone is read and evaluated. Slow comparisons
+    come last.
 
     Args:
         generated_texts: B of them.
@@ -109,7 +110,7 @@ def score(
         timeout_s: limit of all of them.
 
     Raises:
-        ValueError: an argument is none that there is.
+        ValueError: an argument has no valid value.
     """
     _check(extract, digits, sample_timeout_s)
     end = time.monotonic() + _SHARE * timeout_s
@@ -134,7 +135,7 @@ def score(
 
 
 def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
-    """Raises ValueError for arguments that there are not."""
+    """Raises ValueError for invalid arguments."""
     if extract not in _EXTRACTIONS:
         raise ValueError(f"extract={extract!r}, expected one of {', '.join(_EXTRACTIONS)}")
     if not isinstance(digits, int) or digits < 0 or not 0 < sample_timeout_s < math.inf:
@@ -146,10 +147,10 @@ def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
 
 def final_answer(text: str, extract: Extract) -> str | None:
     """Answer of a text, without white space and a full stop at its end; None where it gives none."""
-    found = _EXTRACTIONS[extract](text)
-    if found is None or len(found) > _MOST_CHARACTERS:
+    answer = _EXTRACTIONS[extract](text)
+    if answer is None or len(answer) > _MOST_CHARACTERS:
         return None
-    return "".join(found.split()).rstrip(".") or None
+    return "".join(answer.split()).rstrip(".") or None
 
 
 class _Comparer:
@@ -230,7 +231,7 @@ def _compare(connection: Any, others_end: Any) -> None:
             verdict: bool | str = _is_right(given, answer, digits)
         except NoVerdictError as error:
             verdict = str(error)
-        except Exception as error:  # of the library, which promises none
+        except Exception as error:  # the library documents no exceptions
             verdict = f"the comparison with {answer!r} failed: {type(error).__name__}: {error}"
         connection.send(verdict)
 
@@ -243,7 +244,9 @@ def _is_readable(answer: Any) -> bool:
     from hybridflow.rewards.answers import kinds
 
     answers = answer if isinstance(answer, list) else [answer]
-    return any(isinstance(each, str | int | float) and kinds.is_readable(_result(each)) for each in answers)
+    return any(
+        isinstance(candidate, str | int | float) and kinds.is_readable(_result(candidate)) for candidate in answers
+    )
 
 
 def _is_right(text: str | None, answer: Any, digits: int) -> bool:
@@ -256,16 +259,16 @@ def _is_right(text: str | None, answer: Any, digits: int) -> bool:
         raise NoVerdictError("the list of right answers is empty")
     given = "" if text is None or len(text) > _MOST_CHARACTERS else text
     errors = []
-    for each in answer if isinstance(answer, list) else [answer]:
-        if isinstance(each, bool) or not isinstance(each, str | int | float) or each != each:
-            raise NoVerdictError(f"the right answer is {each!r}, expected text, a number, or a list of these")
+    for candidate in answer if isinstance(answer, list) else [answer]:
+        if isinstance(candidate, bool) or not isinstance(candidate, str | int | float) or candidate != candidate:
+            raise NoVerdictError(f"the right answer is {candidate!r}, expected text, a number, or a list of these")
         try:
-            if kinds.is_right(_result(each), given, digits):
+            if kinds.is_right(_result(candidate), given, digits):
                 return True
         except UnreadableError as error:
-            errors.append(NoVerdictError(f"the right answer {each!r} cannot be read: {error}"))
+            errors.append(NoVerdictError(f"the right answer {candidate!r} cannot be read: {error}"))
         except UndecidedError as error:
-            errors.append(NoVerdictError(f"the right answer {each!r} can be meant in two ways: {error}"))
+            errors.append(NoVerdictError(f"the right answer {candidate!r} can be meant in two ways: {error}"))
     if errors:
         raise errors[0]
     return False
@@ -279,28 +282,28 @@ def _result(answer: str | float) -> str:
 def _boxed(text: str) -> str | None:
     """The content of the last \\boxed{} that is not empty, and of those right before it: \\boxed{1} and \\boxed{2}."""
     text = _BARE_BOX.sub(r"\1{\2}", text)
-    boxes = {each.end() - 1: each.start() for each in _BOX.finditer(text)}
+    boxes = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     opened: list[tuple[int, int] | None] = []
-    found: list[tuple[int, int, str]] = []
+    answers: list[tuple[int, int, str]] = []
     for brace in _BRACE.finditer(text):  # in one pass, whatever a model writes
         if brace[0] == "{":
             opened.append((boxes[brace.start()], brace.end()) if brace.start() in boxes else None)
         elif brace[0] == "}" and opened and (box := opened.pop()) is not None:
             begin, content = box[0], text[box[1] : brace.start()].strip()
-            while found and found[-1][0] > begin:  # boxes in a box are parts of its answer
-                found.pop()
+            while answers and answers[-1][0] > begin:  # boxes in a box are parts of its answer
+                answers.pop()
             if content:
-                found.append((begin, brace.end(), content))
-    return _joined(text, found)
+                answers.append((begin, brace.end(), content))
+    return _joined(text, answers)
 
 
-def _joined(text: str, found: list[tuple[int, int, str]]) -> str | None:
+def _joined(text: str, answers: list[tuple[int, int, str]]) -> str | None:
     """The last of several answers (begin, end, content), and those before it that only commas and such separate."""
     last: dict[str, None] = {}  # from the end
-    for index in range(len(found) - 1, -1, -1):
-        if last and not _JOINED.fullmatch(text, found[index][1], found[index + 1][0]):
+    for index in range(len(answers) - 1, -1, -1):
+        if last and not _JOINED.fullmatch(text, answers[index][1], answers[index + 1][0]):
             break
-        content = _BOX.sub("{", found[index][2])
+        content = _BOX.sub("{", answers[index][2])
         last.setdefault(content)
     return ", ".join(reversed(last)) or None
 
@@ -316,20 +319,20 @@ def _last_line(text: str) -> str | None:
 
 def _closing_formula(line: str) -> str | None:
     """The formula in dollars with which a sentence ends, or several that belong together."""
-    found = [(each.start(), each.end(), next(filter(None, each.groups()))) for each in _FORMULA.finditer(line)]
-    if not found or line[found[-1][1] :].strip(" .*") or not re.search(r"[A-Za-z]{3}", line[: found[0][0]]):
+    formulas = [(match.start(), match.end(), next(filter(None, match.groups()))) for match in _FORMULA.finditer(line)]
+    if not formulas or line[formulas[-1][1] :].strip(" .*") or not re.search(r"[A-Za-z]{3}", line[: formulas[0][0]]):
         return None
-    return _joined(line, found)
+    return _joined(line, formulas)
 
 
 def _anywhere(text: str) -> str | None:
-    if (found := _boxed(text)) is not None:
-        return found
+    if (boxed := _boxed(text)) is not None:
+        return boxed
     phrases = list(_PHRASE.finditer(text))
     if phrases:
         sentence = re.split(r"\.(?:\s|$)", text[phrases[-1].end() :].split("\n")[0])[0].strip("* ")
         return _closing_formula("the " + sentence) or sentence
-    formulas = [(each.start(), each.end(), next(filter(None, each.groups()))) for each in _FORMULA.finditer(text)]
+    formulas = [(match.start(), match.end(), next(filter(None, match.groups()))) for match in _FORMULA.finditer(text)]
     return _joined(text, formulas) or _last_line(text)
 
 
@@ -339,8 +342,8 @@ def _tagged(text: str) -> str | None:
     if begin < 0:
         return None
     begin += len(_TAG)
-    found = text[begin : text.find(_END_OF_TAG, begin)]
-    return _boxed(found) or _LED_IN.sub("", found.strip())
+    content = text[begin : text.find(_END_OF_TAG, begin)]
+    return _boxed(content) or _LED_IN.sub("", content.strip())
 
 
 _EXTRACTIONS: dict[str, Callable[[str], str | None]] = {

@@ -1,4 +1,4 @@
-"""The processes of one reward function, which the batches that are scored at the same time share."""
+"""Processes of one reward function, shared by the batches that are scored at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridflow.rewards.process_handle import KilledError, RewardProcess
 
 
 class ProcessPool:
-    """Gives each call a process of its own. For any number of threads.
+    """Leases a process to each call. For any number of threads.
 
     Args:
         processes: of one function.
@@ -43,7 +43,7 @@ class ProcessPool:
                 self._changed.notify()
 
     def kill(self) -> None:
-        """Kill every process, from any thread; calls under way and those that wait raise KilledError."""
+        """Kill every process, from any thread; calls in flight and those that wait raise KilledError."""
         with self._changed:
             self._killed = True
             self._changed.notify_all()
@@ -51,7 +51,7 @@ class ProcessPool:
             process.kill()
 
     def close(self) -> None:
-        """Wait for the end of every process; they start again when they are asked for. No call may be under way."""
+        """Wait for the end of every process; the next call starts them again. No call may be in flight."""
         for process in self.processes:
             process.close()
         with self._changed:

@@ -46,11 +46,11 @@ class RewardResult:
     dropped: Tensor
     """(B,) bool: to be left out of the step, since a function whose failures drop a sample failed."""
     failures: tuple[RewardFailure, ...]
-    """What `failed` marks, by function and sample."""
-    figures: Mapping[str, Tensor] = field(default_factory=dict)
-    """(B,) float64 each: what functions gave beside, by "FUNCTION/FIGURE"; nan for a sample that has none."""
+    """Failures that `failed` marks, by function and sample."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """(B,) float64 each: metrics of functions, by "FUNCTION/METRIC"; nan for a sample without one."""
     counts: Mapping[str, Tensor] = field(default_factory=dict)
-    """The same of what is counted, whose sum over the samples is of interest."""
+    """(B,) float64 each: counts of functions, likewise. Their sum over the samples is logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +61,29 @@ class SampleScore:
     dropped: bool
     by_name: Mapping[str, float]
     failures: Mapping[str, str] = field(default_factory=dict)
-    """For each function that gave none, why: one line, to follow the name of the reward."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """Those of `RewardResult.figures` that the sample has."""
+    """Reason of each function that gave none: one line, to follow the name of the reward."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the sample, of `RewardResult.metrics`."""
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
-def combine(scorings: Sequence[Scoring], *, whole: bool = True) -> RewardResult:
-    """The rewards of a batch from the finished scorings of all functions. `whole`: as of `RewardFunctions.evaluate`.
+def combine(scorings: Sequence[Scoring], *, complete: bool = True) -> RewardResult:
+    """Combine the finished scorings of all functions to the rewards of a batch. `complete`: as of
+    `RewardFunctions.submit`.
 
     Raises:
-        UserError: a sum is not finite; if `whole`, also as `check_given`.
+        UserError: a sum is not finite; if `complete`, also as `check_given`.
     """
     size = len(scorings[0].batch.texts)
     total = torch.zeros(size)
     dropped = torch.zeros(size, dtype=torch.bool)
     by_name, failed = {}, {}
     failures: list[RewardFailure] = []
-    beside: dict[str, dict[str, Tensor]] = {"figures": {}, "counts": {}}
+    extras: dict[str, dict[str, Tensor]] = {"metrics": {}, "counts": {}}
     for scoring in scorings:
         function = scoring.config
         mask = torch.tensor([sample in scoring.failures for sample in range(size)], dtype=torch.bool)
-        if whole and size and mask.all():
+        if complete and size and mask.all():
             raise _failed_on_all(function, size, scoring.failures[0])
         column = torch.tensor(scoring.values, dtype=torch.float32)
         column[mask] = function.failure_value if function.on_failure == "value" else math.nan
@@ -93,21 +94,21 @@ def combine(scorings: Sequence[Scoring], *, whole: bool = True) -> RewardResult:
         total += weighted
         by_name[function.name], failed[function.name] = column, mask
         failures += [RewardFailure(function.name, *failure) for failure in sorted(scoring.failures.items())]
-        for kind, given in (("figures", scoring.figures), ("counts", scoring.counts)):
-            for name, each in given.items():
-                beside[kind][f"{function.name}/{name}"] = torch.tensor(each, dtype=torch.float64)
+        for kind, given in (("metrics", scoring.metrics), ("counts", scoring.counts)):
+            for name, values in given.items():
+                extras[kind][f"{function.name}/{name}"] = torch.tensor(values, dtype=torch.float64)
     if not total[~dropped].isfinite().all():
         sample = int((~dropped & ~total.isfinite()).nonzero()[0])
-        names = " + ".join(f"{each.config.weight:g} x {each.config.name!r}" for each in scorings)
+        names = " + ".join(f"{scoring.config.weight:g} x {scoring.config.name!r}" for scoring in scorings)
         raise UserError(f"rewards: their sum {names} of sample {sample} is not finite in float32")
-    result = RewardResult(total, by_name, failed, dropped, tuple(failures), **beside)
-    if whole:
+    result = RewardResult(total, by_name, failed, dropped, tuple(failures), **extras)
+    if complete:
         check_given(result, [scoring.config for scoring in scorings])
     return result
 
 
 def check_given(result: RewardResult, functions: Sequence[RewardFunctionConfig]) -> None:
-    """Refuse what all samples of a step were scored with, if nothing came of it.
+    """Refuse a step without rewards.
 
     Raises:
         UserError: a function failed on all samples, or every sample is dropped.
@@ -129,21 +130,21 @@ def _failed_on_all(function: RewardFunctionConfig, size: int, reason: str) -> Us
 
 
 def by_sample(result: RewardResult) -> list[SampleScore]:
-    """What a result says of each of its samples."""
+    """Split a result into the scores of its samples."""
     failures: list[dict[str, str]] = [{} for _ in result.total]
     for failure in result.failures:
         failures[failure.sample][failure.function] = failure.reason
     columns = {name: column.tolist() for name, column in result.by_name.items()}
-    figures, counts = _rows(result.figures, len(failures)), _rows(result.counts, len(failures))
-    rows = zip(result.total.tolist(), result.dropped.tolist(), failures, figures, counts, strict=True)
+    metrics, counts = _rows(result.metrics, len(failures)), _rows(result.counts, len(failures))
+    rows = zip(result.total.tolist(), result.dropped.tolist(), failures, metrics, counts, strict=True)
     return [
-        SampleScore(total, dropped, {name: column[row] for name, column in columns.items()}, failed, *beside)
-        for row, (total, dropped, failed, *beside) in enumerate(rows)
+        SampleScore(total, dropped, {name: column[row] for name, column in columns.items()}, failed, *extras)
+        for row, (total, dropped, failed, *extras) in enumerate(rows)
     ]
 
 
 def _rows(columns: Mapping[str, Tensor], size: int) -> list[dict[str, float]]:
-    """Of each of so many samples, what is no nan in its columns."""
+    """Values of each row in its columns, without nan."""
     rows: list[dict[str, float]] = [{} for _ in range(size)]
     for name, column in columns.items():
         for row, value in zip(rows, column.tolist(), strict=True):
@@ -159,7 +160,7 @@ def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
 
 
 def of_samples(scores: Sequence[SampleScore], functions: Sequence[RewardFunctionConfig]) -> RewardResult:
-    """The result of a batch of these samples, which `functions` have scored. Errors as of `check_given`."""
+    """Join the scores of samples to the result of a batch. Errors as of `check_given`."""
     names = [function.name for function in functions]
     failures = [
         RewardFailure(name, row, reason)
@@ -173,33 +174,33 @@ def of_samples(scores: Sequence[SampleScore], functions: Sequence[RewardFunction
         {name: torch.tensor([name in score.failures for score in scores], dtype=torch.bool) for name in names},
         torch.tensor([score.dropped for score in scores], dtype=torch.bool),
         tuple(failures),
-        _columns([score.figures for score in scores]),
+        _columns([score.metrics for score in scores]),
         _columns([score.counts for score in scores]),
     )
     check_given(result, functions)
     return result
 
 
-def join_results(parts: Sequence[RewardResult]) -> RewardResult:
-    """The rewards of all parts as of one batch, in order; all are of the same functions."""
-    starts = [sum(len(part.total) for part in parts[:number]) for number in range(len(parts))]
+def join_results(results: Sequence[RewardResult]) -> RewardResult:
+    """Concatenate the rewards of several batches, in order. All are of the same functions."""
+    starts = [sum(len(result.total) for result in results[:number]) for number in range(len(results))]
     return RewardResult(
-        torch.cat([part.total for part in parts]),
-        {name: torch.cat([part.by_name[name] for part in parts]) for name in parts[0].by_name},
-        {name: torch.cat([part.failed[name] for part in parts]) for name in parts[0].failed},
-        torch.cat([part.dropped for part in parts]),
+        torch.cat([result.total for result in results]),
+        {name: torch.cat([result.by_name[name] for result in results]) for name in results[0].by_name},
+        {name: torch.cat([result.failed[name] for result in results]) for name in results[0].failed},
+        torch.cat([result.dropped for result in results]),
         tuple(
             replace(failure, sample=start + failure.sample)
-            for start, part in zip(starts, parts, strict=True)
-            for failure in part.failures
+            for start, result in zip(starts, results, strict=True)
+            for failure in result.failures
         ),
-        _columns([row for part in parts for row in _rows(part.figures, len(part.total))]),
-        _columns([row for part in parts for row in _rows(part.counts, len(part.total))]),
+        _columns([row for result in results for row in _rows(result.metrics, len(result.total))]),
+        _columns([row for result in results for row in _rows(result.counts, len(result.total))]),
     )
 
 
 def _check_finite(function: RewardFunctionConfig, weighted: Tensor, given: Tensor) -> None:
-    """Refuse a weight that makes of a function's finite numbers what is none."""
+    """Refuse a weight whose product with a function's finite numbers is not finite."""
     bad = given & ~weighted.isfinite()
     if bad.any():
         sample = int(bad.nonzero()[0])
@@ -210,27 +211,27 @@ def _check_finite(function: RewardFunctionConfig, weighted: Tensor, given: Tenso
 
 
 def reward_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, float]:
-    """Figures of a result of at least one sample, for the metrics.
+    """Metrics of a result of at least one sample.
 
     `reward/<name>/mean` is over the samples for which the function has a value; `reward/<name>/failed` and
-    `reward/dropped` are counts. What functions gave beside is as of `figure_metrics`. `group` stands for "reward".
+    `reward/dropped` are counts. Functions' own metrics are as of `function_metrics`. `group` stands for "reward".
     """
     values: dict[str, float] = {}
     for name, column in result.by_name.items():
         values[f"{group}/{name}/mean"] = float(column[~column.isnan()].mean())
         values[f"{group}/{name}/failed"] = int(result.failed[name].sum())
     values[f"{group}/dropped"] = int(result.dropped.sum())
-    return values | figure_metrics(result, group=group)
+    return values | function_metrics(result, group=group)
 
 
-def figure_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, float]:
-    """What functions gave beside their rewards, over all samples, dropped ones too.
+def function_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, float]:
+    """Metrics that functions gave next to their rewards, over all samples, dropped ones included.
 
-    Of a figure the mean, `reward/<name>/<figure>`, and the 95th percentile, `reward/<name>/<figure>_p95`; of a count
-    the sum.
+    A metric has its mean, `reward/<name>/<metric>`, and its 95th percentile, `reward/<name>/<metric>_p95`. A count has
+    its sum.
     """
     values: dict[str, float] = {}
-    for name, column in result.figures.items():
+    for name, column in result.metrics.items():
         given = column[~column.isnan()]
         if len(given):
             values[f"{group}/{name}"] = float(given.mean())

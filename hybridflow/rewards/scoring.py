@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardFunctionConfig
-from hybridflow.rewards.process_handle import Answer, CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_handle import CallError, CallResult, RewardInputs, RewardProcess
 from hybridflow.rewards.process_pool import ProcessPool
 
 _MOST_SHARES = 8
@@ -17,14 +17,14 @@ _LEAST_SHARE_S = 0.01
 
 
 def split_calls(samples: int, workers: int, batch_size: int | None) -> list[range]:
-    """The samples of each call: as few calls as give every worker one, of `batch_size` samples at most, in order."""
+    """Split samples into calls, in order: as few as give every worker one, of `batch_size` samples at most."""
     size = max(1, math.ceil(samples / workers))
     size = size if batch_size is None else min(size, batch_size)
     return [range(first, min(first + size, samples)) for first in range(0, samples, size)]
 
 
 class Scoring:
-    """What one function makes of a batch of B samples. Its workers take the calls in turn, each in a thread."""
+    """Scoring of a batch of B samples by one function. Its workers take the calls in turn, each in a thread."""
 
     def __init__(self, config: RewardFunctionConfig, batch: RewardInputs) -> None:
         self.config = config
@@ -32,26 +32,26 @@ class Scoring:
         self.values = [math.nan] * len(batch.texts)
         """The function's number for each sample; nan where it failed."""
         self.failures: dict[int, str] = {}
-        """For each sample that failed, why, in words that follow "it"."""
-        self.figures: dict[str, list[float]] = {}
-        """What the function gave beside, for each sample: by the name of the figure; nan where there is none."""
+        """Reason of each sample that failed, in words that follow "it"."""
+        self.metrics: dict[str, list[float]] = {}
+        """Further values of the function for each sample, by name. nan where there is none."""
         self.counts: dict[str, list[float]] = {}
-        """The same of what is counted: the sum over all calls with a sample."""
+        """Counts of the function for each sample, by name: the sum over all calls with the sample."""
         calls = split_calls(len(batch.texts), config.workers, config.batch_size)
         self.most_workers = min(config.workers, len(calls))
-        """So many workers have something to do."""
+        """Workers that have a call to make."""
         self.calls: Iterator[range] = iter(calls)
         """The calls that no worker has taken. Threads may share the iterator of a list: each gets another element."""
 
-    def record(self, samples: Sequence[int], answer: Answer) -> dict[int, str]:
-        """Note what a call gave for these samples. Returns those that it gave no number for, and why."""
-        for kind, given in ((self.figures, answer.figures), (self.counts, answer.counts)):
+    def record(self, samples: Sequence[int], answer: CallResult) -> dict[int, str]:
+        """Record a call's result for these samples. Returns the reason of each that has no number."""
+        for kind, given in ((self.metrics, answer.metrics), (self.counts, answer.counts)):
             for name, column in given.items():
                 noted = kind.setdefault(name, [math.nan] * len(self.values))
-                for sample, figure in zip(samples, column, strict=True):
-                    if figure is not None:
+                for sample, further in zip(samples, column, strict=True):
+                    if further is not None:
                         counted = kind is self.counts and not math.isnan(noted[sample])
-                        noted[sample] = figure + (noted[sample] if counted else 0.0)
+                        noted[sample] = further + (noted[sample] if counted else 0.0)
         failed = {}
         for sample, value in zip(samples, answer.values, strict=True):
             if isinstance(value, str):
@@ -61,7 +61,7 @@ class Scoring:
         return failed
 
     def fail(self, failed: Mapping[int, str]) -> None:
-        """Note that these samples get no number, and why. Raises UserError where that is to stop the run."""
+        """Record why these samples get no number. Raises UserError if that is to stop the run."""
         if failed and self.config.on_failure == "stop":
             raise UserError(str(CallError(self.config, next(iter(failed.values())))))
         self.failures.update(failed)
@@ -70,12 +70,12 @@ class Scoring:
 class Worker:
     """Makes calls of a `Scoring`, each with a process that is free, until none is left.
 
-    A call that fails as a whole fails all its samples only if there is one. Else each is called alone: within the time
+    A call that fails for all samples fails them only if there is one. Else each is called alone: within the time
     that is left of the call if the function raised or did not return one value for each, or within one more `timeout_s`
     after a hang or a death. Of what is left of that time a sample has an equal share, or an eighth if that is more, so
     that several that hang leave some to the others; whatever has no value by then is failed. Imports do not count
     there, but all that a worker makes for one batch have one `load_timeout_s` together. Samples without a number are
-    tried again up to `retries` times, together where the whole call failed, else one by one; each time has the limits
+    tried again up to `retries` times, together if all failed, else one by one; each time has the limits
     of the first. So a worker with c calls takes at most 2 c (1 + retries) timeout_s + load_timeout_s, the waits before
     retries, what it takes to kill and start processes, and what it waits for those that other batches use.
     """
@@ -96,19 +96,21 @@ class Worker:
                 self._call(process, samples)
 
     def _call(self, process: RewardProcess, samples: range) -> None:
-        """Make a call, and others with the samples that it gave no number for."""
+        """Make a call, and retries with the samples that have no number."""
         config = self._scoring.config
         failed = self._attempt(process, samples)
         for wait_s in config.waits_s:
             if not failed:
                 break
-            process.pause(wait_s * random.uniform(0.5, 1.0))  # so that workers do not come back all at once
-            whole = len(failed) == len(samples)
-            failed = self._attempt(process, samples) if whole else self._call_each(process, failed, config.timeout_s)
+            process.pause(wait_s * random.uniform(0.5, 1.0))  # so that workers do not retry all at once
+            all_failed = len(failed) == len(samples)
+            failed = (
+                self._attempt(process, samples) if all_failed else self._call_each(process, failed, config.timeout_s)
+            )
         self._scoring.fail(failed)
 
     def _attempt(self, process: RewardProcess, samples: range) -> dict[int, str]:
-        """Call with all samples. Returns those that have no number, and why; the same of all others here."""
+        """Call with all samples. Returns the reason of each that has no number, as the methods below."""
         if (failed := self._load(process, samples)) is not None:
             return failed
         config = self._scoring.config
@@ -145,7 +147,7 @@ class Worker:
         return still
 
     def _load(self, process: RewardProcess, samples: range) -> dict[int, str] | None:
-        """Have the function loaded. Where it cannot be, why, for each of these samples."""
+        """Load the function. Returns why each of these samples has no number if it cannot be loaded, else None."""
         if not process.running and self._load_left_s <= 0:
             return dict.fromkeys(samples, f"had no time left to be imported again for sample {samples.start}")
         started = time.monotonic()

@@ -18,7 +18,7 @@ from typing import Literal
 
 
 def matches(generated_texts: Sequence[str], *, pattern: str) -> list[float]:
-    """1 where a regular expression of Python matches the whole text, line ends included in `.`; else 0.
+    """1 if a regular expression of Python matches the complete text, line ends included in `.`; else 0.
 
     Raises ValueError for a pattern that is none.
     """
@@ -46,33 +46,33 @@ def length_limit(
 
 
 def repetition(generated_texts: Sequence[str], *, words: int = 3) -> list[float]:
-    """Minus the share of a text's sequences of so many words that were there before: 0 without repetition.
+    """Minus the share of a text's sequences of `words` words that occurred before: 0 without repetition.
 
     Raises ValueError for fewer than one word.
     """
     if not isinstance(words, int) or words < 1:
         raise ValueError(f"words={words}, expected a whole number, at least 1")
-    found = []
+    rewards = []
     for text in generated_texts:
         split = text.split()
         sequences = [tuple(split[first : first + words]) for first in range(len(split) - words + 1)]
-        found.append(len(set(sequences)) / len(sequences) - 1.0 if sequences else 0.0)
-    return found
+        rewards.append(len(set(sequences)) / len(sequences) - 1.0 if sequences else 0.0)
+    return rewards
 
 
 def script(generated_texts: Sequence[str], *, script: str) -> list[float]:
-    """The share of a text's letters that are of a script of Unicode, such as LATIN, CYRILLIC or CJK; 1 without letters.
+    """Share of a text's letters that belong to a script of Unicode, such as LATIN, CYRILLIC or CJK. 1 without letters.
 
     Raises ValueError for a script of which there is no letter.
     """
-    wanted = str(script).upper()
-    if not re.fullmatch(r"[A-Z][A-Z -]*", wanted) or not any(_is_of(chr(code), wanted) for code in range(0x30000)):
+    name = str(script).upper()
+    if not re.fullmatch(r"[A-Z][A-Z -]*", name) or not any(_is_of(chr(code), name) for code in range(0x30000)):
         raise ValueError(f"script={script!r}, expected one that Unicode names letters by, such as LATIN or CYRILLIC")
-    found = []
+    rewards = []
     for text in generated_texts:
         letters = [character for character in text if character.isalpha()]
-        found.append(sum(_is_of(each, wanted) for each in letters) / len(letters) if letters else 1.0)
-    return found
+        rewards.append(sum(_is_of(letter, name) for letter in letters) / len(letters) if letters else 1.0)
+    return rewards
 
 
 def _is_of(character: str, script: str) -> bool:

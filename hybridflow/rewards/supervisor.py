@@ -1,4 +1,4 @@
-"""Starts the process of a user's reward function, bounds what it takes, and ends it with all that it started.
+"""Supervisor of a user's reward function: starts its process, limits its resources, and ends all its descendants.
 
     python -I supervisor.py CONNECTION LIFELINE PARENT LIMITS
 
@@ -36,7 +36,7 @@ _LONGEST_LINE = 1000
 """Bytes of each line where lines are counted."""
 _PRINTED = bytes(byte if byte >= 0x20 or byte in b"\t\n\r" else ord("?") for byte in range(0x7F)) + b"?"
 _PRINTED += bytes(range(0x80, 0x100))
-"""Each byte of the output as it is passed on: no terminal obeys it."""
+"""Printable form of each byte of the output, so that no terminal interprets it."""
 
 
 class _Supervisor:
@@ -105,7 +105,7 @@ class _Supervisor:
         return True
 
     def _kill_all(self) -> None:
-        """Until none is left: one may have started another meanwhile."""
+        """Kill descendants until none is left: one may have started another meanwhile."""
         deadline = time.monotonic() + _KILL_LIMIT_S
         while time.monotonic() < deadline:
             for pid in _descendants(os.getpid()):
@@ -116,7 +116,7 @@ class _Supervisor:
             time.sleep(0.002)
 
     def _reap(self) -> bool:
-        """Take note of the children that have ended; whether there are any others."""
+        """Reap the children that have ended. Returns true if others are left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._worker:
@@ -139,7 +139,7 @@ class _Supervisor:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """The processes that descend from one, those first that are nearest."""
+    """Descendants of a process, the nearest first."""
     waiting = [pid]
     while waiting:
         children = _children(waiting.pop())
@@ -148,12 +148,12 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _children(pid: int) -> list[int]:
-    found = []
+    children = []
     with contextlib.suppress(OSError):  # gone meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
+                children += [int(child) for child in (thread / "children").read_text().split()]
+    return children
 
 
 def _prctl(option: int, value: int) -> None:
@@ -162,14 +162,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _limit(limits: dict[str, Any]) -> None:
-    """Bound what this process, and each that it starts, may take; lower limits that hold already stay."""
-    wanted = {
+    """Limit the resources of this process, and of each that it starts. Lower limits in force stay."""
+    bounds = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_DATA: int(limits["memory_bytes"]),
         resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
         resource.RLIMIT_NOFILE: int(limits["open_files"]),
     }
-    for kind, value in wanted.items():
+    for kind, value in bounds.items():
         _, hard = resource.getrlimit(kind)
         lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (lowest, lowest))
@@ -205,12 +205,12 @@ def _main(connection: int, lifeline: int, parent: int, limits: dict[str, Any]) -
         os.dup2(printed, standard)
     os.close(printed)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what it has printed is not lost where it is killed
+        sys.stdout.reconfigure(line_buffering=True)  # so that a killed process loses no output
     _limit(limits)
     child = _child_module()
     try:
         child.serve(socket.socket(fileno=connection))
-    except BrokenPipeError:  # the parent has closed the connection and waits for no answer
+    except BrokenPipeError:  # the parent has closed the connection
         pass
     except OSError:  # of a descriptor that is none any more, perhaps with those of its output
         os._exit(child.LOST_CONNECTION)

@@ -9,20 +9,22 @@ from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.mathematics import final_answer
 
 NO_VOTE = -1
-"""Of a response without an answer."""
+"""Vote of a response without an answer."""
 
 
 def votes(texts: Sequence[str], config: RewardConfig) -> list[int]:
-    """For each text a number that stands for its final answer, from 0; equal answers have equal ones.
+    """Number each text by its final answer, from 0. Equal answers have equal numbers.
 
-    Where one of the functions is `math`, the answer is what this extracts, and equal are answers that are written
-    alike: 1/2 and 0.5 are two. Otherwise it is the whole text without white space around it.
+    If one of the functions is `math`, the answer is the one that it extracts. Answers are equal if they are written
+    alike: 1/2 and 0.5 are two. Else the answer is the complete text without white space around it.
 
     Args:
         texts: of responses.
         config: the functions that score them.
     """
-    extract = next((each.arguments.get("extract", "boxed") for each in config.functions if each.path == "math"), None)
+    extract = next(
+        (function.arguments.get("extract", "boxed") for function in config.functions if function.path == "math"), None
+    )
     answers = [text.strip() or None if extract is None else final_answer(text, extract) for text in texts]
     return [NO_VOTE if answer is None else _number(answer) for answer in answers]
 

@@ -34,15 +34,16 @@ class ModelGroup(WorkerGroup):
     abandon_checkpoint = ModelWorker.abandon_checkpoint
     weights_digest = ModelWorker.weights_digest
     export = ModelWorker.export
-    give_back = ModelWorker.give_back
-    take_back = ModelWorker.take_back
-    take_offload_figures = ModelWorker.take_offload_figures
+    offload = ModelWorker.offload
+    onload = ModelWorker.onload
+    take_offload_stats = ModelWorker.take_offload_stats
 
 
 class PolicyGroup(ModelGroup):
     """The ranks of an actor or a reference policy."""
 
     logprobs = PolicyWorker.logprobs
+    actor_logprobs = PolicyWorker.actor_logprobs
     top_tokens = PolicyWorker.top_tokens
     update = PolicyWorker.update
     supervise = PolicyWorker.supervise
@@ -58,7 +59,7 @@ class TeacherGroup(ModelGroup):
 
 
 class TeacherEngineGroup(WorkerGroup):
-    """Engines that serve a teacher, side by side."""
+    """Engines that serve a teacher."""
 
     start = TeacherEngineWorker.start
     teacher_logprobs = TeacherEngineWorker.teacher_logprobs
@@ -73,7 +74,7 @@ class ValueGroup(ModelGroup):
 
 
 class _TransferCalls(Caller):
-    """What a transfer of weights asks of engines."""
+    """Calls of engines in a weight transfer."""
 
     share_weights = RolloutWorker.share_weights
     connect_weights = RolloutWorker.connect_weights
@@ -86,19 +87,19 @@ class _TransferCalls(Caller):
 
 
 class RolloutGroup(_TransferCalls, WorkerGroup):
-    """Engines side by side."""
+    """Rollout engines."""
 
     start = RolloutWorker.start
     restart = RolloutWorker.restart
-    generate = RolloutWorker.generate
     trace = RolloutWorker.trace
-    give_back = RolloutWorker.give_back
-    take_back = RolloutWorker.take_back
+    offload = RolloutWorker.offload
+    onload = RolloutWorker.onload
     take_turn = RolloutWorker.take_turn
-    take_offload_figures = RolloutWorker.take_offload_figures
+    check_part = RolloutWorker.check_part
+    take_offload_stats = RolloutWorker.take_offload_stats
 
     def engines(self, numbers: Sequence[int]) -> EngineCalls:
-        """Some of the engines, by their numbers in order."""
+        """Return some of the engines, by their numbers in order."""
         hosts = self.layout.tp
         return EngineCalls(self, [hosts * number + host for number in numbers for host in range(hosts)])
 
@@ -110,7 +111,7 @@ class EngineCalls(_TransferCalls, SomeRanks):
 
 
 class JudgeGroup(WorkerGroup):
-    """Servers of a judge, side by side."""
+    """Servers of a judge model."""
 
     start = JudgeWorker.start
     check = JudgeWorker.check

@@ -1,4 +1,4 @@
-"""A judge that SGLang serves: reward functions ask it over HTTP, wherever they run."""
+"""Judge model served by SGLang, which reward functions call over HTTP from any host."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, register
 
 KEY_VARIABLE = "HYBRIDFLOW_JUDGE_KEY"
-"""The environment variable that holds the servers' key, for the functions that ask them."""
+"""Environment variable with the servers' key, for the functions that call them."""
 _LOOK_EVERY_S = 1.0
 
 
 class JudgeWorker:
-    """One server; the ranks of its group are servers side by side. One that dies is started again.
+    """One server of a judge model. The ranks of its group are several servers. One that dies is restarted.
 
     Args:
         directory: HuggingFace directory of the judge.
         config: of every server.
-        key: that requests bring.
-        restarts: how often it is started again.
+        key: of requests.
+        restarts: most restarts.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class JudgeWorker:
 
     @register(ONE_TO_ALL)
     def start(self) -> str:
-        """Start the server and wait until it generates. Its URL, before `/chat/completions`."""
+        """Start the server and wait until it generates. Return its URL, before `/chat/completions`."""
         self._server.start()
         self._watch.start()
         return self._server.url
 
     @register(ONE_TO_ALL)
     def check(self) -> int:
-        """How often the server has been started again. Raises EngineError once it has died more often than it may."""
+        """Return how often the server was restarted. Raises EngineError once it has died more often than it may."""
         if self._failure is not None:
             raise self._failure
         return self._restarts
@@ -67,7 +67,7 @@ class JudgeWorker:
             self._failure = EngineError(f"judge: {type(error).__name__}: {' '.join(str(error).split())}")
 
     def _start_again(self) -> None:
-        """Start the server again whenever it has died, as often as it may, until `shutdown`."""
+        """Restart the server whenever it has died, as often as it may, until `shutdown`."""
         while not self._ending.wait(_LOOK_EVERY_S):
             if self._server.is_alive:
                 continue
@@ -95,4 +95,4 @@ class JudgeWorker:
         self._server.shutdown()
         if self._watch.is_alive():
             self._watch.join(_LOOK_EVERY_S)
-            self._server.shutdown()  # which it may have started again meanwhile
+            self._server.shutdown()  # the thread may have restarted it meanwhile

@@ -10,33 +10,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine3d.checkpoint.manifest import FileEntry, RoleFacts
+from engine3d.checkpoint.manifest import FileEntry, RoleSummary
 from engine3d.errors import DamagedCheckpointError, EngineError, UserError
 from engine3d.models.experts.load_balance import Routing
+from engine3d.models.experts.routing_replay import ReplayStats
+from engine3d.models.precision import Precision
 from engine3d.platform import platform
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.startup.imports import quick_imports
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
-from engine3d.training.offload import OffloadFigures
+from engine3d.training.offload import OffloadStats
 from engine3d.training.sequences import Sequences
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
+from hybridflow.metrics.expert_loads import routing_metrics
 from hybridflow.metrics.names import UpdateNames
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
-    from engine3d.checkpoint.save import Begun
+    from engine3d.checkpoint.save import SaveStart
     from engine3d.training.forward import LossFunction
     from engine3d.training.update import UpdateGuard
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one data-parallel rank tells of one optimizer step."""
+    """Metrics of one optimizer step on one data-parallel rank."""
 
     statistics: Statistics
     grad_norm: float
@@ -49,28 +52,34 @@ class Update:
     devices: int
     """Ranks that computed it together: those of one data-parallel replica."""
     flops: float
-    """Of the model on its tokens, forward and backward, by `engine3d.training.flops`."""
+    """FLOPs of the model on its tokens, forward and backward, by `engine3d.training.flops`."""
     seconds: float
     optimizer_seconds: float
-    """Of these, after the gradient's norm was known."""
+    """Seconds of these after the gradient's norm was known."""
     peak_flops: float | None
-    """Of a device, a second; None where it is not known."""
+    """Peak FLOPs of a device per second; None where it is not known."""
     refused: bool = False
-    """By the KL guard."""
+    """True if the KL guard refused the step."""
     routing: Routing | None = None
-    """Of the tokens of all ranks; None without experts."""
+    """Routing of the tokens of all ranks, from the first data-parallel rank; None from others, and without experts."""
     on_gpu: bool = True
-    """Whether the memory is a GPU's; the host's otherwise."""
+    """True if the memory is a GPU's, False for the host's."""
+    replay: ReplayStats | None = None
+    """Comparison of its samples' routes with what live routers chose, of all ranks; None without routes."""
     again: int | None = None
-    """How often its micro-batches were computed again, for want of room for rows of experts; None without such room."""
+    """Recomputations of its micro-batches for lack of row capacity of experts; None without a capacity."""
+    bubble: float | None = None
+    """Idle time of a rank over its computing time by the pipeline's schedule; None without pipeline stages."""
+    split_share: float | None = None
+    """Share of its micro-batches with split sequences; None without context-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class CheckpointBegun:
-    """What a rank tells of a save that has begun, and what a manifest is to say of the model."""
+    """A rank's save that has begun, and the manifest's entry for the model."""
 
-    begun: Begun
-    facts: RoleFacts
+    begun: SaveStart
+    summary: RoleSummary
 
 
 @dataclass(frozen=True)
@@ -81,31 +90,33 @@ class CheckpointFailure:
 
     @classmethod
     def of(cls, error: Exception) -> CheckpointFailure:
-        """An error that is being handled; its stack goes into the rank's log."""
+        """Make a failure of the error that is being handled. Its stack goes into the rank's log."""
         with contextlib.suppress(OSError):  # the log may be on the disk that is full
             traceback.print_exc()
-        told: BaseException | None = error
-        while told is not None and not isinstance(told, EngineError | UserError):
-            told = told.__cause__ or told.__context__  # PyTorch's writer raises an error of its own after the file's
-        message = " ".join(str(told or error).split())
-        return cls(message if told is not None else f"{type(error).__name__}: {message}")
+        known: BaseException | None = error
+        while known is not None and not isinstance(known, EngineError | UserError):
+            known = known.__cause__ or known.__context__  # PyTorch's writer raises an error of its own after the file's
+        message = " ".join(str(known or error).split())
+        return cls(message if known is not None else f"{type(error).__name__}: {message}")
 
 
 class ModelWorker:
-    """One rank of a model: its start, its checkpoints and its export. What it computes is its kind's.
+    """One rank of a model: its start, its checkpoints and its export. A subclass adds what it computes.
 
     Args:
-        context: the rank, its layout and its place in it.
+        context: the rank and its layout.
         directory: HuggingFace directory of the initial weights.
         config: how the model is trained.
         trainable: false for a model that stays as it is, such as a reference policy.
         seed: of the model's random states.
-        places: where the memory of every rank is.
-        publish: for every rank, the file in which a policy says where its weights lie, for engines that share them.
+        locations: of the memory of every rank.
+        publish: for every rank, the file in which a policy publishes the location of its weights, for engines that
+            share them.
+        engine_precision: of the engines' weights, where they are quantised.
         checkpoint: the role's directory in a checkpoint that holds its state, in place of the initial weights.
-        verify_checkpoint: whether what is read of it is compared with its checksums.
-        saves_in_background: whether it is going to be saved while training goes on.
-        offload: leave the device while others compute there.
+        verify_checkpoint: True to compare what is read of it with its checksums.
+        saves_in_background: True if it is going to be saved while training continues.
+        offload: True to leave the device while others compute there.
     """
 
     _value_head: ClassVar[bool] = False
@@ -118,8 +129,9 @@ class ModelWorker:
         *,
         trainable: bool,
         seed: int,
-        places: Sequence[Place],
+        locations: Sequence[Location],
         publish: Sequence[Path] = (),
+        engine_precision: Precision | None = None,
         checkpoint: Path | None = None,
         verify_checkpoint: bool = True,
         saves_in_background: bool = False,
@@ -127,8 +139,13 @@ class ModelWorker:
     ) -> None:
         self._layout, self._directory, self._config = context.layout, directory, config
         self._trainable, self._seed = trainable, seed
-        self._name, self._rank, self._place = f"{context.role} rank {context.rank}", context.rank, places[context.rank]
+        self._name, self._rank, self._location = (
+            f"{context.role} rank {context.rank}",
+            context.rank,
+            locations[context.rank],
+        )
         self._publish = publish[context.rank] if publish else None
+        self._engine_precision = engine_precision
         self._resumed, self._saves_in_background = checkpoint, saves_in_background
         self._verify = verify_checkpoint
         self._offload = offload
@@ -138,7 +155,7 @@ class ModelWorker:
         """Join the group's process groups, build the model and load its weights or its whole state.
 
         Returns:
-            The libraries that this rank found, by name; what is damaged of the checkpoint, if anything is.
+            The libraries of this rank, by name; or the failure to load a damaged checkpoint.
         """
         with quick_imports():  # Megatron-Core is only imported where it runs
             from engine3d.checkpoint.save import EngineCheckpoint
@@ -161,12 +178,12 @@ class ModelWorker:
                     self._checkpoint.load(self._resumed, verify=self._verify)
                 except DamagedCheckpointError as error:
                     return CheckpointFailure(str(error))
-        self._engine.give_back()  # engines that start meanwhile go by what is free
+        self._engine.offload()  # engines that start meanwhile go by what is free
         return platform.libraries()
 
     @register(THREE_D_PROTO)
     def apply(self, batch: SampleBatch, *, function: Callable[..., Columns], arguments: Mapping[str, Any]) -> Columns:
-        """`function(batch, **arguments)`, where the batch's columns are fetched."""
+        """Return `function(batch, **arguments)`, where the batch's columns are fetched."""
         return function(batch, **arguments)
 
     def _update(
@@ -185,7 +202,7 @@ class ModelWorker:
         if self._saves_in_background:
             self._checkpoint.prepare()
         return Update(
-            statistics=Statistics.merge(result.facts).cpu(),
+            statistics=Statistics.merge(result.loss_outputs).cpu(),
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             applied=result.applied,
@@ -199,20 +216,23 @@ class ModelWorker:
             optimizer_seconds=result.optimizer_s,
             peak_flops=platform.peak_flops,
             refused=result.refused,
-            routing=result.routing,
+            routing=result.routing if self._engine.coordinates.dp == 0 else None,
             on_gpu=platform.gpus > 0,
-            again=result.again,
+            replay=result.replay,
+            again=result.recomputed,
+            bubble=result.bubble,
+            split_share=result.split_share,
         )
 
     @register(ONE_TO_ALL)
     def trace_next_update(self, path: Path, *, micro_batches: int) -> None:
-        """Have the first rank's next update write a trace; see `TrainEngine.trace_next_update`."""
+        """Trace the first rank's next update; see `TrainEngine.trace_next_update`."""
         if self._rank == 0:
             self._engine.trace_next_update(path, micro_batches)
 
     @register(ONE_TO_ALL)
     def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Start the optimizer and its schedule afresh, with other settings."""
+        """Reset the optimizer and its schedule, with other settings."""
         self._checkpoint.forget()
         self._engine.reset_optimizer(config)
 
@@ -230,19 +250,19 @@ class ModelWorker:
     def begin_checkpoint(self, directory: Path, *, background: bool) -> CheckpointBegun | CheckpointFailure:
         """Begin to save the model's state into a directory that is there; see `EngineCheckpoint.begin`."""
         try:
-            facts = self._checkpoint.facts
-            return CheckpointBegun(self._checkpoint.begin(directory, background=background), facts)
+            entry = self._checkpoint.summary
+            return CheckpointBegun(self._checkpoint.begin(directory, background=background), entry)
         except Exception as error:
             return CheckpointFailure.of(error)
 
     @register(ONE_TO_ALL)
     def checkpoint_written(self) -> bool:
-        """Whether this rank has nothing left to write, or could not write it."""
+        """Return True once this rank has nothing left to write, or could not write it."""
         return self._checkpoint.is_written()
 
     @register(ONE_TO_ALL)
     def finish_checkpoint(self) -> list[FileEntry] | CheckpointFailure:
-        """End the save; this rank's files, with paths relative to the directory."""
+        """End the save. Return this rank's files, with paths relative to the directory."""
         try:
             return self._checkpoint.finish()
         except Exception as error:
@@ -250,35 +270,35 @@ class ModelWorker:
 
     @register(ONE_TO_ALL)
     def abandon_checkpoint(self) -> None:
-        """Give up the save that is under way, if there is one."""
+        """Abandon the save in flight, if there is one."""
         self._checkpoint.abandon()
 
     @register(ONE_TO_ALL, exclusive=True)
     def weights_digest(self) -> str:
-        """Of the weights that this rank holds; see `engine3d.checkpoint.digest`."""
+        """Digest the weights of this rank; see `engine3d.checkpoint.digest`."""
         from engine3d.checkpoint.digest import weights_digest
 
         return weights_digest(self._engine)
 
     @register(ONE_TO_ALL)
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, precision: Precision | None = None) -> None:
         """Write the weights as a HuggingFace directory; every rank writes its own part."""
-        self._engine.export(directory)
+        self._engine.export(directory, precision=precision)
 
     @register(ONE_TO_ALL, exclusive=True)
-    def give_back(self) -> None:
-        """Give device memory to others that compute there; see `TrainEngine.give_back`."""
-        self._engine.give_back()
+    def offload(self) -> None:
+        """Offload, so that others that compute there have the device memory; see `TrainEngine.offload`."""
+        self._engine.offload()
 
     @register(ONE_TO_ALL, exclusive=True)
-    def take_back(self) -> None:
-        """Have on the device what is needed to compute; see `TrainEngine.take_back`."""
-        self._engine.take_back()
+    def onload(self) -> None:
+        """Onload what is needed to compute; see `TrainEngine.onload`."""
+        self._engine.onload()
 
     @register(ONE_TO_ALL)
-    def take_offload_figures(self) -> OffloadFigures:
-        """What this rank has moved to host memory and back since the last call."""
-        return self._engine.take_offload_figures()
+    def take_offload_stats(self) -> OffloadStats:
+        """Return this rank's moves to host memory and back since the last call."""
+        return self._engine.take_offload_stats()
 
     def shutdown(self) -> None:
         """Leave the process groups."""
@@ -288,11 +308,11 @@ class ModelWorker:
 
 
 def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACTOR) -> dict[str, float]:
-    """The figures of a step.
+    """Compute the metrics of a step.
 
     Args:
         updates: for each optimizer step of the step, one entry a data-parallel rank.
-        names: what figures that every kind of model has are called.
+        names: metric names of the model's kind.
     """
     every = [update for ranks in updates for update in ranks]
     values = Statistics.merge(update.statistics for update in every).values(mini_batches=len(updates))
@@ -308,38 +328,35 @@ def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACT
         values[names.host_memory] = peak_memory
     values[names.optimizer_time] = 1000 * sum(max(update.optimizer_seconds for update in ranks) for ranks in updates)
     if every[0].again is not None:
-        values[names.again] = sum(ranks[0].again or 0 for ranks in updates)
+        values[names.capacity_retries] = sum(ranks[0].again or 0 for ranks in updates)
+    if every[0].bubble is not None:
+        values[names.pipeline_bubble] = sum(ranks[0].bubble or 0.0 for ranks in updates) / len(updates)
+    if every[0].split_share is not None:
+        values[names.split_share] = sum(update.split_share or 0.0 for update in every) / len(every)
+    values |= replay_metrics([ranks[0].replay for ranks in updates])
     device_seconds = sum(max(update.seconds for update in ranks) * _devices(ranks) for ranks in updates)
     values[names.device_throughput] = sum(update.tokens for update in every) / device_seconds
     if (peak := every[0].peak_flops) is not None:
         values[names.mfu] = sum(update.flops for update in every) / (device_seconds * peak)
-    return values | routing_metrics([ranks[0].routing for ranks in updates if ranks[0].routing is not None], names)
+    return values | routing_metrics(routings(updates), names)
 
 
-def routing_metrics(updates: Sequence[Routing], names: UpdateNames) -> dict[str, float]:
-    """What routers did in the updates of a step; nothing for a model without experts."""
-    if not updates:
-        return {}
-    layers = range(len(updates[0].layers))
-    highest = [sum(each.highest[layer] for each in updates) / len(updates) for layer in layers]
-    worst = max(layers, key=lambda layer: highest[layer])
-    values = {
-        names.expert_load_max: highest[worst],
-        names.expert_load_max_layer: float(updates[0].layers[worst]),
-        names.expert_load_max_mean: sum(highest) / len(highest),
-        names.expert_load_min: min(min(each.lowest) for each in updates),
-    }
-    losses = {
-        names.router_z_loss: [each.z for each in updates],
-        names.sequence_balance_loss: [each.sequence for each in updates],
-        names.update_balance_loss: [each.update for each in updates],
-    }
-    for name, found in losses.items():
-        told = [each for each in found if each is not None]
-        if told:
-            values[name] = sum(told) / len(told)
-    return values
+def routings(updates: list[list[Update]]) -> list[Routing]:
+    """Return the routing of each optimizer step of a step; none for a model without experts."""
+    return [ranks[0].routing for ranks in updates if ranks[0].routing is not None]
 
 
 def _devices(ranks: list[Update]) -> int:
     return sum(update.devices for update in ranks)
+
+
+def replay_metrics(updates: Sequence[ReplayStats | None]) -> dict[str, float]:
+    """Compute the metrics of the routes of a step's updates; none for samples without routes."""
+    stats = [update for update in updates if update is not None]
+    decisions, missing, different = (
+        sum(getattr(update, name) for update in stats) for name in ("decisions", "missing", "different")
+    )
+    values = {metrics.TRAIN_MISSING_ROUTES: missing / decisions} if decisions else {}
+    if decisions > missing:
+        values[metrics.TRAIN_DIFFERENT_ROUTES] = different / (decisions - missing)
+    return values

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from engine3d.errors import EngineError
+from engine3d.models.experts.routes import RouteFormat
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import SendOrder
 from engine3d.reshard.transport.sender import Sent, Transport
-from engine3d.training.sequences import CHOSEN
+from engine3d.training.sequences import CHOSEN, ROUTES
 from hybridflow.algorithms.advantages.whitening import Moments, whiten
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.kl_control import KLGuard
@@ -35,30 +37,62 @@ class PolicyWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def start(self) -> dict[str, str] | CheckpointFailure:
-        """As every model starts; then say where the weights lie, if engines are to share them."""
+        """Start as every model; then publish the location of the weights, if engines are to share them."""
         libraries = super().start()
         if self._publish is not None and not isinstance(libraries, CheckpointFailure):
-            self._sender = self._engine.weight_sender(self._name, self._rank, self._place)
+            self._sender = self._engine.weight_sender(self._name, self._rank, self._location, self._engine_precision)
             self._sender.publish(self._publish)
         return libraries
 
-    @register(THREE_D_PROTO, exclusive=True)
+    @register(THREE_D_PROTO, exclusive=True, routes=True)
     def logprobs(self, batch: SampleBatch, *, temperature: float) -> Columns | None:
-        """Column `logprobs`, (R,) float32: those of the response tokens."""
+        """Compute column `logprobs`, (R,) float32, of the response tokens."""
         outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
         if outputs is None or outputs.logprobs is None:
             return None
         return Columns({"logprobs": of_responses(batch, outputs.logprobs, f"{self._name}: the log-prob")})
 
+    @register(THREE_D_PROTO, exclusive=True, routes=True)
+    def actor_logprobs(
+        self, batch: SampleBatch, *, temperature: float, column: str, records_routes: bool
+    ) -> Columns | None:
+        """Compute a column of log-probs, (R,) float32, of the response tokens, routed as an update routes them.
+
+        Args:
+            batch: with routes where they are replayed.
+            temperature: the logits are divided by it.
+            column: name of the column.
+            records_routes: True to let the routers choose, and add the column `routes`, (T, C), of their choices.
+        """
+        sequences = to_sequences(batch, routes=None if records_routes else self._replayed(batch))
+        outputs = self._engine.logprobs(sequences, temperature=temperature, record_routes=records_routes)
+        if outputs is None or outputs.logprobs is None:
+            return None
+        columns = {column: of_responses(batch, outputs.logprobs, f"{self._name}: the log-prob")}
+        return Columns(columns if outputs.routes is None else {**columns, ROUTES: outputs.routes})
+
+    def _replayed(self, batch: SampleBatch) -> Tensor | None:
+        """(T, C) routes by which tokens are routed; None if the routers choose.
+
+        Raises:
+            EngineError: there are none.
+        """
+        mode = self._config.routing_replay
+        if mode == "none":
+            return None
+        if batch.routes is None:
+            raise EngineError(f"{self._name}: routing_replay={mode} with samples that have no routes, expected routes")
+        return batch.routes
+
     @register(THREE_D_PROTO, exclusive=True)
     def top_tokens(self, batch: SampleBatch, *, count: int) -> Columns | None:
-        """Column `chosen_tokens`, (R, count) int64: the most likely tokens in the place of each response token."""
+        """Compute column `chosen_tokens`, (R, count) int64: the most likely tokens at each position of the response."""
         outputs = self._engine.logprobs(to_sequences(batch), top=count)
         if outputs is None or outputs.top_tokens is None:
             return None
         return Columns({"chosen_tokens": outputs.top_tokens[batch.is_response]})
 
-    @register(THREE_D_PROTO, exclusive=True)
+    @register(THREE_D_PROTO, exclusive=True, routes=True)
     def update(
         self,
         batch: SampleBatch,
@@ -69,7 +103,7 @@ class PolicyWorker(ModelWorker):
         stale: bool = False,
         against_rollout: bool = False,
     ) -> Update:
-        """One optimizer step of policy optimization; none where `algorithm.kl_guard` refuses it.
+        """Take one optimizer step of policy optimization; none where `algorithm.kl_guard` refuses it.
 
         Args:
             batch: a mini-batch with weights and advantages, and old and reference log-probs where the algorithm needs
@@ -77,8 +111,8 @@ class PolicyWorker(ModelWorker):
             algorithm: the settings.
             temperature: the logits are divided by it, as they were when the tokens were sampled.
             whitening: moments of the advantages of the whole batch, by which they are whitened; None leaves them.
-            stale: an older policy has made the batch, so that the engines' log-probs are of other weights.
-            against_rollout: the ratio is to the policy that has made the batch, whose log-probs are the engines'.
+            stale: True if an older policy made the batch, so that the engines' log-probs are of other weights.
+            against_rollout: True if the ratio is to the policy that made the batch, with the engines' log-probs.
         """
         from engine3d.training.update import UpdateGuard
 
@@ -91,7 +125,10 @@ class PolicyWorker(ModelWorker):
         columns["old_logprobs"] = batch.logprobs if against_rollout else batch.old_logprobs
         if not stale and not against_rollout and algorithm.needs_engines:
             columns["rollout_logprobs"] = batch.logprobs
-        sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
+        present = {name: value for name, value in columns.items() if value is not None}
+        # Without replay they are compared with what the routers choose.
+        routes = batch.routes if self._config.routing_replay == "none" else self._replayed(batch)
+        sequences = to_sequences(batch, routes=routes, **present)
 
         policy_loss = load(algorithm.name).policy_loss
 
@@ -116,31 +153,34 @@ class PolicyWorker(ModelWorker):
 
     @register(THREE_D_PROTO, exclusive=True)
     def supervise(self, batch: SampleBatch) -> Update:
-        """One optimizer step towards the responses of a mini-batch with weights."""
+        """Take one optimizer step towards the responses of a mini-batch with weights."""
         assert batch.weights is not None
 
         def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
             assert outputs.logprobs is not None
             return sft_loss(outputs.logprobs, **columns)
 
-        return self._update(to_sequences(batch, weights=batch.weights), loss)
+        routes = None
+        if self._config.routing_replay != "none":  # nobody drew these responses: the routers choose
+            routes = RouteFormat.of(self._engine.spec.sizes).empty(len(batch.tokens))
+        return self._update(to_sequences(batch, routes=routes, weights=batch.weights), loss)
 
     @register(ONE_TO_ALL)
     def share_weights(self) -> SharedShards:
-        """Which elements of the model this rank's memory holds, and how to reach it."""
+        """Describe the elements of the model in this rank's memory, and how to reach them."""
         return self._sender.share()
 
     @register(ALL_TO_ALL)
     def connect_weights(self, orders: Sequence[SendOrder]) -> None:
-        """Make ready to send. `orders`: one for each transfer that is made by itself."""
+        """Prepare to send. `orders`: one for each separate transfer."""
         self._sender.connect(*orders)
 
     @register(ONE_TO_ALL)
-    def send_weights(self, version: int, *, part: int = 0) -> dict[Transport, Sent]:
-        """Send this rank's part of one transfer of those that were connected; what went over each transport."""
-        return self._sender.send(version, part)
+    def send_weights(self, version: int, *, transfer: int = 0) -> dict[Transport, Sent]:
+        """Send this rank's shard of one connected transfer. Return what went over each transport."""
+        return self._sender.send(version, transfer)
 
 
-def _policy_kl(facts: list[Statistics]) -> tuple[Tensor, Tensor]:
-    """The KL divergence from the policy that the step began with: its sum over tokens (k3), and their number."""
-    return Statistics.merge(facts).means[metrics.TRAIN_KL_K3]
+def _policy_kl(statistics: list[Statistics]) -> tuple[Tensor, Tensor]:
+    """Return the KL divergence from the policy that the step began with: its sum over tokens (k3), and their number."""
+    return Statistics.merge(statistics).means[metrics.TRAIN_KL_K3]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.rollout.requests import Request, Response
 from hybridflow.batch.sample_batch import SampleBatch
@@ -14,43 +16,79 @@ from hybridflow.batch.worker_output import Packed, Summary, pack, send_tensors_a
 
 
 class EngineStream:
-    """The calls of an engine by a rollout controller, beside those of its group.
+    """The calls of an engine by a rollout controller, concurrent with those of its group.
 
     Args:
         number: of the engine.
         engine: that has been started.
+        at_work: makes a block count as a call of a method, for those who watch the rank.
     """
 
-    def __init__(self, number: int, engine: RolloutEngine) -> None:
-        self._number, self._engine = number, engine
+    def __init__(
+        self, number: int, engine: RolloutEngine, at_work: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._number, self._engine, self._at_work = number, engine, at_work
+        self._generating = ExitStack()
+        """Closed once the requests that were submitted together have ended."""
+        self._together: set[int] = set()
+        """Samples in flight that were submitted together."""
+        self._turns: set[int] = set()
+        """Samples in flight of which a turn of an episode is drawn."""
+        self._lock = threading.Lock()
         self._requests: dict[int, tuple[Request, int, float]] = {}
         """Requests by sample, with the index of the prompt and the time of the submission."""
 
-    def submit(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
-        """Begin responses. `prompts`: for each request the index of its prompt."""
+    def submit(
+        self, requests: Sequence[Request], prompts: Sequence[int], together: bool = False, turns: bool = False
+    ) -> None:
+        """Begin responses.
+
+        Args:
+            requests: of them.
+            prompts: for each request the index of its prompt.
+            together: True if the requests end together.
+            turns: True if they are turns of episodes, whose tokens go to the controller.
+        """
         now = time.time()
         self._requests |= {
             request.sample: (request, prompt, now) for request, prompt in zip(requests, prompts, strict=True)
         }
-        self._engine.submit(requests)
+        if turns:
+            self._turns.update(request.sample for request in requests)
+        if together:
+            with self._lock:
+                if not self._together:
+                    self._generating.enter_context(self._at_work("generate"))
+                self._together.update(request.sample for request in requests)
+        self._engine.submit(requests, together=together)
 
     @property
-    def figures(self) -> EngineFigures:
-        """Figures of the engine."""
-        return self._engine.figures
+    def stats(self) -> EngineStats:
+        """Stats of the engine."""
+        return self._engine.stats
 
     def take_ended(self, wait_s: float) -> tuple[SampleEnds, Summary | None, Packed | None]:
-        """Responses that have ended since the last call: without their tokens, and as samples.
+        """Return responses that have ended since the last call: without their tokens, and as samples.
 
         Waits up to `wait_s` for one. Aborted ones are among the ends, and not among the samples.
         """
         ended = self._engine.take_ended(wait_s, self._requests)
         requests = [self._requests.pop(sample) for sample in ended]
+        with self._lock:
+            self._together.difference_update(ended)
+            if not self._together:
+                self._generating.close()
         ends = [_end(request, ended[request.sample]) for request, _, _ in requests]
-        complete = [entry for entry, end in zip(requests, ends, strict=True) if end.complete]
-        ends.sort(key=lambda end: not end.complete)  # so that the n-th complete end is of the n-th sample
+        complete = [
+            entry for entry, end in zip(requests, ends, strict=True) if end.complete and end.sample not in self._turns
+        ]
+        turns = {end.sample: ended[end.sample] for end in ends if end.complete and end.sample in self._turns}
+        self._turns.difference_update(ended)
+        ends.sort(
+            key=lambda end: not end.complete or end.sample in turns
+        )  # so that the n-th complete end is of the n-th sample
         if not complete:
-            return SampleEnds(ends, figures=self.figures), None, None
+            return SampleEnds(ends, stats=self.stats, turns=turns), None, None
         send_tensors_as_arrays()
         now = time.time()
         batch = sample_batch(
@@ -59,17 +97,23 @@ class EngineStream:
             [prompt for _, prompt, _ in complete],
             [ended[request.sample] for request, _, _ in complete],
             [(began, now) for _, _, began in complete],
-            token_versions=True,
+            token_versions=self._engine.config.token_versions,
         )
         packed, summary = pack(batch)
-        return SampleEnds(ends, figures=self.figures), summary, packed
+        return SampleEnds(ends, stats=self.stats, turns=turns), summary, packed
 
     def abort(self, samples: Sequence[int]) -> None:
         """Abort responses; each ends with what it has."""
         self._engine.abort(samples)
 
+    def close(self) -> None:
+        """Report no generation any more: the engine is gone, and so is what was in flight."""
+        with self._lock:
+            self._together.clear()
+            self._generating.close()
+
     def in_flight(self) -> dict[int, Response]:
-        """The responses in flight that have a token, by sample."""
+        """Return the responses in flight that have a token, by sample."""
         responses = self._engine.responses_in_flight().items()
         return {sample: response for sample, response in responses if response.token_ids}
 
@@ -83,7 +127,7 @@ def sample_batch(
     *,
     token_versions: bool,
 ) -> SampleBatch:
-    """Responses as samples.
+    """Make samples of responses.
 
     Args:
         engine: number of the engine.
@@ -103,6 +147,7 @@ def sample_batch(
         policy_versions=[response.oldest_version for response in responses],
         finish_reasons=[str(response.finish_reason) for response in responses],
         token_versions=[response.versions for response in responses] if token_versions else None,
+        routes=[response.routes for response in responses],
         engine=engine,
         times=times,
     )
@@ -116,4 +161,5 @@ def _end(request: Request, response: Response) -> SampleEnd:
         len(response.token_ids),
         response.oldest_version,
         complete=response.finish_reason in ("stop", "length") and bool(response.versions),
+        error=response.error,
     )

@@ -1,4 +1,4 @@
-"""One rank of a teacher: a model that says how likely it finds the tokens that a student wrote."""
+"""One rank of a teacher: a model that computes the log-probs of the tokens that a student wrote."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TeacherWorker(ModelWorker):
 
     @register(THREE_D_PROTO, exclusive=True)
     def teacher_logprobs(self, batch: SampleBatch, *, temperature: float, top_k: int) -> Columns | None:
-        """What `teacher_columns` makes of the teacher's log-probs.
+        """Return the `teacher_columns` of the teacher's log-probs.
 
         Args:
-            batch: the responses, with `chosen_tokens` where log-probs of given tokens are asked for.
+            batch: the responses, with `chosen_tokens` where log-probs of given tokens are requested.
             temperature: the logits are divided by it, as they were when the tokens were sampled.
-            top_k: how many of the most likely tokens are asked for, where no tokens are given; 0 for none.
+            top_k: number of most likely tokens to return, where no tokens are given; 0 for none.
         """
         began = time.perf_counter()
         given = {} if batch.chosen_tokens is None else {CHOSEN: batch.chosen_tokens}
@@ -52,18 +52,18 @@ def teacher_columns(
     chosen_logprobs: Tensor | None,
     seconds: float,
 ) -> Columns:
-    """What a teacher of any kind returns: the columns that `Step.teacher_logprobs` promises.
+    """Make the columns of `Step.teacher_logprobs` from the outputs of a teacher of any kind.
 
     Args:
         batch: the responses, with `chosen_tokens` where those were given.
         name: of the teacher, for errors.
         logprobs: (T,) float32 of each token of `to_sequences(batch)`.
-        top_tokens: (T, k) int64: the teacher's most likely ones in the place of each, by falling probability.
-        chosen_logprobs: (T, K) float32 of the `chosen_tokens`, or of the top tokens; None where nobody asked.
-        seconds: that it took, which are the note.
+        top_tokens: (T, k) int64: the teacher's most likely tokens at each position, by falling probability.
+        chosen_logprobs: (T, K) float32 of the `chosen_tokens`, or of the top tokens; None where not requested.
+        seconds: of the computation, for the note.
 
     Raises:
-        EngineError: a log-prob in the place of a token that the policy wrote is not finite; names its sample.
+        EngineError: a log-prob at the position of a token that the policy wrote is not finite; names its sample.
     """
     what = f"{name}: the log-prob"
     best, written = top_tokens[batch.is_response], batch.tokens[batch.is_response]

@@ -18,7 +18,7 @@ from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 
 
 class TeacherEngineWorker:
-    """One engine; the ranks of its group are engines side by side.
+    """One engine; the ranks of its group are several engines.
 
     Args:
         directory: HuggingFace directory of the teacher.
@@ -38,20 +38,22 @@ class TeacherEngineWorker:
 
     @register(THREE_D_PROTO, exclusive=True)
     def teacher_logprobs(self, batch: SampleBatch, *, temperature: float, top_k: int) -> Columns:
-        """As `TeacherWorker.teacher_logprobs`, without given tokens and at temperature 1."""
+        """Compute `TeacherWorker.teacher_logprobs` without given tokens and at temperature 1."""
         assert batch.chosen_tokens is None and temperature == 1, "refused by `Recipe`"
         began = time.perf_counter()
         pairs = zip(batch.prompts(), batch.responses(), strict=True)
-        asked = [(prompt + response, len(prompt)) for prompt, response in pairs if response]
-        found = self._engine.logprobs([tokens for tokens, _ in asked], [first for _, first in asked], top=max(1, top_k))
+        requests = [(prompt + response, len(prompt)) for prompt, response in pairs if response]
+        outputs = self._engine.logprobs(
+            [tokens for tokens, _ in requests], [first for _, first in requests], top=max(1, top_k)
+        )
         is_response = batch.is_response
         logprobs = torch.zeros(len(is_response))
         chosen = torch.zeros(len(is_response), max(1, top_k))
         best = torch.zeros(chosen.shape, dtype=torch.int64)
-        if found:
-            logprobs[is_response] = torch.tensor([each for given in found for each in given.logprobs])
-            chosen[is_response] = torch.tensor([each for given in found for each in given.top_logprobs])
-            best[is_response] = torch.tensor([each for given in found for each in given.top_tokens])
+        if outputs:
+            logprobs[is_response] = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
+            chosen[is_response] = torch.tensor([row for output in outputs for row in output.top_logprobs])
+            best[is_response] = torch.tensor([row for output in outputs for row in output.top_tokens])
         seconds = time.perf_counter() - began
         return teacher_columns(batch, self._name, logprobs, best, chosen if top_k else None, seconds)
 

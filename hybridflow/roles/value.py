@@ -1,4 +1,4 @@
-"""One rank of a model that says one number: a critic, which is trained, or a reward or cost model, which is not."""
+"""One rank of a model with a scalar head: a trained critic, or a frozen reward or cost model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine3d.training.forward import TokenOutputs
 
 NAMES = {"reward": CRITIC, "cost": COST_CRITIC}
-"""What the metrics of either critic are called."""
+"""Metric names of either critic."""
 
 
 class ValueWorker(ModelWorker):
@@ -35,9 +35,9 @@ class ValueWorker(ModelWorker):
 
     @register(THREE_D_PROTO, exclusive=True)
     def values(self, batch: SampleBatch) -> Columns | None:
-        """Column `values`, (R,) float32: those of the states in which the response tokens were chosen.
+        """Compute column `values`, (R,) float32, of the states in which the response tokens were chosen.
 
-        That of the first response token is what the head says at the last token of the prompt.
+        The value of the first response token is the head's output at the last token of the prompt.
         """
         outputs = self._engine.values(to_sequences(batch))
         if outputs is None or outputs.values is None:
@@ -46,20 +46,20 @@ class ValueWorker(ModelWorker):
 
     @register(THREE_D_PROTO, exclusive=True)
     def score(self, batch: SampleBatch) -> Columns | None:
-        """Fact `score`, (b,) float32: what the head says at the last token of the response, having read all of it."""
+        """Compute per-sample column `score`, (b,) float32: the head's output at the last token of the response."""
         outputs = self._engine.values(to_sequences(batch))
         if outputs is None or outputs.scores is None:
             return None
-        return Columns(facts={"score": finite_scores(batch, outputs.scores, f"{self._name}: the score")})
+        return Columns(per_sample={"score": finite_scores(batch, outputs.scores, f"{self._name}: the score")})
 
     @register(THREE_D_PROTO, exclusive=True)
     def update_values(self, batch: SampleBatch, *, clip: float | None, kind: ValueKind) -> Update:
-        """One optimizer step towards the returns.
+        """Take one optimizer step towards the returns.
 
         Args:
             batch: a mini-batch with weights, and with values and returns of this kind.
-            clip: how far a value moves before its loss is clipped; None does not clip.
-            kind: which columns hold them, and what the metrics are called.
+            clip: range of a value's change before its loss is clipped; None does not clip.
+            kind: reward or cost, which selects the columns and the metric names.
         """
         old_values, returns = _columns(batch, kind)
         assert batch.weights is not None
@@ -73,7 +73,7 @@ class ValueWorker(ModelWorker):
 
 
 def _columns(batch: SampleBatch, kind: ValueKind) -> tuple[Tensor, Tensor]:
-    """(R,) values and returns."""
+    """Return (R,) values and returns."""
     values, returns = (batch.values, batch.returns) if kind == "reward" else (batch.cost_values, batch.cost_returns)
     assert values is not None and returns is not None
     return values, returns

@@ -1,1 +1,1 @@
-"""How samples are produced."""
+"""Production of samples: the stream of groups, its engines and its checkpoints."""

@@ -10,7 +10,7 @@ from engine3d.rollout.requests import Response
 from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.stored_rows import Row, StoredRows, gathered
+from hybridflow.batch.stored_rows import StoredRow, StoredRows, gathered
 from hybridflow.batch.stream_requests import SampleEnd
 from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
@@ -99,13 +99,14 @@ def _begun(state: StreamState, prompts: Prompts) -> SampleBatch | None:
         policy_versions=[response.oldest_version for *_, response in responses],
         finish_reasons=[FinishReason.ABORT] * len(responses),
         token_versions=[response.versions for *_, response in responses],
+        routes=[response.routes for *_, response in responses],
     )
 
 
 def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_prompt: int) -> StreamState:
     """State of a stream with these groups, whose samples are put into this node's object store."""
     firsts = {int(number): first for number, first in buffered.first_samples.items()}
-    ended: dict[int, list[tuple[SampleEnd, Row]]] = {number: [] for number in firsts}
+    ended: dict[int, list[tuple[SampleEnd, StoredRow]]] = {number: [] for number in firsts}
     if buffered.ended is not None:
         packed, summary = pack(buffered.ended)
         rows = StoredRows(ray.put(summary), ray.put(packed), ray.get_runtime_context().get_node_id())
@@ -119,7 +120,7 @@ def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_promp
         )
         for index, (sample, group, tokens, oldest) in enumerate(samples):
             end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, complete=True)
-            ended[group].append((end, Row(rows, index)))
+            ended[group].append((end, StoredRow(rows, index)))
     scores: dict[int, Mapping[str, SampleScore]] = {
         int(sample): {what: SampleScore(**values) for what, values in of_sample.items()}
         for sample, of_sample in buffered.scores.items()
@@ -130,10 +131,16 @@ def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_promp
         assert batch.token_versions is not None
         lengths = batch.response_lengths.tolist()
         columns = zip(
-            batch.responses(), batch.logprobs.split(lengths), batch.token_versions.split(lengths), strict=True
+            batch.responses(),
+            batch.logprobs.split(lengths),
+            batch.token_versions.split(lengths),
+            [None] * len(batch) if batch.routes is None else batch.routes.split(batch.sequence_lengths.tolist()),
+            strict=True,
         )
-        for sample, (tokens, logprobs, versions) in zip(batch.sample_ids.tolist(), columns, strict=True):
-            prefixes[sample] = Response(tokens, logprobs.tolist(), versions.tolist())
+        for sample, (tokens, logprobs, versions, routes) in zip(batch.sample_ids.tolist(), columns, strict=True):
+            prefixes[sample] = Response(
+                tokens, logprobs.tolist(), versions.tolist(), routes=None if routes is None else routes[:-1].numpy()
+            )
     groups = []
     for number, first in firsts.items():
         complete = {end.index for end, _ in ended[number]}

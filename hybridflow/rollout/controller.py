@@ -7,30 +7,41 @@ go from there to whoever learns from them.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine3d.engine_figures import EngineFigures
-from engine3d.errors import EngineError, UserError
-from engine3d.rollout.config import Sampling
+from engine3d.engine_stats import EngineStats
+from engine3d.errors import EngineError
+from engine3d.rollout.config import Sampling, SamplingConfig
 from engine3d.rollout.requests import Request, Response
-from hybridflow.batch.stored_rows import Row, StoredRows
+from hybridflow.batch.load_balance import even_ranges
+from hybridflow.batch.stored_rows import StoredRow, StoredRows
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.data.sampler import PromptOrder
 from hybridflow.data.tasks import Example
+from hybridflow.environments.environment import Task
+from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage
 from hybridflow.errors.rank_failure import Failure
+from hybridflow.rollout.episode_store import RayEpisodeStore
+from hybridflow.rollout.episodes import EpisodeSetup
 from hybridflow.rollout.stream import RolloutStream
-from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream_types import OtherRows, StepRows, StreamPlan, StreamState
 
 _WAIT_S = 2.0
-"""How long an engine's rank waits for something to end before it says that nothing has."""
+"""Seconds that an engine's rank waits for a response to end before it reports none."""
+
+_CLOSE_S = 10.0
+"""Seconds that the controller's thread has to end."""
 
 
 class _RemoteRank:
@@ -39,9 +50,9 @@ class _RemoteRank:
     Args:
         name: of it in errors.
         actor: of the rank.
-        threads: Ray's name of the threads that take calls beside those of the group.
+        threads: Ray's name of the threads that take calls besides those of the group.
         answers_s: that it has for a call.
-        failed: raised where the worker failed of something that the user cannot put right.
+        failed: raised for an error of the worker that is not the user's.
     """
 
     def __init__(
@@ -51,8 +62,8 @@ class _RemoteRank:
         self._answers_s = answers_s
 
     async def call(self, method: str, results: int, *arguments: Any, what: str = "") -> Any:
-        """What a method returns; of several results only the first, and references to others."""
-        calling = self._actor.call_beside.options(concurrency_group=self._threads, num_returns=results)
+        """Call a method. Returns its result; of several results the first, and references to the others."""
+        calling = self._actor.call_concurrently.options(concurrency_group=self._threads, num_returns=results)
         refs = calling.remote(method, results, *arguments)
         first, *others = refs if results > 1 else [refs]
         try:
@@ -61,9 +72,8 @@ class _RemoteRank:
             raise EngineError(f"{self._name}, {what or method}: no answer within {self._answers_s:g} s") from None
         except RayError as error:
             raise EngineError(f"{self._name}, {what or method}: {' '.join(str(error).split())}") from None
-        if isinstance(value, Failure):  # the rank is there, and says what its worker failed of
-            kind = UserError if value.user_error else self._failed
-            raise kind(f"{value.role} rank {value.rank}, {value.method}: {value.error}")
+        if isinstance(value, Failure):  # the rank answers with the error of its worker
+            raise value.exception(self._failed, what or method)
         return (value, *others) if results > 1 else value
 
 
@@ -80,10 +90,32 @@ class RemoteScorer:
     def __init__(self, actor: Any, threads: str, examples: Sequence[Example], answers_s: float) -> None:
         self._rank, self._examples = _RemoteRank("reward rank", actor, threads, answers_s), examples
 
-    async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> Sequence[Any]:
+    async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> Sequence[Any]:
         examples = {prompt: self._examples[prompt] for prompt in dict.fromkeys(prompts)}
-        found: Sequence[Any] = await self._rank.call("score_rows", 1, list(rows), examples)
-        return found
+        scores: Sequence[Any] = await self._rank.call("score_rows", 1, list(rows), examples)
+        return scores
+
+
+class RemoteEpisodes:
+    """Environments of a reward rank.
+
+    Args:
+        actor: of the rank.
+        threads: Ray's name of its threads.
+        answers_s: that it has for a call.
+    """
+
+    def __init__(self, actor: Any, threads: str, answers_s: float) -> None:
+        self._rank = _RemoteRank("reward rank", actor, threads, answers_s)
+
+    async def send(self, messages: Sequence[EpisodeMessage]) -> None:
+        await self._rank.call("of_environments", 1, "send", list(messages), what="send to environments")
+
+    async def answers(self) -> Sequence[EpisodeAnswer]:
+        answers: Sequence[EpisodeAnswer] = await self._rank.call(
+            "of_environments", 1, "take_answers", _WAIT_S, what="wait for environments"
+        )
+        return answers
 
 
 class RemoteEngine:
@@ -93,10 +125,12 @@ class RemoteEngine:
         number: of the engine.
         actor: of the rank.
         node: Ray's id of the node that it is on.
-        threads: Ray's name of the threads that take calls beside those of the group.
+        threads: Ray's name of the threads that take calls besides those of the group.
         prompts: token ids of prompts, by the index that requests have.
         sampling: of all responses.
         answers_s: that the rank has for a call.
+        together: True if the requests of a submission end together.
+        turns: True if requests are turns of episodes.
     """
 
     def __init__(
@@ -108,7 +142,10 @@ class RemoteEngine:
         prompts: PackedPrompts,
         sampling: Sampling,
         answers_s: float,
+        together: bool,
+        turns: bool = False,
     ) -> None:
+        self._together, self._turns = together, turns
         self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, answers_s, EngineLostError)
         self._node, self._prompts, self._sampling = node, prompts, sampling
 
@@ -120,14 +157,18 @@ class RemoteEngine:
             Request(
                 request.sample,
                 prompts[request.prompt],
-                sampling[request.prompt],
+                _limited(sampling[request.prompt], request.limit),
                 request.group,
                 request.index,
                 request.prefix,
+                request.turn_start,
             )
             for request in requests
         ]
-        await self._call("submit", 1, complete, [request.prompt for request in requests])
+        await self._call("submit", 1, complete, [request.prompt for request in requests], self._together, self._turns)
+
+    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+        await self._call("submit", 1, requests, prompts, True)
 
     async def ended(self) -> SampleEnds:
         without_rows, summary, packed = await self._call("take_ended", 3, _WAIT_S)
@@ -142,17 +183,18 @@ class RemoteEngine:
         return responses
 
     async def _call(self, method: str, results: int, *arguments: Any) -> Any:
-        """What a method of the engine's stream returns; of several results only the first, and references to others."""
-        return await self._rank.call("of_stream", results, method, *arguments, what=method)
+        """Call a method of the engine's stream. Returns its result; of several the first, and references to others."""
+        what = "generate" if self._together else method
+        return await self._rank.call("of_stream", results, method, *arguments, what=what)
 
 
 @dataclass(frozen=True)
 class ControllerPrompts:
-    """The prompts of training, as a controller needs them; what lies in files is read there, on the driver's host.
+    """The prompts of training, as a controller needs them. Files are read in its process, on the driver's host.
 
     Args:
         tokens: of each.
-        examples: of each, for reward functions; none without such.
+        examples: of each, for reward functions and environments; none without such.
     """
 
     tokens: PackedPrompts
@@ -165,118 +207,270 @@ class RolloutController:
     Args:
         plan: of the stream.
         prompts: of training.
-        order: draws them.
+        order: draws them; None where there are none.
         actors: of the first rank of every engine, by number.
         nodes: Ray's id of the node of each.
         threads: Ray's name of the threads in which they take calls.
-        scorers: of every rank of the reward functions, which take calls in threads of the same name.
+        scorers: of every rank of the reward functions or environments, which take calls in threads of the same name.
     """
 
     def __init__(
         self,
         plan: StreamPlan,
         prompts: ControllerPrompts,
-        order: PromptOrder,
+        order: PromptOrder | None,
         actors: Sequence[Any],
         nodes: Sequence[str],
         threads: str,
         scorers: Sequence[Any] = (),
     ) -> None:
         assert plan.sampling is not None
-        self._prompts, self._sampler = prompts, order.sampler()
+        self._prompts, self._sampler = prompts, (order or PromptOrder(1, 0)).sampler()
+        self._sampling = plan.sampling
+        self._before_step: tuple[dict[str, Any], int, frozenset[int]] | None = None
         engines = [
-            RemoteEngine(number, actor, node, threads, prompts.tokens, plan.sampling, plan.engine_answers_s)
+            RemoteEngine(
+                number,
+                actor,
+                node,
+                threads,
+                prompts.tokens,
+                plan.sampling,
+                plan.engine_answers_s,
+                plan.together,
+                plan.episodes is not None,
+            )
             for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
         ]
         self._taking: asyncio.Task[Any] | None = None
-        scoring = [RemoteScorer(actor, threads, prompts.examples, plan.scorer_answers_s) for actor in scorers]
-        self._stream = RolloutStream(plan, engines, self._sampler.draw, prompts.tokens.length, scorers=scoring)
+        self._engines = len(engines)
+        scoring: list[RemoteScorer] = []
+        episodes: EpisodeSetup | None = None
+        if plan.episodes is None:
+            scoring = [RemoteScorer(actor, threads, prompts.examples, plan.scorer_answers_s) for actor in scorers]
+        else:
+            ranks = [RemoteEpisodes(actor, threads, plan.scorer_answers_s) for actor in scorers]
+            store = RayEpisodeStore(prompts.tokens, time.monotonic)
+            episodes = EpisodeSetup(plan.episodes, ranks, self._task, self._most_tokens, store)
+        self._stream = RolloutStream(
+            plan, engines, self._sampler.draw, prompts.tokens.length, scorers=scoring, episodes=episodes
+        )
 
-    async def open(self, version: int, groups: int, figures: Sequence[EngineFigures]) -> None:
-        """Begin with engines that serve `version`, for so many groups in all. `figures`: of each engine."""
+    def _task(self, prompt: int, group: int) -> Task:
+        """Task of an episode of a group."""
+        example = self._prompts.examples[prompt]
+        return Task(example.prompt, example.answer, example.fields, group)
+
+    def _most_tokens(self, prompt: int) -> int:
+        """Most tokens of an episode after its prompt."""
+        assert self._sampling is not None
+        return self._sampling.for_prompt(self._prompts.tokens.length(prompt)).max_new_tokens
+
+    async def open(self, version: int, groups: int, stats: Sequence[EngineStats]) -> None:
+        """Begin with engines that serve `version`.
+
+        Args:
+            version: of the weights.
+            groups: count after which none is drawn ahead; a further step draws its own.
+            stats: of each engine.
+        """
         ledger = self._stream.ledger
-        ledger.draws_left = max(0, groups - ledger.held)
-        self._stream.open(version, figures)
+        ledger.draws_left = max(0, groups - ledger.buffered)
+        self._stream.open(version, stats)
 
     async def take(self, version: int) -> StepRows:
         """The groups of the step from `version`; times in seconds since the epoch."""
         self._taking = asyncio.current_task()
         try:
             rows = await self._stream.take(version)
-            offset = time.time() - time.monotonic()
-            return replace(rows, busy=tuple((engine, begin + offset, end + offset) for engine, begin, end in rows.busy))
+            return replace(rows, busy=_since_the_epoch(rows.busy))
         finally:
             self._taking = None
 
+    async def next_groups(self) -> list[tuple[int, int]]:
+        """Number and prompt index of the next step's groups, of those that are submitted together."""
+        return [(group.number, group.prompt) for group in self._stream.next_groups()]
+
+    async def discard_groups(self) -> None:
+        """Discard the groups that no step has taken; their draws count as used."""
+        self._stream.discard_groups()
+
+    async def respond(self, drawn: Sequence[DrawnPrompt], sampling: Sampling, samples_per_prompt: int) -> OtherRows:
+        """Responses to prompts that no group is made of, consecutive ones from the same engine; times as in `take`."""
+        engines = range(self._engines)
+        shares = {
+            engine: [
+                (Request(prompt.first_sample + index, prompt.tokens, of_prompt, prompt.group, index), prompt.index)
+                for prompt in drawn[share.start : share.stop]
+                for of_prompt in [sampling.for_prompt(len(prompt.tokens))]
+                for index in range(samples_per_prompt)
+            ]
+            for engine, share in zip(engines, even_ranges(len(drawn), self._engines), strict=True)
+            if share
+        }
+        rows = await self._stream.respond(shares)
+        return replace(rows, busy=_since_the_epoch(rows.busy))
+
+    async def drain(self) -> None:
+        """Wait for requests in flight."""
+        await self._stream.drain()
+
+    async def begin_step(self) -> None:
+        """Remember the state that `abandon_step` returns to, where prompts are submitted together."""
+        ledger = self._stream.ledger
+        kept = frozenset(group.number for group in (*ledger.groups, *ledger.returned))
+        self._before_step = self._sampler.state_dict(), self._stream.samples_drawn, kept
+
     async def waiting_for(self) -> str:
-        """What the step that waits for its groups waits for, in words."""
+        """Groups, requests and scores that the current step still waits for, in words."""
         return self._stream.waiting_for()
 
-    async def learned(self, version: int, rates: Mapping[int, float]) -> None:
-        """The step is over, and engines serve `version`. `rates`: the pass rates of its prompts, if any are asked."""
+    async def trained(self, version: int, rates: Mapping[int, float]) -> None:
+        """End the step: engines serve `version`. `rates`: pass rates of its prompts, for a curriculum."""
         self._sampler.measured(rates)
-        self._stream.learned(version)
+        self._stream.trained(version)
 
     async def change(self, engines: Sequence[int]) -> None:
-        """The weights of these engines are about to change."""
+        """Send nothing more to these engines, whose weights are about to change."""
         self._stream.change(engines)
 
     async def serve(self, engines: Sequence[int], version: int) -> None:
-        """These engines serve this version."""
+        """Send requests to these engines again, which serve `version`."""
         self._stream.serve(engines, version)
 
     async def take_lost(self) -> dict[int, str]:
-        """The engines that were lost since the last call, and why."""
+        """The engines that were lost since the last call, with the cause of each."""
         return self._stream.take_lost()
 
-    async def lose(self, engine: int, cause: str) -> None:
-        """An engine is gone. Raises EngineError where it may not be started again."""
-        self._stream.lose(engine, cause)
+    async def remove_engine(self, engine: int, cause: str) -> None:
+        """Remove a lost engine. Raises EngineError where it may not be restarted."""
+        self._stream.remove_engine(engine, cause)
 
-    async def gain(self, engine: int, version: int, figures: EngineFigures) -> None:
-        """An engine that was lost was started again, and serves `version`. `figures`: of it."""
-        self._stream.gain(engine, version, figures)
+    async def add_engine(self, engine: int, version: int, stats: EngineStats) -> None:
+        """Add a restarted engine, which serves `version`. `stats`: of it."""
+        self._stream.add_engine(engine, version, stats)
 
-    async def lend(self, engines: Sequence[int]) -> None:
-        """These engines take requests, on devices of the trainer, until `withdraw`."""
-        self._stream.lend(engines)
+    async def lease(self, engines: Sequence[int]) -> None:
+        """Send requests to these engines, on devices of the trainer, until `reclaim`."""
+        self._stream.lease(engines)
 
-    async def withdraw(self, engines: Sequence[int]) -> None:
-        """Have nothing in flight at these engines any more."""
-        await self._stream.withdraw(engines)
+    async def reclaim(self, engines: Sequence[int]) -> None:
+        """Abort what is in flight at these engines. Returns once nothing is."""
+        await self._stream.reclaim(engines)
 
     async def draw(self, count: int) -> list[tuple[int, int]]:
-        """Number and prompt index of further draws, which no group of the stream is made of."""
+        """Number and prompt index of further draws, which are no groups of the stream."""
         return self._sampler.draw(count)
 
-    async def give_back(self, further: Mapping[int, int]) -> None:
+    async def abandon_step(self, further: Mapping[int, int]) -> None:
         """Return the step's groups and its further draws, as it will not train; it may still wait for groups."""
         if self._taking is not None:
             self._taking.cancel()
+        if self._before_step is not None:
+            order, self._stream.samples_drawn, kept = self._before_step
+            await self._stream.abandon(kept)
+            self._sampler.load_state_dict(order)
+            return
         self._sampler.load_state_dict(self._sampler.with_returned(self._sampler.state_dict(), further))
-        self._stream.give_back()
+        self._stream.return_taken()
 
     async def state(self) -> tuple[dict[str, int | str], StreamState]:
-        """State of the prompts' order, and all that is under way."""
+        """State of the prompts' order and of the stream."""
         state = await self._stream.state()
         return self._sampler.state_dict(), state
 
     async def restore(self, sampler: dict[str, int | str], state: StreamState | None, samples_drawn: int) -> None:
-        """Go on where `state` was taken, before `open`."""
+        """Continue from `state`, before `open`."""
         self._sampler.load_state_dict(sampler)
         if state is not None:
             self._stream.restore(state)
         self._stream.samples_drawn = samples_drawn
 
+    async def close(self) -> None:
+        """Stop collecting responses."""
+        await asyncio.gather(*self._stream.close(), return_exceptions=True)
+
     async def reserve_samples(self, count: int) -> int:
-        """Ids for so many samples that the stream does not make: the first of them."""
+        """Reserve consecutive ids for samples outside the stream. Returns the first."""
         first = self._stream.samples_drawn
         self._stream.samples_drawn += count
         return first
 
 
-def start_controller(*arguments: Any) -> Any:
-    """The handle of a controller on this node, where the files of the data are."""
+def _limited(sampling: SamplingConfig, tokens: int | None) -> SamplingConfig:
+    """Sampling of a response of at most so many tokens."""
+    return sampling if tokens is None else sampling.model_copy(update={"max_new_tokens": tokens})
+
+
+def _since_the_epoch(times: Iterable[tuple[int, float, float]]) -> tuple[tuple[int, float, float], ...]:
+    offset = time.time() - time.monotonic()
+    return tuple((engine, begin + offset, end + offset) for engine, begin, end in times)
+
+
+class ControllerHandle(Protocol):
+    """A controller whose methods others call from outside its event loop."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Begin a call of a method."""
+
+    def close(self) -> None:
+        """End the controller."""
+
+
+class ControllerActor:
+    """A controller in a process of its own, for requests that engines get one by one.
+
+    Args:
+        actor: its handle.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
+        return future
+
+    def close(self) -> None:
+        ray.kill(self.actor)
+
+
+class ControllerThread:
+    """A controller in a thread of this process, for requests that are submitted together: a few messages a step.
+
+    Args:
+        arguments: of `RolloutController`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._controller = RolloutController(*arguments)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(getattr(self._controller, method)(*arguments), self._loop)
+
+    def close(self) -> None:
+        wait([asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop)], _CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        """End all calls and tasks: one that is destroyed while it waits prints a line of its own."""
+        await self._controller.close()
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def start_controller(plan: StreamPlan, *arguments: Any) -> ControllerHandle:
+    """A controller on this node, where the files of the data are. The arguments are those of `RolloutController`."""
+    if plan.together:
+        return ControllerThread(plan, *arguments)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
-    return ray.remote(**options)(RolloutController).remote(*arguments)
+    return ControllerActor(ray.remote(**options)(RolloutController).remote(plan, *arguments))

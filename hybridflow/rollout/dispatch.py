@@ -1,8 +1,8 @@
-"""Which engine gets a request: the one that holds its prefix, then the one with the fewest tokens in flight, of equals
-one with the newest weights.
+"""Choice of an engine for each request: the one that holds its prefix, else the one with the fewest tokens in flight,
+and of equals the one with the newest weights.
 
-A request waits here, and not at an engine, until one has room for it: so it goes to whichever is the first to have
-room, and none idles beside another's queue. Bookkeeping alone, as `ledger`.
+A request waits here, and not at an engine, until one has capacity for it: it is sent to the first engine that has, and
+no engine idles while another has a queue. Like `ledger`, it knows no engines and no clocks.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.stream_requests import StreamRequest
 
 _NOTES_PER_ENGINE = 16
-"""How often what an engine has may be noted before the notes that hold no more are thrown away."""
+"""Entries of the heap per engine, above which outdated ones are thrown away."""
 
 
 @dataclass(slots=True)
@@ -27,14 +28,14 @@ class _Engine:
     limit: int = 0
     stamp: int = 0
     version: int = 0
-    """Of its weights."""
+    """Version of its weights."""
     changes: bool = False
-    """Whether these are about to be others."""
+    """True if its weights are about to change."""
     away: bool = False
-    """Whether others compute on its devices."""
+    """True if other processes compute on its devices."""
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return self.requests < self.limit and not self.changes and not self.away
 
 
@@ -49,8 +50,8 @@ class Dispatcher:
     """
 
     def __init__(self, engines: int, limit: int, expected: Callable[[int], float]) -> None:
-        if engines < 1 or limit < 1:
-            raise ValueError(f"Dispatcher: {engines} engines, {limit} requests each, expected at least 1 of both")
+        if limit < 1:
+            raise ValueError(f"Dispatcher: {limit} requests at each engine, expected at least 1")
         self._engines = {number: _Engine(number, limit=limit) for number in range(engines)}
         self._expected = expected
         self._waiting: OrderedDict[int, StreamRequest] = OrderedDict()
@@ -70,7 +71,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Requests that no engine has room for."""
+        """Requests that no engine has capacity for."""
         return len(self._waiting)
 
     @property
@@ -89,17 +90,21 @@ class Dispatcher:
         return len(self._engines) - sum(not self._engines[number].requests for number in self._away)
 
     def samples(self, engine: int) -> tuple[int, ...]:
-        """Those in flight at an engine."""
-        found = self._engines.get(engine)
-        return tuple(sample for sample, (each, _, _) in self._in_flight.items() if each is found)
+        """Samples in flight at an engine."""
+        state = self._engines.get(engine)
+        return tuple(sample for sample, (other, _, _) in self._in_flight.items() if other is state)
 
     def in_flight(self, engine: int) -> tuple[int, float]:
         """Requests at an engine, and tokens that they are expected to have in all; none at one that was lost."""
-        found = self._engines.get(engine)
-        return (found.requests, found.tokens) if found is not None else (0, 0.0)
+        state = self._engines.get(engine)
+        return (state.requests, state.tokens) if state is not None else (0, 0.0)
+
+    def have_ended(self, samples: Iterable[int]) -> bool:
+        """True if none of these is in flight."""
+        return self._in_flight.keys().isdisjoint(samples)
 
     def has(self, engine: int) -> bool:
-        """Whether an engine was not lost."""
+        """True if an engine is present: it was not lost."""
         return engine in self._engines
 
     def add(self, *requests: StreamRequest, first: bool = False) -> None:
@@ -111,10 +116,10 @@ class Dispatcher:
                 self._waiting.move_to_end(request.sample, last=False)
 
     def send(self) -> Iterator[tuple[int, StreamRequest]]:
-        """Requests for which an engine has room, with its number, in the order in which they came."""
+        """Requests for which an engine has capacity, with its number, in the order in which they came."""
         while self._waiting:
             request = next(iter(self._waiting.values()))
-            engine = self._holder(request.group)
+            engine = self._holder(request)
             if engine is None:
                 engine = self._emptiest()
             if engine is None:
@@ -123,41 +128,57 @@ class Dispatcher:
             self._put(engine, request)
             yield engine.number, request
 
+    def send_shares(self) -> Iterator[tuple[int, StreamRequest]]:
+        """All requests that wait, with the numbers of their engines: consecutive groups, as many to each."""
+        groups = list(dict.fromkeys(request.group for request in self._waiting.values()))
+        shares = zip(self._engines, even_ranges(len(groups), len(self._engines)), strict=True)
+        engine_of = {groups[index]: engine for engine, share in shares for index in share}
+        while self._waiting:
+            _, request = self._waiting.popitem(last=False)
+            engine = self._engines[engine_of[request.group]]
+            self._put(engine, request)
+            yield engine.number, request
+
     def ended(self, sample: int) -> None:
-        """A request is not in flight any more."""
+        """Record that a request has ended."""
         engine = self._take_out(sample)
         if self._engines.get(engine.number) is engine:
             self._push(engine)
 
     def forget(self, group: int) -> dict[int, list[int]]:
-        """A group is whole or given up: no request of it is to be sent any more.
+        """Send no more requests of a group, which is complete or given up.
 
         Returns:
             Those in flight, by engine, which are to be aborted; each still ends.
         """
         self._holders.pop(group, None)
-        found: dict[int, list[int]] = {}
+        aborted: dict[int, list[int]] = {}
         for sample in sorted(self._groups.get(group, ())):
             if self._waiting.pop(sample, None) is not None:
                 self._leave(group, sample)
             else:
-                found.setdefault(self._in_flight[sample][0].number, []).append(sample)
-        return found
+                aborted.setdefault(self._in_flight[sample][0].number, []).append(sample)
+        return aborted
 
     def limit(self, engine: int, requests: int) -> None:
-        """Let an engine have so many requests in flight; those above it end first."""
-        found = self._engines[engine]
-        found.limit = requests
-        self._push(found)
+        """Set the most requests in flight at an engine. Those above it end first."""
+        state = self._engines[engine]
+        state.limit = requests
+        self._push(state)
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest weights that an engine serves; 0 without engines."""
+        return max((engine.version for engine in self._engines.values()), default=0)
 
     def version(self, engine: int) -> int:
-        """Of the weights that an engine serves, or served until they began to change."""
+        """Version of the weights that an engine serves, or served until they began to change."""
         return self._engines[engine].version
 
     def sends_older_than(self, version: int) -> bool:
-        """Whether a request may be sent to an engine whose weights are older."""
+        """True if a request may be sent to an engine whose weights are older."""
         engines = self._engines.values()
-        return any(each.version < version and not (each.changes or each.away) for each in engines)
+        return any(engine.version < version and not (engine.changes or engine.away) for engine in engines)
 
     def change(self, engine: int) -> None:
         """Send nothing to an engine until `serve`; what is in flight there is not touched."""
@@ -166,10 +187,10 @@ class Dispatcher:
 
     def serve(self, engine: int, version: int) -> None:
         """An engine serves this version of the weights from here on; one that was lost does not."""
-        found = self._engines.get(engine)
-        if found is not None:
-            found.version, found.changes = version, False
-            self._push(found)
+        state = self._engines.get(engine)
+        if state is not None:
+            state.version, state.changes = version, False
+            self._push(state)
 
     def serve_all(self, version: int) -> None:
         """All engines serve this version."""
@@ -182,38 +203,39 @@ class Dispatcher:
         self._away.add(engine)
 
     def enter(self, engine: int) -> None:
-        """An engine that left is there again."""
-        found = self._engines[engine]
-        found.away = False
+        """Send requests again to an engine that left."""
+        state = self._engines[engine]
+        state.away = False
         self._away.discard(engine)
-        self._push(found)
+        self._push(state)
 
-    def lose(self, engine: int) -> tuple[StreamRequest, ...]:
-        """An engine is gone. Returns what was in flight there, which is not any more."""
+    def remove_engine(self, engine: int) -> tuple[StreamRequest, ...]:
+        """Remove a lost engine. Returns the requests that were in flight there."""
         lost = self._engines.pop(engine)
         self._away.discard(engine)
-        requests = tuple(request for each, request, _ in self._in_flight.values() if each is lost)
+        requests = tuple(request for holder, request, _ in self._in_flight.values() if holder is lost)
         for request in requests:
             self._take_out(request.sample)
         return requests
 
-    def gain(self, engine: int, limit: int) -> None:
-        """An engine is there, with nothing in flight. Raises ValueError for one that was not lost before."""
+    def add_engine(self, engine: int, limit: int) -> None:
+        """Add an engine, with nothing in flight. Raises ValueError for one that is present."""
         if engine in self._engines:
             raise ValueError(f"engine {engine} is there already")
         self._engines[engine] = _Engine(engine, limit=limit)
         self._push(self._engines[engine])
 
-    def _holder(self, group: int) -> _Engine | None:
-        """The engine that the group's last request was sent to, if it has room."""
-        engine = self._engines.get(self._holders.get(group, -1))
-        return engine if engine is not None and engine.has_room else None
+    def _holder(self, request: StreamRequest) -> _Engine | None:
+        """The engine that has the request's prefix, or that the group's last request was sent to, if it has room."""
+        number = self._holders.get(request.group, -1) if request.engine is None else request.engine
+        engine = self._engines.get(number)
+        return engine if engine is not None and engine.has_capacity else None
 
     def _emptiest(self) -> _Engine | None:
         while self._heap:
             *_, number, stamp = self._heap[0]
             engine = self._engines.get(number)
-            if engine is not None and engine.stamp == stamp and engine.has_room:
+            if engine is not None and engine.stamp == stamp and engine.has_capacity:
                 return engine
             heapq.heappop(self._heap)
         return None
@@ -246,10 +268,10 @@ class Dispatcher:
     def _push(self, engine: _Engine) -> None:
         """Note how much an engine has; what was noted before does not hold any more."""
         engine.stamp = next(self._stamps)
-        if engine.has_room:
+        if engine.has_capacity:
             heapq.heappush(self._heap, self._noted(engine))
         if len(self._heap) > _NOTES_PER_ENGINE * len(self._engines):
-            self._heap = [self._noted(each) for each in self._engines.values() if each.has_room]
+            self._heap = [self._noted(other) for other in self._engines.values() if other.has_capacity]
             heapq.heapify(self._heap)
 
     @staticmethod

@@ -1,36 +1,39 @@
-"""How many requests an engine may have in flight, so that its KV cache is used and few requests are retracted.
+"""Limits of the requests in flight at each engine, so that its KV cache is used and few requests are retracted.
 
-An engine that runs out of cache takes requests back to its queue, and computes what they had again once there is room;
-what waits in its queue could be at another engine. One with fewer requests than its cache has room for draws fewer
-tokens a second than it could. How long responses will be is not known beforehand, so the limit follows the share of the
+An engine that runs out of cache returns requests to its queue, and computes their tokens again once there is capacity.
+Requests in its queue could be at another engine. An engine with fewer requests than its cache can hold draws fewer
+tokens a second than it could. The lengths of responses are not known beforehand, so the limit follows the share of the
 cache that is in use:
 
 - As responses end at an engine that has as many requests as it may, and none in its queue, more are sent than ended
-  where the share, with what these have held, is below `target`; and fewer where it is above:
+  where the share, with their tokens, is below `target`; and fewer where it is above:
 
       limit += ended * clip((target - share) / SWING, -1, 1)
 
 - While more than `target` is in use nothing is sent, whatever the limit.
-- Requests that were retracted had no room: the limit becomes what was in flight less as many.
+- After retractions the limit becomes the requests that were in flight, less those retracted.
 
-It stays between the requests that have room however long they become, with which nothing is ever retracted, and the
+It stays between the requests that fit however long they become, with which nothing is ever retracted, and the
 most that the engine runs. It moves with the responses that end, and by what was in use before they did: an engine whose
-requests are all at their beginning, or end at the same time, has a cache that is nearly empty, and no room for more.
+requests are all at their beginning, or end at the same time, has a cache that is nearly empty, and no capacity for
+more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 
 SWING = 0.2
-"""So much below it, two requests are sent for one that has ended; so much above, the limit falls by one for each."""
+"""Distance from the target share at which the limit moves by one for each response that ends: up below the target, down
+above it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """Between which the limit of an engine stays.
+    """Bounds of an engine's limit.
 
     Args:
         most: requests that it runs at once.
@@ -43,34 +46,34 @@ class RequestBounds:
     target: float = 0.85
 
     def least(self, cache_tokens: int) -> int:
-        """Requests that a cache of so many tokens has room for, however long they become."""
+        """Requests that fit into a cache of `cache_tokens` tokens, however long they become."""
         return max(1, min(self.most, cache_tokens // self.sequence_tokens))
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What happened at an engine since it told last.
+class EngineReport:
+    """Changes at an engine since its last report.
 
     Args:
         share: of its cache that was in use before those ended that have.
         flying: requests that it had in flight, those that have ended now included.
         ended: requests that have ended.
-        retracted: requests that it took back.
-        queued: requests that wait there for room.
+        retracted: requests that it retracted.
+        queued: requests in its queue.
     """
 
     share: float
-    flying: int
+    in_flight: int
     ended: int
     retracted: int = 0
     queued: int = 0
 
 
-def next_limit(limit: float, report: Report, bounds: RequestBounds, least: int) -> float:
+def next_limit(limit: float, report: EngineReport, bounds: RequestBounds, least: int) -> float:
     """The limit of an engine after a report; at least `least`."""
     if report.retracted:
-        limit = min(limit, report.flying) - report.retracted
-    elif report.share > bounds.target or (report.flying >= int(limit) and not report.queued):
+        limit = min(limit, report.in_flight) - report.retracted
+    elif report.share > bounds.target or (report.in_flight >= int(limit) and not report.queued):
         limit += report.ended * min(1.0, max(-1.0, (bounds.target - report.share) / SWING))
     return min(max(limit, least), bounds.most)
 
@@ -87,27 +90,30 @@ class DynamicBatching:
     _limits: dict[int, float] = field(default_factory=dict)
     _retracted: dict[int, int] = field(default_factory=dict)
 
-    def begin(self, engine: int, figures: EngineFigures) -> int:
+    def begin(self, engine: int, stats: EngineStats) -> int:
         """The limit of an engine to which nothing was sent yet."""
-        self._limits[engine] = self.bounds.least(figures.cache_tokens)
-        self._retracted[engine] = figures.retracted
+        self._limits[engine] = self.bounds.least(stats.cache_tokens)
+        self._retracted[engine] = stats.retracted
         return int(self._limits[engine])
 
-    def told(self, engine: int, figures: EngineFigures, flying: int, ended: int, freed: int) -> int:
-        """How many requests an engine may have in flight from here on.
+    def update(self, engine: int, stats: EngineStats, in_flight: int, ended: int, freed: int) -> int:
+        """Update the limit of an engine from its report. Returns the limit.
 
         Args:
             engine: its number.
-            figures: that it has told.
-            flying, ended: as in `Report`.
+            stats: its latest.
+            flying, ended: as in `EngineReport`.
             freed: tokens of the responses that have ended.
         """
         if engine not in self._limits:
-            self.begin(engine, figures)
-        before, self._retracted[engine] = self._retracted[engine], figures.retracted
-        retracted = figures.retracted - (before if figures.retracted >= before else 0)  # it may be another process
-        report = Report((figures.used_tokens + freed) / figures.cache_tokens, flying, ended, retracted, figures.queued)
-        least = self.bounds.least(figures.cache_tokens)
+            self.begin(engine, stats)
+        before, self._retracted[engine] = self._retracted[engine], stats.retracted
+        # A restarted engine counts from 0.
+        retracted = stats.retracted - (before if stats.retracted >= before else 0)
+        report = EngineReport(
+            (stats.used_tokens + freed) / stats.cache_tokens, in_flight, ended, retracted, stats.queued
+        )
+        least = self.bounds.least(stats.cache_tokens)
         limit = self._limits[engine] = next_limit(self._limits[engine], report, self.bounds, least)
-        is_full = figures.used_tokens > self.bounds.target * figures.cache_tokens
-        return max(least, min(int(limit), flying - ended)) if is_full else int(limit)
+        is_full = stats.used_tokens > self.bounds.target * stats.cache_tokens
+        return max(least, min(int(limit), in_flight - ended)) if is_full else int(limit)

@@ -1,12 +1,11 @@
-"""Which groups a stream of rollouts has under way, and which of them a step learns from.
+"""Bookkeeping of the groups in flight in a stream of rollouts, and of those that a step trains on.
 
-A group is the samples of one drawn prompt. It is admitted, sent to an engine, becomes whole, and is taken by a step.
-One that cannot be learned from any more goes back, and its prompt is the first to be admitted again: none is lost, and
-none is learned from twice. Versions are those of the weights that engines serve; a step that begins from version v
-makes v + 1.
+A group is the samples of one drawn prompt. It is admitted, sent to an engine, completed, and taken by a step. A group
+that cannot be trained on any more is returned to the queue, and its prompt is the first to be admitted again: none is
+lost, and none is trained on twice. Versions are those of the weights that engines serve. A step that begins from
+version v makes v + 1.
 
-This is bookkeeping alone: it knows neither engines nor clocks, and the same calls in the same order give the same
-answers.
+The ledger knows neither engines nor clocks: the same calls in the same order give the same results.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ Excess = Literal["carry", "drop"]
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """How far a stream runs ahead, and what becomes of groups that are late.
+    """Limits of a stream: how far it runs ahead, and the fate of late groups.
 
     Args:
-        groups_per_step: that each step learns from.
-        max_staleness: by how many versions the oldest token of a sample may be older than the weights that learn.
-        extra: further groups under way, of which a step takes the first that are whole.
-        late: whether a step waits for groups that no later step could learn from, or does without them; it always does
-            without as many as it drops of its `extra` ones.
-        queue: which of the whole groups a step takes.
-        excess: whether the groups that a step did not take of its `extra` ones go on, or go back.
+        groups_per_step: that each step trains on.
+        max_staleness: by how many versions the oldest token of a sample may be older than the weights in training.
+        extra: further groups in flight, of which a step takes the first that are complete.
+        late: whether a step waits for groups that no later step could train on, or continues without them. It always
+            continues without as many as it drops of its `extra` ones.
+        queue: which of the complete groups a step takes.
+        excess: whether the `extra` groups that a step did not take continue, or are returned to the queue.
     """
 
     groups_per_step: int
@@ -51,12 +50,12 @@ class StreamLimits:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A drawn prompt under way.
+    """A drawn prompt.
 
     Args:
         number: identity of the draw, which counts the prompts drawn; seeds of samples are made from it.
         prompt: index of the prompt.
-        attempt: how often it was begun before.
+        attempt: count of earlier attempts.
     """
 
     number: int
@@ -69,25 +68,25 @@ class _Entry:
     group: Group
     oldest: int | None = None
     """Version of the oldest weights that may have drawn a token of it; None before it is sent to an engine."""
-    place: int | None = None
-    """How many became whole before it; None of one that is not whole."""
+    order: int | None = None
+    """Count of groups that were complete before it; None of an incomplete one."""
 
     @property
     def kind(self) -> tuple[int | None, bool]:
-        """Version of its oldest token, and whether it is whole."""
-        return self.oldest, self.place is not None
+        """Version of its oldest token, and True if it is complete."""
+        return self.oldest, self.order is not None
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step learns from, and what is left behind.
+    """Groups that a step trains on, and those left behind.
 
     Args:
-        groups: to learn from, by number.
-        evicted: gone back, as they are or would become too old.
-        dropped: gone back, as more were under way than a step needs.
-        carried: how many more than those go on.
-        staleness: of each group in `groups`: by how many versions its oldest token is older than the learning weights.
+        groups: to train on, by number.
+        evicted: returned to the queue, as they are or would become too old.
+        dropped: returned to the queue, as more were in flight than a step needs.
+        carried: count of further groups that continue.
+        staleness: of each group in `groups`: versions by which its oldest token is older than the weights in training.
     """
 
     groups: tuple[Group, ...]
@@ -102,7 +101,7 @@ class Ledger:
 
     Args:
         limits: of it.
-        draw: gives so many further prompts: the number of each draw, and the index of its prompt.
+        draw: draws a count of further prompts: the number of each draw, and the index of its prompt.
     """
 
     def __init__(self, limits: StreamLimits, draw: Callable[[int], Iterable[tuple[int, int]]]) -> None:
@@ -111,59 +110,72 @@ class Ledger:
         # A step asks again at every response that ends: it counts kinds, of which there are few, and not groups.
         self._kinds: Counter[tuple[int | None, bool]] = Counter()
         self._returned: list[Group] = []
-        self._learning: tuple[_Entry, ...] = ()
-        self._whole = 0
+        self._training: tuple[_Entry, ...] = ()
+        self._completions = 0
         self.draws_left: int | None = None
-        """How many further prompts may be drawn; without a limit if None."""
+        """Count of further prompts that may be drawn ahead of a step that asks for them; without a limit if None."""
 
     # How many
 
     @property
-    def under_way(self) -> int:
-        """Groups that were admitted and are not whole."""
+    def in_flight(self) -> int:
+        """Groups that were admitted and are incomplete."""
         return len(self._entries) - self.ready
 
     @property
     def ready(self) -> int:
-        """Whole groups that no step has taken."""
-        return sum(number for (_, whole), number in self._kinds.items() if whole)
+        """Complete groups that no step has taken."""
+        return sum(number for (_, complete), number in self._kinds.items() if complete)
 
     @property
-    def held(self) -> int:
-        """Groups that were drawn and that no step has learned from, those included that went back."""
+    def buffered(self) -> int:
+        """Groups that were drawn and not trained on, those returned to the queue included."""
         return len(self._entries) + len(self._returned)
 
     @property
-    def learning(self) -> tuple[Group, ...]:
-        """What the step that is under way learns from."""
-        return tuple(entry.group for entry in self._learning)
+    def groups(self) -> tuple[Group, ...]:
+        """Groups that were admitted and that no step has taken, by number."""
+        return tuple(self._entries[number].group for number in sorted(self._entries))
+
+    @property
+    def training(self) -> tuple[Group, ...]:
+        """Groups that the current step trains on."""
+        return tuple(entry.group for entry in self._training)
 
     @property
     def returned(self) -> tuple[Group, ...]:
-        """What has gone back and was not admitted again, in the order in which it will be."""
+        """Groups returned to the queue, in the order in which they will be admitted again."""
         return tuple(self._returned)
 
     @property
-    def room(self) -> int:
-        """How many more groups may be under way.
+    def capacity(self) -> int:
+        """Groups that may still be admitted.
 
-        While a step learns, what is begun is of weights one version older than those that the next step learns with: so
-        without staleness nothing is.
+        Groups begun while a step trains are of weights one version older than those that the next step trains: without
+        staleness none is begun.
         """
         limits = self._limits
-        steps = limits.max_staleness + (not self._learning)
+        steps = limits.max_staleness + (not self._training)
         if not steps:
             return 0
-        extra = 0 if self._learning and limits.excess == "drop" else limits.extra
+        extra = 0 if self._training and limits.excess == "drop" else limits.extra
         return max(0, steps * limits.groups_per_step + extra - len(self._entries))
 
     # What happens
 
-    def admit(self) -> tuple[Group, ...]:
-        """Groups to begin: those that have gone back, by number, and then newly drawn ones."""
-        room = self.room
-        again, self._returned = self._returned[:room], self._returned[room:]
-        count = room - len(again)
+    def allow_step(self) -> bool:
+        """Allow the draws that a step needs, also beyond `draws_left`. True if there are such."""
+        missing = self._limits.groups_per_step - self.buffered
+        if self.draws_left is None or self.draws_left >= missing:
+            return False
+        self.draws_left = missing
+        return True
+
+    def admit(self, most: int | None = None) -> tuple[Group, ...]:
+        """Admit groups, at most `most`: those returned to the queue, by number, and then newly drawn ones."""
+        capacity = self.capacity if most is None else min(most, self.capacity)
+        again, self._returned = self._returned[:capacity], self._returned[capacity:]
+        count = capacity - len(again)
         if self.draws_left is not None:
             count = min(count, self.draws_left)
             self.draws_left -= count
@@ -173,125 +185,135 @@ class Ledger:
         return (*again, *drawn)
 
     def sent(self, number: int, version: int) -> None:
-        """The first of a group's requests is with an engine that serves this version."""
+        """Record that a request of a group was sent to an engine that serves this version."""
         entry = self._entries[number]
         if entry.oldest is None or version < entry.oldest:
             self._uncount(entry)
             entry.oldest = version
             self._kinds[entry.kind] += 1
 
-    def became_whole(self, number: int, oldest: int) -> None:
-        """All samples of a group are there. `oldest`: version of the oldest weights that drew a token of it.
+    def completed(self, number: int, oldest: int) -> None:
+        """Record that a group has all samples. `oldest`: version of the oldest weights that drew a token of it.
 
         Raises:
-            ValueError: it was whole already, or is not under way.
+            ValueError: it was complete already, or is not in flight.
         """
         entry = self._entries.get(number)
-        if entry is None or entry.place is not None:
+        if entry is None or entry.order is not None:
             raise ValueError(
-                f"group {number} became whole, and is {'no group under way' if entry is None else 'whole'}"
+                f"group {number} completed, and is {'not in flight' if entry is None else 'complete already'}"
             )
         self._uncount(entry)
-        entry.oldest, entry.place = oldest, self._whole
+        entry.oldest, entry.order = oldest, self._completions
         self._kinds[entry.kind] += 1
-        self._whole += 1
+        self._completions += 1
 
     def lost(self, number: int) -> None:
-        """A group cannot become whole; its prompt goes back."""
-        self._give_back([self._entries[number]])
+        """Return a group that cannot be completed to the queue."""
+        self._return_groups([self._entries[number]])
+
+    def remove(self, numbers: Iterable[int]) -> tuple[Group, ...]:
+        """Remove groups, whose draws are undone. Returns them."""
+        entries = [self._entries[number] for number in numbers]
+        for entry in entries:
+            self._remove(entry)
+        return tuple(entry.group for entry in entries)
 
     def evict(self, version: int) -> tuple[Group, ...]:
-        """Give back what no step from `version` on can learn from. Returns what went back, as it was."""
+        """Return groups to the queue that no step from `version` on can train on. Returns them, as they were."""
         limit = self._limits.max_staleness
         if self._oldest_age(version) <= limit:  # as at nearly every response that ends
             return ()
-        stale = [each for each in self._entries.values() if self._age(each.oldest, version) > limit]
-        self._give_back(stale)
-        return tuple(each.group for each in stale)
+        stale = [entry for entry in self._entries.values() if self._age(entry.oldest, version) > limit]
+        self._return_groups(stale)
+        return tuple(entry.group for entry in stale)
 
     def take(self, version: int) -> Taken | None:
-        """What the step from `version` learns from; None where too few are whole yet, or late ones are waited for.
+        """Take the groups of the step from `version`. None where too few are complete yet, or late ones are waited for.
 
         Raises:
-            ValueError: a step learns already, or something is too old, for which `evict` comes before.
+            ValueError: a step trains already, or a group is too old: call `evict` before.
         """
         limits, count = self._limits, self._limits.groups_per_step
         oldest = self._oldest_age(version)
-        if self._learning or oldest > limits.max_staleness:
-            raise ValueError(f"take: {len(self._learning)} groups are being learned from, the oldest is {oldest}")
+        if self._training or oldest > limits.max_staleness:
+            raise ValueError(f"take: {len(self._training)} groups are being trained on, the oldest is {oldest}")
         if self.ready < count or (limits.late == "wait" and self._waits(version)):
             return None
         ages = {number: self._age(entry.oldest, version) for number, entry in self._entries.items()}
-        whole = [entry for entry in self._entries.values() if entry.place is not None]
-        last = [entry for entry in whole if ages[entry.group.number] == limits.max_staleness]
-        others = [entry for entry in whole if ages[entry.group.number] < limits.max_staleness]
-        # What no later step could learn from comes first, whatever the order.
+        complete = [entry for entry in self._entries.values() if entry.order is not None]
+        last = [entry for entry in complete if ages[entry.group.number] == limits.max_staleness]
+        others = [entry for entry in complete if ages[entry.group.number] < limits.max_staleness]
+        # Groups that no later step could train on come first, whatever the order.
         taken = (sorted(last, key=self._preference) + sorted(others, key=self._preference))[:count]
         taken.sort(key=lambda entry: entry.group.number)
         for entry in taken:
             self._remove(entry)
-        left = sorted(self._entries.values(), key=lambda each: (-ages[each.group.number], *self._slowness(each)))
+        left = sorted(self._entries.values(), key=lambda entry: (-ages[entry.group.number], *self._slowness(entry)))
         excess = len(left) - limits.max_staleness * count
         dropped = left[: max(0, excess)] if limits.excess == "drop" else []
         too_late = [entry for entry in left[len(dropped) :] if ages[entry.group.number] == limits.max_staleness]
-        self._give_back([*dropped, *too_late])
-        self._learning = tuple(taken)
+        self._return_groups([*dropped, *too_late])
+        self._training = tuple(taken)
         return Taken(
-            self.learning,
+            self.training,
             evicted=tuple(entry.group for entry in too_late),
             dropped=tuple(entry.group for entry in dropped),
             carried=max(0, len(self._entries) - limits.max_staleness * count),
             staleness=tuple(ages[entry.group.number] for entry in taken),
         )
 
-    def learned(self) -> None:
-        """The step is over, and the engines serve its weights."""
-        self._learning = ()
+    def trained(self) -> None:
+        """End the step: the engines serve its weights."""
+        self._training = ()
 
-    def give_back(self) -> None:
-        """The step will not learn: what it took is whole, as it was."""
-        for entry in self._learning:
+    def return_taken(self) -> None:
+        """Return the groups of the step, which will not train: they are complete, as before."""
+        for entry in self._training:
             self._entries[entry.group.number] = entry
             self._kinds[entry.kind] += 1
-        self._learning = ()
+        self._training = ()
 
     # Over a restart
 
     def state(self) -> dict[str, Any]:
         """State of the groups in flight, complete and returned, as plain values.
 
-        Whole groups have `oldest`, and as `place` how many of them became whole before.
+        Complete groups have `oldest`, and as `place` the count of those completed before.
         """
-        whole = sorted((each for each in self._entries.values() if each.place is not None), key=_place_of)
-        places = {entry.group.number: place for place, entry in enumerate(whole)}
+        complete = sorted((entry for entry in self._entries.values() if entry.order is not None), key=_order_of)
+        orders = {entry.group.number: index for index, entry in enumerate(complete)}
         entries = [
             asdict(entry.group)
-            | {"oldest": entry.oldest if entry.place is not None else None, "place": places.get(entry.group.number)}
-            for entry in sorted(self._entries.values(), key=lambda each: each.group.number)
+            | {
+                "oldest": entry.oldest if entry.order is not None else None,
+                "place": orders.get(entry.group.number),
+            }
+            for entry in sorted(self._entries.values(), key=lambda entry: entry.group.number)
         ]
         return {"groups": entries, "returned": [asdict(group) for group in self._returned]}
 
     def restore(self, state: Mapping[str, Any]) -> tuple[Group, ...]:
-        """Go on where `state` was taken, outside a step. Returns the groups that are to be begun or gone on with."""
-        again, whole = [], []
-        for each in state["groups"]:
-            group = Group(each["number"], each["prompt"], each["attempt"])
+        """Continue from `state`, outside a step. Returns the groups that are to be begun or continued."""
+        again, complete = [], []
+        for saved in state["groups"]:
+            group = Group(saved["number"], saved["prompt"], saved["attempt"])
             self._add(group)
-            if each["oldest"] is None:
+            if saved["oldest"] is None:
                 again.append(group)
             else:
-                whole.append(each)
-        # Checkpoints of before do not say in which order groups became whole: that of their draws stands for it.
-        for each in sorted(whole, key=lambda each: each.get("place", each["number"])):
-            self.became_whole(each["number"], each["oldest"])
-        self._returned = [Group(**each) for each in state["returned"]]
+                complete.append(saved)
+        # Older checkpoints lack the order in which groups were completed: the order of their draws stands for it.
+        for saved in sorted(complete, key=lambda group: group.get("place", group["number"])):
+            self.completed(saved["number"], saved["oldest"])
+        self._returned = [Group(**saved) for saved in state["returned"]]
         return tuple(again)
 
     # In detail
 
     def _add(self, group: Group) -> None:
         if group.number in self._entries:
-            raise ValueError(f"group {group.number} was admitted, and is under way already")
+            raise ValueError(f"group {group.number} was admitted, and is in flight already")
         entry = self._entries[group.number] = _Entry(group)
         self._kinds[entry.kind] += 1
 
@@ -305,23 +327,23 @@ class Ledger:
             del self._kinds[entry.kind]
 
     def _age(self, oldest: int | None, version: int) -> int:
-        """By how many versions a group's oldest token may be older; 0 of what was not sent yet."""
+        """Age of a group's oldest token, in versions; 0 of a group that was not sent yet."""
         return version - oldest if oldest is not None else 0
 
     def _oldest_age(self, version: int) -> int:
-        """Of the group that is oldest; 0 without any."""
+        """Age of the oldest group, in versions; 0 without any."""
         return max((self._age(oldest, version) for oldest, _ in self._kinds), default=0)
 
     def _waits(self, version: int) -> bool:
-        """Whether the step from `version` is to learn from groups that are not whole, as no later one may.
+        """True if the step from `version` needs groups that are incomplete and that no later step may train on.
 
-        It does without as many as it drops anyway: those are the slowest of its over-sampling.
+        It continues without as many as it drops anyway: those are the slowest of its over-sampling.
         """
         limits, last, late = self._limits, 0, 0
-        for (oldest, whole), number in self._kinds.items():
+        for (oldest, complete), number in self._kinds.items():
             if oldest is not None and self._age(oldest, version) >= limits.max_staleness:
-                last += number if whole else 0
-                late += 0 if whole else number
+                last += number if complete else 0
+                late += 0 if complete else number
         spare = len(self._entries) - (limits.max_staleness + 1) * limits.groups_per_step
         return late > (max(0, spare) if limits.excess == "drop" else 0) and last < limits.groups_per_step
 
@@ -331,16 +353,19 @@ class Ledger:
         return first * entry.oldest, first * entry.group.number
 
     def _slowness(self, entry: _Entry) -> tuple[bool, int]:
-        """The slowest first: those under way by number, and then whole ones, the last that became whole first."""
-        return entry.place is not None, entry.group.number if entry.place is None else -entry.place
+        """Sort key, the slowest first: groups in flight by number, then complete ones, the last completed first."""
+        return (
+            entry.order is not None,
+            entry.group.number if entry.order is None else -entry.order,
+        )
 
-    def _give_back(self, entries: Iterable[_Entry]) -> None:
+    def _return_groups(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
             self._remove(entry)
             self._returned.append(replace(entry.group, attempt=entry.group.attempt + 1))
         self._returned.sort(key=lambda group: group.number)
 
 
-def _place_of(entry: _Entry) -> int:
-    assert entry.place is not None
-    return entry.place
+def _order_of(entry: _Entry) -> int:
+    assert entry.order is not None
+    return entry.order

@@ -1,4 +1,4 @@
-"""Responses that wait for their score, and go to whoever scores them as soon as one is free."""
+"""Responses that wait for a score, and are sent to the first free scorer."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from hybridflow.batch.stored_rows import Row
+from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import SampleEnd
 
 
 class Scorer(Protocol):
-    """Whoever scores samples, some at a time."""
+    """A scorer of samples, some at a time."""
 
-    async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> Sequence[Any]:
-        """The score of each, whose prompt has such an index; raises what it failed of."""
+    async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> Sequence[Any]:
+        """The score of each sample. `prompts`: index of the prompt of each. Raises its error."""
 
 
 class ScoringQueue:
-    """Gives scorers what waits, as soon as one may have more: to all that have nothing a part of it, else all of it to
+    """Waiting samples, sent to scorers as soon as one may have more: a share to each idle scorer, else all of them to
     the one with the fewest batches.
 
     Args:
         scorers: none where nothing is scored.
         at_once: batches that each may have at a time.
         scored: called with the ends of samples, and their scores.
-        spawn: has something done beside.
+        spawn: starts a task.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ScoringQueue:
     ) -> None:
         self._scorers, self._at_once, self._scored, self._spawn = scorers, at_once, scored, spawn
         self._batches = [0] * len(scorers)
-        self._waiting: dict[int, tuple[SampleEnd, Row, int]] = {}
+        self._waiting: dict[int, tuple[SampleEnd, StoredRow, int]] = {}
         self._dealing = False
         self._being_scored = 0
 
@@ -46,18 +46,18 @@ class ScoringQueue:
 
     @property
     def needed(self) -> bool:
-        """Whether samples are scored."""
+        """True if samples are scored."""
         return bool(self._scorers)
 
-    def add(self, end: SampleEnd, row: Row, prompt: int) -> None:
-        """Have a sample scored, a response to the prompt of this index."""
+    def add(self, end: SampleEnd, row: StoredRow, prompt: int) -> None:
+        """Queue a sample for scoring: a response to the prompt of this index."""
         self._waiting[end.sample] = end, row, prompt
         if not self._dealing:  # together with what is added at the same time
             self._dealing = True
             self._spawn(self._deal_added())
 
     def forget(self, sample: int) -> None:
-        """Do not score a sample any more, unless that has begun."""
+        """Remove a sample from the queue. One that is being scored continues."""
         self._waiting.pop(sample, None)
 
     async def _deal_added(self) -> None:
@@ -77,7 +77,7 @@ class ScoringQueue:
                 self._being_scored += count
                 self._spawn(self._score(scorer, taken))
 
-    async def _score(self, scorer: int, taken: Sequence[tuple[SampleEnd, Row, int]]) -> None:
+    async def _score(self, scorer: int, taken: Sequence[tuple[SampleEnd, StoredRow, int]]) -> None:
         scores = await self._scorers[scorer].score([row for _, row, _ in taken], [prompt for *_, prompt in taken])
         self._batches[scorer] -= 1
         self._being_scored -= len(taken)

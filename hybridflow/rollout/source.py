@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine3d.rollout.config import Sampling
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import Draw
 from hybridflow.rewards.result import RewardResult
 from hybridflow.rollout.buffered_groups import BufferedGroups
-from hybridflow.workers.future import Future
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,28 @@ def drawn_event(draw: Draw) -> dict[str, Any]:
     return {"event": "drawn", "groups": list(draw.groups), "prompts": list(draw.indices)}
 
 
+class Responses:
+    """Responses to any prompts, complete or not.
+
+    Args:
+        wait: waits for them.
+    """
+
+    def __init__(self, wait: Callable[[], RemoteBatch]) -> None:
+        self._wait = wait
+
+    def batch(self) -> RemoteBatch:
+        """Wait for all engines. The samples, whose tokens stay where they are. Raises what failed."""
+        return self._wait()
+
+
 class Samples(Protocol):
     """Responses to any prompts: evaluations, greedy baselines."""
 
     @abstractmethod
     def sample(
         self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
-    ) -> Future[SampleBatch]:
+    ) -> Responses:
         """Ask all engines for `samples_per_prompt` responses to each prompt, those to one prompt side by side.
 
         Args:
@@ -83,7 +96,7 @@ class RolloutSource(ABC, Samples):
 
     @abstractmethod
     def open(self, version: int, *, steps_left: int) -> None:
-        """Begin, once: engines serve the weights of `version`, and `steps_left` steps follow."""
+        """Begin, once: engines serve the weights of `version`. Nothing is generated ahead after `steps_left` steps."""
 
     @abstractmethod
     def close(self) -> None:
@@ -147,7 +160,7 @@ class RolloutSource(ABC, Samples):
         """Send requests to these engines again, which serve `version`."""
 
     @abstractmethod
-    def lose(self, engine: int, cause: str) -> None:
+    def restart_engine(self, engine: int, cause: str) -> None:
         """Restart a lost engine. Raises EngineError where the recipe does not allow it."""
 
     # Checkpoints

@@ -1,66 +1,59 @@
-"""The rollout controller: keeps engines at work, and hands groups over as they become whole.
+"""The rollout controller: keeps engines busy, and hands groups over as they are completed.
 
-It draws prompts while there is room for them, sends each request to an engine that has room, sees every response as it
-ends, and gives a step its groups. Of samples it knows ids, lengths and versions; their tokens stay where they were
-made.
+It draws prompts while the ledger has capacity, sends each request to an engine that has capacity, sees every response
+as it ends, and gives a step its groups. It knows ids, lengths and versions of samples. Their tokens stay in the object
+store of the node that drew them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
 from engine3d.rollout.requests import Response
-from hybridflow.batch.stored_rows import Row
+from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnd, SampleEnds, StreamEngine, StreamRequest
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
+from hybridflow.rollout.episodes import EndedEpisode, Episodes, EpisodeSetup
+from hybridflow.rollout.group_requests import GatheredGroup, GroupRequests
 from hybridflow.rollout.ledger import Group, Ledger, Taken
+from hybridflow.rollout.other_requests import OtherRequests, Share
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
+from hybridflow.rollout.stream_engines import StreamEngines, StreamTasks
 from hybridflow.rollout.stream_events import StreamEvents
-from hybridflow.rollout.stream_figures import StreamFigures
-from hybridflow.rollout.stream_types import GroupRows, GroupState, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream_metrics import BusyTimes, StreamMetrics
+from hybridflow.rollout.stream_types import GroupRows, OtherRows, StepRows, StreamPlan, StreamState
 
 _FIRST_GUESS = 256.0
 """Tokens that a response is expected to have before any has ended."""
-_MOST_BUSY = 4096
-"""Times in which engines were busy that are told for a step; the last ones."""
+_MOST_LOSSES = 3
+"""Times that engines abort a response of one group of their own accord, after which the stream fails."""
 _MOST_NAMED = 4
 """Engines that a line names."""
 _REMEMBERED = 0.99
 """Weight of the responses before in the running mean of lengths."""
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """The samples of a group so far."""
-
-    group: Group
-    first_sample: int
-    ends: dict[int, tuple[SampleEnd, Row]] = field(default_factory=dict)
-    """Samples by index in the group."""
-    scores: dict[int, Any] = field(default_factory=dict)
-    """Scores by index in the group."""
-
-
 class RolloutStream:
-    """The state of a stream, and what is to be done as things happen.
+    """The state of a stream, and its reactions to events.
 
     Args:
         plan: of it.
         engines: by number.
-        draw: gives so many further prompts: the number of each draw, and the index of its prompt.
+        draw: draws a count of further prompts: the number of each draw, and the index of its prompt.
         prompt_tokens: of a prompt, by its index.
         clock: in seconds.
-        scorers: that score every sample as it ends; a group is whole once all of its are scored.
+        scorers: that score every sample as it ends; a group is complete once all of its samples are scored.
+        episodes: environments in which each sample is an episode, which gives it its score; None without.
     """
 
     def __init__(
@@ -71,65 +64,68 @@ class RolloutStream:
         prompt_tokens: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
         scorers: Sequence[Scorer] = (),
+        episodes: EpisodeSetup | None = None,
     ) -> None:
-        self._plan, self._engines, self._prompt_tokens, self._clock = plan, list(engines), prompt_tokens, clock
+        self._plan, self._clock = plan, clock
         self.ledger = Ledger(plan.limits, draw)
         self._dispatcher = Dispatcher(len(engines), plan.requests_per_engine, self._expected)
-        for number in plan.lent:
+        for number in plan.leased:
             self._dispatcher.leave(number)
+        self._tasks = StreamTasks()
+        self._engines = StreamEngines(engines, self._tasks, self._dispatcher.has, plan.restarts, self._remove_engine)
+        self._others = OtherRequests(self._engines, self._tasks, clock)
+        self._store = episodes.store if episodes is not None else None
+        self._episodes: Episodes | None = None
+        if episodes is not None:
+            self._episodes = Episodes(episodes, clock, self._tasks.spawn, self._submit_turn, self._episodes_ended)
+        begin = self._episodes.begin if self._episodes is not None else None
+        self._requests = GroupRequests(self._dispatcher, prompt_tokens, begin)
         self._batching: DynamicBatching | None = None
         if plan.bounds is not None:
             self._batching = DynamicBatching(plan.bounds)
-        self._groups: dict[int, _Gathered] = {}
-        self._learning: tuple[GroupRows, ...] = ()
-        self._given_up: set[int] = set()
-        self._requests: dict[int, StreamRequest] = {}
-        self._withdrawn: dict[int, Response | None] = {}
-        """Samples that are aborted to continue at another engine, with the tokens that they have."""
-        self._submitting: dict[int, set[asyncio.Task[None]]] = {}
-        """Requests that may not have reached their engine yet, by its number."""
+        self._groups: dict[int, GatheredGroup] = {}
+        self._training: tuple[GroupRows, ...] = ()
+        self._losses: Counter[int] = Counter()
+        """Times that engines have aborted a response of a group of their own accord, by its number."""
         self.samples_drawn = 0
-        """Ids of samples that were given out."""
+        """Count of sample ids that were given out."""
         self._step_version = 0
-        """That the last step began from."""
+        """Version that the last step began from."""
         self._length = _FIRST_GUESS
-        self._busy_since: dict[int, float] = {}
-        self._busy: deque[tuple[int, float, float]] = deque(maxlen=_MOST_BUSY)
-        self._changed = asyncio.Condition()
-        self._failure: Exception | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        """Held by requests that are submitted together, until they have ended."""
+        self._abandoned = False
+        """True once a step was abandoned, after which nothing is begun."""
         self._open = False
-        self._restarts_left = plan.restarts
-        self._lost: dict[int, str] = {}
-        """Engines that the driver was not told of yet, and why."""
-        self._lives = [0] * len(engines)
-        """How often each engine was lost: what comes of one that was is not of the one that is there."""
-        self._scoring = ScoringQueue(scorers, plan.scored_at_once, self._scored, self._spawn)
-        self.figures = StreamFigures(len(engines), clock)
+        self._scoring = ScoringQueue(scorers, plan.scored_at_once, self._scored, self._tasks.spawn)
+        self._busy = BusyTimes(clock)
+        self.metrics = StreamMetrics(len(engines), clock)
         self.events = StreamEvents()
 
     # What the driver asks for
 
-    def open(self, version: int, figures: Sequence[EngineFigures] = ()) -> None:
-        """Begin: engines serve this version, and what they make from here on is collected.
+    def open(self, version: int, stats: Sequence[EngineStats] = ()) -> None:
+        """Begin: engines serve this version, and their responses are collected.
 
         Args:
             version: of the weights.
-            figures: of each engine, if they tell them.
+            stats: of each engine, if they report them.
         """
         self._open = True
         self._dispatcher.serve_all(version)
-        for number, each in enumerate(figures):
-            self._begin_figures(number, each)
+        for number, engine_stats in enumerate(stats):
+            self._begin_stats(number, engine_stats)
         for number in range(len(self._engines)):
-            self._spawn(self._collect(number))
+            self._engines.collect(number, self._take_in)
+        if self._episodes is not None:
+            self._episodes.open(self._answered)
         self._feed()
 
-    def _begin_figures(self, number: int, figures: EngineFigures) -> None:
-        """How an engine is to which nothing was sent yet."""
-        self.figures.begin(number, figures)
+    def _begin_stats(self, number: int, stats: EngineStats) -> None:
+        """Record the stats of an engine before anything is sent to it."""
+        self.metrics.begin(number, stats)
         if self._batching is not None:
-            self._dispatcher.limit(number, self._batching.begin(number, figures))
+            self._dispatcher.limit(number, self._batching.begin(number, stats))
 
     async def take(self, version: int) -> StepRows:
         """The groups of the step from `version`; waits for them.
@@ -138,47 +134,85 @@ class RolloutStream:
             EngineError: an engine failed.
         """
         began = self._clock()
-        async with self._changed:
-            while (taken := self._taken(version)) is None:
-                if not (self.ledger.under_way or self._dispatcher.waiting or self._dispatcher.busy):
-                    raise EngineError(f"no group is in flight, and the step still {self.waiting_for()}")
-                await self._changed.wait()
+        if self._plan.together:
+            self.next_groups()
+            self._send(self._dispatcher.send_shares())
+        elif self.ledger.allow_step():
+            self._feed()
+        taken = await self._tasks.wait_for(partial(self._taken, version))
+        assert taken is not None
         self._step_version = version
-        self.figures.waited(self._clock() - began)
+        self.metrics.waited(self._clock() - began)
         self._drop(taken.evicted, "evicted")
         self._drop(taken.dropped, "dropped")
-        self.figures.count("carried", taken.carried)
+        self.metrics.count("carried", taken.carried)
         self.events.took(version, taken)
         events = self.events.collect()  # what is begun from here on is of the next step
-        self._learning = tuple(self._rows(group) for group in taken.groups)
-        self.figures.took(end.sample for each in self._learning for end in each.ends)
+        self._training = tuple(self._rows(group) for group in taken.groups)
+        self.metrics.took(end.sample for group in self._training for end in group.ends)
+        busy = self._busy.take()
+        if self._plan.together:
+            self._admit(self._plan.limits.groups_per_step)
+            self._send(self._dispatcher.send_shares())
         self._feed()
-        figures = self.figures.collect(self._dispatcher, self.ledger)
+        collected = self.metrics.collect(self._dispatcher, self.ledger)
         if self._scoring.needed:
-            figures[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
+            collected[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
         if self._batching is not None:
-            figures[metrics.STREAM_REQUEST_LIMIT] = self._dispatcher.mean_limit
-        return StepRows(self._learning, taken, figures, self._take_busy(), events)
+            collected[metrics.STREAM_REQUEST_LIMIT] = self._dispatcher.mean_limit
+        return StepRows(self._training, taken, collected, busy, events)
+
+    def next_groups(self) -> tuple[Group, ...]:
+        """The groups of the next step, of those that are submitted together; drawn now unless they were before."""
+        if self.ledger.groups:
+            self._admit(len(self.ledger.returned))  # those that an engine has lost
+        else:
+            self.ledger.allow_step()
+            self._admit(self._plan.limits.groups_per_step)
+        return self.ledger.groups
+
+    async def respond(self, shares: Mapping[int, Share]) -> OtherRows:
+        """Responses to other prompts than those of groups; waits for them.
+
+        Args:
+            shares: for each engine its requests, which are submitted together.
+
+        Raises:
+            EngineError: an engine failed, or a response was aborted.
+        """
+        if not (count := sum(map(len, shares.values()))):
+            return OtherRows((), ())
+        async with self._turn if self._plan.together else nullcontext():
+            if self._abandoned:
+                raise EngineError(f"{count} responses were not begun: the step was abandoned")
+            return await self._others.respond(shares)
+
+    async def drain(self) -> None:
+        """Wait for requests in flight. Raises what failed."""
+        await self._tasks.wait_for(lambda: not self._dispatcher.busy)
 
     def waiting_for(self) -> str:
-        """What a step waits for that has not got its groups, in words."""
+        """Groups, requests and scores that the current step still waits for, in words."""
         counts = {number: self._dispatcher.in_flight(number)[0] for number in range(len(self._engines))}
         busy = [f"{count} at engine {number}" for number, count in counts.items() if count]
         if len(busy) > _MOST_NAMED:
             busy = [*busy[:_MOST_NAMED], f"{sum(counts.values())} at {len(busy)} engines in all"]
-        parts = [f"responses in flight: {', '.join(busy) or 'none'}"]
+        reasons = [f"responses in flight: {', '.join(busy) or 'none'}"]
         if lost := [str(number) for number in counts if not self._dispatcher.has(number)]:
-            parts.append(f"engines that are started again: {', '.join(lost)}")
+            reasons.append(f"engines that are restarted: {', '.join(lost)}")
         if self._scoring.needed:
-            parts.append(f"{len(self._scoring)} wait for their reward")
-        return f"has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups; {'; '.join(parts)}"
+            reasons.append(f"{len(self._scoring)} wait for their reward")
+        if self._episodes is not None:
+            answers = len(self._episodes) - self._dispatcher.requests - self._dispatcher.waiting
+            reasons.append(f"{max(answers, 0)} wait for their environment")
+        return f"has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups; {'; '.join(reasons)}"
 
-    def learned(self, version: int) -> None:
-        """The step is over, and all engines serve this version."""
+    def trained(self, version: int) -> None:
+        """End the step: all engines serve this version."""
         self._dispatcher.serve_all(version)
-        self.figures.forget(end.sample for each in self._learning for end in each.ends)
-        self._learning = ()
-        self.ledger.learned()
+        self.metrics.forget(end.sample for group in self._training for end in group.ends)
+        self._training = ()
+        self.ledger.trained()
         self._feed()
 
     def change(self, engines: Iterable[int]) -> None:
@@ -190,7 +224,7 @@ class RolloutStream:
         for number in engines:
             self._dispatcher.change(number)
         if not self._dispatcher.sends_older_than(self._step_version + 1):
-            self.ledger.learned()
+            self.ledger.trained()
             self._feed()
 
     def serve(self, engines: Iterable[int], version: int) -> None:
@@ -203,69 +237,46 @@ class RolloutStream:
     # Engines that are started again
 
     def take_lost(self) -> dict[int, str]:
-        """The engines that were lost since the last call, and why; `gain` tells of one that was started again."""
-        found, self._lost = self._lost, {}
-        return found
+        """The engines that were lost since the last call, and why; `add_engine` follows once one was restarted."""
+        return self._engines.take_lost()
 
-    def lose(self, number: int, cause: str) -> None:
-        """An engine is gone, as somebody else has seen. Raises EngineError where it may not be started again."""
-        with self._losing(number):
+    def remove_engine(self, number: int, cause: str) -> None:
+        """Remove a lost engine, as others have seen. Raises EngineError where it may not be restarted."""
+        with self._engines.losing(number):
             raise EngineLostError(f"rollout engine {number}: {cause}")
 
-    def gain(self, number: int, version: int, figures: EngineFigures | None = None) -> None:
-        """An engine that was lost is there again, with nothing in flight, and serves this version."""
-        self._dispatcher.gain(number, self._plan.requests_per_engine)
+    def add_engine(self, number: int, version: int, stats: EngineStats | None = None) -> None:
+        """Add a restarted engine, with nothing in flight, which serves this version."""
+        self._dispatcher.add_engine(number, self._plan.requests_per_engine)
         self._dispatcher.serve(number, version)
         self.events.serves(number, version)
-        if figures is not None:
-            self._begin_figures(number, figures)
-        self._spawn(self._collect(number))
+        if stats is not None:
+            self._begin_stats(number, stats)
+        self._engines.collect(number, self._take_in)
         self._feed()
+        self._others.resubmit()
 
-    @contextmanager
-    def _losing(self, number: int) -> Iterator[None]:
-        """An engine that is lost in the block is left out from there on, if it may be started again."""
-        life = self._lives[number]
-        try:
-            yield
-        except EngineLostError as error:
-            if life != self._lives[number] or not self._dispatcher.has(number):
-                return  # known already, by another of its calls
-            if not self._restarts_left:
-                raise
-            self._restarts_left -= 1
-            self._lose(number, str(error))
-
-    def _lose(self, number: int, cause: str) -> None:
-        """Have what was in flight at an engine go on elsewhere."""
-        self._lost[number] = cause
-        self._lives[number] += 1
-        self.figures.count("lost_engines")
-        self.figures.lose(number)
-        self._idle(number)
-        again = []
-        for request in reversed(self._dispatcher.lose(number)):
-            prefix = self._withdrawn.pop(request.sample, None)
-            if request.sample in self._given_up:
-                self._given_up.discard(request.sample)
-                continue
-            self._request_again(request, prefix)
-            again.append(request.sample)
-        self.events.lost(number, cause, again)
+    def _remove_engine(self, number: int, cause: str) -> None:
+        """Continue elsewhere what was in flight at a lost engine."""
+        self.metrics.count("lost_engines")
+        self.metrics.remove_engine(number)
+        self._busy.end(number)
+        self.events.lost(number, cause, self._requests.remove_engine(number))
         self._feed()
+        self._others.remove_engine(number)
 
     # Engines on devices of the trainer
 
-    def lend(self, engines: Iterable[int]) -> None:
-        """These engines take requests until `withdraw`: nobody else computes on their devices."""
+    def lease(self, engines: Iterable[int]) -> None:
+        """Send requests to these engines until `reclaim`: no other process computes on their devices."""
         engines = tuple(engines)
-        self.events.lent(engines)
+        self.events.leased(engines)
         for number in engines:
             self._dispatcher.enter(number)
         self._feed()
 
-    async def withdraw(self, engines: Iterable[int]) -> None:
-        """Nothing is in flight at these engines when this returns: what was waits to go on, with what it has.
+    async def reclaim(self, engines: Iterable[int]) -> None:
+        """Abort what is in flight at these engines, to continue later with its tokens. Returns once nothing is.
 
         Raises:
             EngineError: an engine failed.
@@ -273,299 +284,276 @@ class RolloutStream:
         engines = tuple(engines)
         for number in engines:
             self._dispatcher.leave(number)
-        self.figures.look(self._dispatcher)
-        await asyncio.gather(*map(self._withdraw_from, engines))
-        async with self._changed:
-            while any(self._dispatcher.in_flight(number)[0] for number in engines):
-                self._raise_failure()
-                await self._changed.wait()
+        self.metrics.look(self._dispatcher)
+        await asyncio.gather(*map(self._reclaim_from, engines))
+        await self._tasks.wait_for(lambda: not any(self._dispatcher.in_flight(number)[0] for number in engines))
 
-    async def _withdraw_from(self, number: int) -> None:
-        await asyncio.gather(*self._submitting.get(number, ()))  # what has not come cannot be aborted
-        with self._losing(number):
-            await self._abort_in_flight(number)
+    async def _reclaim_from(self, number: int) -> None:
+        await self._engines.submitted(number)
+        prefixes = await self._engines.in_flight(number)
+        if samples := self._requests.reclaim(number, prefixes):
+            self.events.reclaimed(number, samples)
+            self.metrics.count("reclaimed", len(samples))
+            await self._engines.abort(number, samples)
 
-    async def _abort_in_flight(self, number: int) -> None:
-        prefixes = await self._engines[number].in_flight()
-        samples = [sample for sample in self._dispatcher.samples(number) if sample not in self._given_up]
-        if not samples:
-            return
-        self._withdrawn |= {sample: prefixes.get(sample) for sample in samples}
-        self.events.withdrawn(number, samples)
-        self.figures.count("withdrawn", len(samples))
-        await self._engines[number].abort(samples)
+    def return_taken(self) -> None:
+        """Return the groups of the current step, which will not train."""
+        self._groups |= {taken.group.number: GatheredGroup.of_rows(taken) for taken in self._training}
+        self._training = ()
+        self.ledger.return_taken()
 
-    def give_back(self) -> None:
-        """The step that is under way will not learn: what it took is there again."""
-        for each in self._learning:
-            ends = {end.index: (end, row) for end, row in zip(each.ends, each.rows, strict=True)}
-            scores = dict(enumerate(each.scores))
-            self._groups[each.group.number] = _Gathered(each.group, each.ends[0].sample, ends, scores)
-        self._learning = ()
-        self.ledger.give_back()
+    def discard_groups(self, kept: Collection[int] = ()) -> None:
+        """Remove all groups but these, by number, and abort their requests."""
+        discarded = self.ledger.remove([group.number for group in self.ledger.groups if group.number not in kept])
+        self._drop(discarded, "dropped")
 
-    def close(self) -> None:
-        """Collect nothing any more."""
+    async def abandon(self, kept: Collection[int]) -> None:
+        """Undo the draws of all groups but these, by number, and have nothing of them or of others in flight."""
+        self._abandoned = True
+        self.return_taken()
+        self._admit(len(self.ledger.returned))
+        self.discard_groups(kept)
+        await self._others.abort()
+        await self._tasks.wait_for(lambda: not (self._requests.are_aborted or self._others))
+
+    def close(self) -> list[asyncio.Task[None]]:
+        """Stop collecting. Returns the tasks that end with it."""
         self._open = False
-        for task in self._tasks:
-            task.cancel()
+        return self._tasks.cancel()
 
     # Over a restart
 
     async def state(self) -> StreamState:
         """All groups in flight, with their tokens; the stream continues meanwhile."""
-        partial: dict[int, Response] = {}
-        for number, engine in enumerate(self._engines):
-            if self._dispatcher.has(number):
-                with self._losing(number):
-                    partial |= await engine.in_flight()
-        self._raise_failure()
+        prefixes: dict[int, Response] = {}
+        if self._plan.together:  # of which nobody has a part
+            await self.drain()
+        elif self._episodes is None:  # an episode begins again, with an environment that knows nothing of it
+            for number in self._engines.present:
+                prefixes |= await self._engines.in_flight(number)
+        self._tasks.raise_failure()
         # What ended while engines were asked is known as ended.
-        groups = [
-            GroupState(
-                gathered.group.number,
-                gathered.first_sample,
-                tuple(gathered.ends[index] for index in sorted(gathered.ends)),
-                {
-                    index: self._prefix(gathered.first_sample + index, partial)
-                    for index in range(self._plan.samples_per_prompt)
-                    if index not in gathered.ends
-                },
-                dict(gathered.scores),
-            )
-            for gathered in sorted(self._groups.values(), key=lambda each: each.group.number)
-        ]
-        return StreamState(self.ledger.state(), self.samples_drawn, tuple(groups))
-
-    def _prefix(self, sample: int, partial: Mapping[int, Response]) -> Response | None:
-        """Tokens of a response at its engine, or those from which it waits to continue."""
-        if sample in partial:
-            return partial[sample]
-        request = self._requests.get(sample)
-        return request.prefix if request is not None else None
+        prefix: Callable[[int], Response | None] = partial(self._requests.prefix, in_flight=prefixes)
+        if self._episodes is not None:
+            prefix = _no_prefix
+        groups = tuple(self._groups[number].state(prefix) for number in sorted(self._groups))
+        return StreamState(self.ledger.state(), self.samples_drawn, groups)
 
     def restore(self, state: StreamState) -> None:
-        """Go on where `state` was taken, before `open`."""
+        """Continue from `state`, before `open`."""
         self.samples_drawn = state.samples_drawn
         unfinished = {group.number for group in self.ledger.restore(state.ledger)}
         known = {
-            each["number"]: Group(each["number"], each["prompt"], each["attempt"]) for each in state.ledger["groups"]
+            saved["number"]: Group(saved["number"], saved["prompt"], saved["attempt"])
+            for saved in state.ledger["groups"]
         }
-        for each in state.groups:
-            ends = {end.index: (end, row) for end, row in each.ended}
-            gathered = _Gathered(known[each.number], each.first_sample, ends, dict(each.scores))
-            self._groups[each.number] = gathered
-            self._request_samples(gathered, each.prefixes)
-            if each.number not in unfinished:
+        for saved in state.groups:
+            ends = {end.index: (end, row) for end, row in saved.ended}
+            gathered = GatheredGroup(
+                known[saved.number], self._samples_from(saved.first_sample), ends, dict(saved.scores)
+            )
+            self._groups[saved.number] = gathered
+            self._requests.add(gathered, saved.prefixes)
+            if saved.number not in unfinished:
                 continue
             for index, (end, row) in ends.items():
                 if index not in gathered.scores:
                     self._score(end, row)
-            drawn = [end.oldest for end, _ in each.ended]
-            drawn += [prefix.oldest_version for prefix in each.prefixes.values() if prefix is not None]
+            drawn = [end.oldest for end, _ in saved.ended]
+            drawn += [prefix.oldest_version for prefix in saved.prefixes.values() if prefix is not None]
             if drawn:
-                self.ledger.sent(each.number, min(drawn))
+                self.ledger.sent(saved.number, min(drawn))
             self._note_if_complete(gathered)  # what nothing scores any more is not waited for
+
+    def _samples_from(self, first: int) -> range:
+        """Ids of the samples of a group, from its first."""
+        return range(first, first + self._plan.samples_per_prompt)
 
     # What happens
 
-    async def _collect(self, number: int) -> None:
-        """See what ends at an engine, for as long as the stream is open."""
-        life = self._lives[number]
-        with self._losing(number):
-            while self._open and life == self._lives[number]:
-                ended = await self._engines[number].ended()
-                if life == self._lives[number]:
-                    await self._take_in(number, ended)
-        await self._wake()
-
     async def _take_in(self, number: int, ended: SampleEnds) -> None:
-        if ended.figures is not None:
-            self._told(number, ended.figures, ended.samples)
+        """See what ends at an engine."""
+        if ended.stats is not None:
+            self._update_stats(number, ended.stats, [end for end in ended.samples if end.sample not in self._others])
         for row, end in enumerate(ended.samples):
-            self._ended(end, Row(ended.rows, row))
+            if end.sample in self._others:
+                self._others.ended(number, end, StoredRow(ended.rows, row))
+            elif not self._dispatcher.have_ended((end.sample,)):  # else nobody waits for it any more
+                self._ended(number, end, StoredRow(ended.rows, row), ended.turns.get(end.sample))
         if ended.samples:
             self._feed()
             if not self._dispatcher.in_flight(number)[0]:
-                self._idle(number)
-            await self._wake()
+                self._busy.end(number)
+            await self._tasks.wake()
 
-    def _told(self, number: int, figures: EngineFigures, ended: Sequence[SampleEnd]) -> None:
-        """An engine says how it is, and what has ended."""
-        self.figures.told(number, figures)
+    def _update_stats(self, number: int, stats: EngineStats, ended: Sequence[SampleEnd]) -> None:
+        """Update the stats of an engine, with the responses that have ended."""
+        self.metrics.update(number, stats)
         if self._batching is not None:
-            flying = self._dispatcher.in_flight(number)[0]
-            freed = sum(each.tokens for each in ended)
-            self._dispatcher.limit(number, self._batching.told(number, figures, flying, len(ended), freed))
+            in_flight = self._dispatcher.in_flight(number)[0]
+            freed = sum(end.tokens for end in ended)
+            self._dispatcher.limit(number, self._batching.update(number, stats, in_flight, len(ended), freed))
             if not ended:
                 self._feed()
 
-    def _ended(self, end: SampleEnd, row: Row) -> None:
-        self._dispatcher.ended(end.sample)
-        request = self._requests.pop(end.sample, None)
-        withdrawn = end.sample in self._withdrawn
-        prefix = self._withdrawn.pop(end.sample, None)
-        if end.sample in self._given_up:
-            self._given_up.discard(end.sample)
-            return
-        if withdrawn and not end.complete and request is not None:
-            self._request_again(request, prefix)
+    def _ended(self, number: int, end: SampleEnd, row: StoredRow, turn: Response | None) -> None:
+        if self._requests.ended(end) != "ended":
             return
         gathered = self._groups[end.group]
-        if not end.complete:  # for a reason of the engine's own
-            self._drop((gathered.group,), "lost")
-            self.ledger.lost(end.group)
+        if not end.complete:
+            self._lose(gathered.group, end)
             return
-        self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * end.tokens
-        self.figures.ended(end.sample, end.tokens)
-        gathered.ends[end.index] = end, row
-        self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
-        if len(gathered.ends) == self._plan.samples_per_prompt:
-            self._dispatcher.forget(end.group)
+        if turn is not None:
+            assert self._episodes is not None
+            self._count_length(self._episodes.turn_ended(end, number, turn))
+            return
+        self._count_length(end.tokens)
+        self.metrics.ended(end.sample, end.tokens)
+        self._add_end(gathered, end, row)
         self._score(end, row)
         self._note_if_complete(gathered)
 
-    def _score(self, end: SampleEnd, row: Row) -> None:
+    def _count_length(self, tokens: int) -> None:
+        """Add tokens that an engine has drawn for a request to the mean of their number."""
+        self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * tokens
+
+    def _add_end(self, gathered: GatheredGroup, end: SampleEnd, row: StoredRow) -> None:
+        """Add an ended sample to its group."""
+        gathered.ends[end.index] = end, row
+        self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
+        if gathered.is_complete(scored=False):
+            self._dispatcher.forget(end.group)
+
+    # Episodes
+
+    async def _answered(self) -> None:
+        """Environments have answered."""
+        self._feed()
+        await self._tasks.wake()
+
+    def _submit_turn(self, request: StreamRequest, continues: bool) -> None:
+        """Request a turn: before all that waits where it continues an episode."""
+        self._requests.submit(request, first=continues)
+
+    def _episodes_ended(self, episodes: Sequence[EndedEpisode]) -> None:
+        """Record episodes that are over, as samples with their scores."""
+        assert self._store is not None
+        version = self._dispatcher.newest_version
+        for episode, row in zip(episodes, self._store(episodes, version), strict=True):
+            end = episode.end(version)
+            gathered = self._groups[end.group]
+            gathered.scores[end.index] = {"reward": episode.score}
+            self.metrics.ended(end.sample, episode.drawn)
+            self._add_end(gathered, end, row)
+            self._note_if_complete(gathered)
+
+    def _lose(self, group: Group, end: SampleEnd) -> None:
+        """Return a group to the queue of which an engine has aborted a response for a reason of its own."""
+        self._losses[group.number] += 1
+        if (losses := self._losses[group.number]) == _MOST_LOSSES:
+            cause = f": {end.error}" if end.error is not None else ""
+            raise EngineError(f"engines aborted responses to the prompt of draw {group.number} {losses} times{cause}")
+        self._drop((group,), "lost")
+        self.ledger.lost(group.number)
+
+    def _score(self, end: SampleEnd, row: StoredRow) -> None:
         if self._scoring.needed:
             self._scoring.add(end, row, self._groups[end.group].group.prompt)
 
     async def _scored(self, ends: Sequence[SampleEnd], scores: Sequence[Any]) -> None:
-        """Samples have been scored; of some the group may be gone, or begun anew."""
+        """Record the scores of samples. The group of some may be gone, or begun again."""
         for end, score in zip(ends, scores, strict=True):
             gathered = self._groups.get(end.group)
-            if gathered is not None and gathered.first_sample + end.index == end.sample:
+            if gathered is not None and gathered.samples[end.index] == end.sample:
                 gathered.scores[end.index] = score
                 self._note_if_complete(gathered)
-        await self._wake()
+        await self._tasks.wake()
 
-    def _note_if_complete(self, gathered: _Gathered) -> None:
-        count = self._plan.samples_per_prompt
-        if len(gathered.ends) == count and (len(gathered.scores) == count or not self._scoring.needed):
-            oldest = min(each.oldest for each, _ in gathered.ends.values())
-            self.ledger.became_whole(gathered.group.number, oldest)
+    def _note_if_complete(self, gathered: GatheredGroup) -> None:
+        if gathered.is_complete(scored=self._scoring.needed):
+            oldest = min(end.oldest for end, _ in gathered.ends.values())
+            self.ledger.completed(gathered.group.number, oldest)
 
     def _taken(self, version: int) -> Taken | None:
-        self._raise_failure()
-        # What has become whole may show that it is older than was known.
+        # A completed group may be older than was known.
         if evicted := self.ledger.evict(version):
             self._drop(evicted, "evicted")
             self._feed()
-        return self.ledger.take(version)
+        if self._plan.together and self.ledger.returned:
+            self.next_groups()
+            self._send(self._dispatcher.send_shares())
+        taken = self.ledger.take(version)
+        if taken is None and not (self.ledger.in_flight or self._dispatcher.waiting or self._dispatcher.busy):
+            raise EngineError(f"no group is in flight, and the step still {self.waiting_for()}")
+        return taken
 
     def _feed(self) -> None:
-        """Begin groups while there is room, and send requests to engines that have room."""
-        if not self._open:
-            return
-        for group in self.ledger.admit():
-            gathered = _Gathered(group, self.samples_drawn)
-            self.samples_drawn += self._plan.samples_per_prompt
-            self._groups[group.number] = gathered
-            self.events.admitted(group, gathered.first_sample)
-            self._request_samples(gathered, {})
+        """Begin groups while there is capacity, and send requests to engines that have capacity."""
+        if self._open and not self._plan.together:
+            self._admit(None)
+            self._send(self._dispatcher.send())
+
+    def _admit(self, most: int | None) -> None:
+        for group in self.ledger.admit(most):
+            self._groups[group.number] = gathered = GatheredGroup(group, self._samples_from(self.samples_drawn))
+            self.samples_drawn = gathered.samples.stop
+            self.events.admitted(group, gathered.samples.start)
+            self._requests.add(gathered, {})
+
+    def _send(self, requests: Iterable[tuple[int, StreamRequest]]) -> None:
         sent: dict[int, list[StreamRequest]] = {}
-        for engine, request in self._dispatcher.send():
+        for engine, request in requests:
             sent.setdefault(engine, []).append(request)
+            if self._episodes is not None:
+                self._episodes.sent(request.sample)
             self.ledger.sent(request.group, self._dispatcher.version(engine))
+        if self._plan.together and sent:
+            self._tasks.spawn(self._submit_step(sent))
+        else:
+            self._submit_all(sent)
+        self.metrics.look(self._dispatcher)
+
+    def _submit_all(self, sent: Mapping[int, Sequence[StreamRequest]]) -> None:
         for engine, requests in sent.items():
-            self._busy_since.setdefault(engine, self._clock())
+            self._busy.begin(engine)
             self.events.sent(engine, self._dispatcher.version(engine), [request.sample for request in requests])
-            submitting = self._submitting.setdefault(engine, set())
-            task = self._spawn(self._submit(engine, requests))
-            submitting.add(task)
-            task.add_done_callback(submitting.discard)
-        self.figures.look(self._dispatcher)
+            self._engines.submit(engine, partial(_submit, requests))
 
-    async def _submit(self, engine: int, requests: Sequence[StreamRequest]) -> None:
-        with self._losing(engine):
-            await self._engines[engine].submit(requests)
-
-    async def _abort(self, engine: int, samples: Sequence[int]) -> None:
-        life = self._lives[engine]
-        with self._losing(engine):
-            await asyncio.gather(*self._submitting.get(engine, ()))  # what has not come cannot be aborted
-            if life == self._lives[engine]:
-                await self._engines[engine].abort(samples)
-
-    def _idle(self, number: int) -> None:
-        """An engine has nothing in flight any more."""
-        if number in self._busy_since:
-            self._busy.append((number, self._busy_since.pop(number), self._clock()))
-
-    def _take_busy(self) -> tuple[tuple[int, float, float], ...]:
-        """When engines had something to do since the last call."""
-        now, found = self._clock(), tuple(self._busy)
-        under_way = tuple((engine, since, now) for engine, since in self._busy_since.items())
-        self._busy.clear()
-        self._busy_since = dict.fromkeys(self._busy_since, now)
-        return found + under_way
-
-    def _request_samples(self, gathered: _Gathered, prefixes: Mapping[int, Response | None]) -> None:
-        group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)
-        for index in range(self._plan.samples_per_prompt):
-            if index in gathered.ends:
-                continue
-            sample, prefix = gathered.first_sample + index, prefixes.get(index)
-            count = tokens + _tokens_of(prefix)
-            self._requests[sample] = request = StreamRequest(sample, group.number, index, group.prompt, count, prefix)
-            self._dispatcher.add(request)
-
-    def _request_again(self, request: StreamRequest, prefix: Response | None) -> None:
-        """Send a response again before all that waits, from its prefix or else from that of its request."""
-        prefix = prefix or request.prefix
-        more = _tokens_of(prefix) - _tokens_of(request.prefix)
-        self._requests[request.sample] = again = replace(request, tokens=request.tokens + more, prefix=prefix)
-        self._dispatcher.add(again, first=True)
+    async def _submit_step(self, sent: Mapping[int, Sequence[StreamRequest]]) -> None:
+        """Submit the requests of a step together, and let no others begin until these have ended."""
+        async with self._turn:
+            self._submit_all(sent)
+            samples = [request.sample for requests in sent.values() for request in requests]
+            # The next step's may be sent as soon as these have ended.
+            await self._tasks.wait_for(lambda: self._dispatcher.have_ended(samples))
 
     def _drop(self, groups: Iterable[Group], why: str) -> None:
-        """Have nothing more of groups that went back."""
+        """Abort the groups returned to the queue."""
         groups = tuple(groups)
         self.events.returned(why, groups)
         for group in groups:
             gathered = self._groups.pop(group.number)
-            self.figures.count(why)
-            samples_of_group = range(gathered.first_sample, gathered.first_sample + self._plan.samples_per_prompt)
-            self.figures.forget(samples_of_group)
-            for sample in samples_of_group:
-                self._requests.pop(sample, None)
+            self.metrics.count(why)
+            self.metrics.forget(gathered.samples)
+            for sample in gathered.samples:
                 self._scoring.forget(sample)
-            for engine, samples in self._dispatcher.forget(group.number).items():
-                self._given_up.update(samples)
-                self.events.given_up(engine, samples)
-                self._spawn(self._abort(engine, samples))
+            if self._episodes is not None:
+                self._episodes.forget(gathered.samples)
+            for engine, samples in self._requests.drop(gathered).items():
+                self.events.aborted(engine, samples)
+                self._tasks.spawn(self._engines.abort(engine, samples))
 
     def _rows(self, group: Group) -> GroupRows:
-        gathered = self._groups.pop(group.number)
-        ends, rows = zip(*(gathered.ends[index] for index in range(self._plan.samples_per_prompt)), strict=True)
-        return GroupRows(group, ends, rows, tuple(gathered.scores[index] for index in sorted(gathered.scores)))
+        self._losses.pop(group.number, None)
+        return self._groups.pop(group.number).rows()
 
     def _expected(self, prompt_tokens: int) -> float:
         return self._length
 
-    # Failures
 
-    def _spawn(self, action: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(action)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        self._failure = self._failure or (error if isinstance(error, Exception) else EngineError(str(error)))
-        wake = asyncio.get_running_loop().create_task(self._wake())
-        self._tasks.add(wake)
-        wake.add_done_callback(self._tasks.discard)
-
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+def _no_prefix(_: int) -> None:
+    """Prefix of an episode in a checkpoint."""
 
 
-def _tokens_of(prefix: Response | None) -> int:
-    return 0 if prefix is None else len(prefix.token_ids)
+async def _submit(requests: Sequence[StreamRequest], engine: StreamEngine) -> None:
+    await engine.submit(requests)

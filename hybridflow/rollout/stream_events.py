@@ -1,4 +1,4 @@
-"""What a stream has decided between two steps, in order, as lines of a run's `events.jsonl`."""
+"""Decisions of a stream between two steps, in order, as lines of a run's `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class StreamEvents:
         """An engine is gone. `samples`: that it had, which go on elsewhere with what is known of them."""
         self._add("lost_engine", {"engine": engine, "cause": cause}, samples=samples)
 
-    def lent(self, engines: Sequence[int]) -> None:
-        """These engines take requests, on devices of the trainer, which waits."""
-        self._add("lent", engines=engines)
+    def leased(self, engines: Sequence[int]) -> None:
+        """Record that these engines take requests on devices leased from the trainer, which waits."""
+        self._add("leased", engines=engines)
 
-    def withdrawn(self, engine: int, samples: Sequence[int]) -> None:
-        """Responses are aborted at an engine that was lent, to go on later with what they have."""
-        self._add("withdrawn", samples=samples, engines=[engine] * len(samples))
+    def reclaimed(self, engine: int, samples: Sequence[int]) -> None:
+        """Record responses aborted at an engine whose devices are reclaimed. They continue later with their tokens."""
+        self._add("reclaimed", samples=samples, engines=[engine] * len(samples))
 
-    def given_up(self, engine: int, samples: Sequence[int]) -> None:
-        """Requests of samples are aborted at an engine."""
-        self._add("given_up", samples=samples, engines=[engine] * len(samples))
+    def aborted(self, engine: int, samples: Sequence[int]) -> None:
+        """Record requests of samples that are aborted at an engine."""
+        self._add("aborted", samples=samples, engines=[engine] * len(samples))
 
     def returned(self, why: str, groups: Iterable[Group]) -> None:
         """Groups went back, of which nothing is learned: their draws. `why`: evicted, dropped or lost."""
@@ -58,14 +58,14 @@ class StreamEvents:
 
     def collect(self) -> tuple[dict[str, Any], ...]:
         """All since the last call."""
-        found, self._lines = self._lines, []
+        lines, self._lines = self._lines, []
         if self._left_out:
-            found.append({"event": "left_out", "events": self._left_out})
+            lines.append({"event": "left_out", "events": self._left_out})
             self._left_out = 0
-        return tuple(found)
+        return tuple(lines)
 
-    def _add(self, event: str, facts: dict[str, Any] | None = None, **lists: Sequence[Any]) -> None:
-        head = {"event": event, **(facts or {})}
+    def _add(self, event: str, fields: dict[str, Any] | None = None, **lists: Sequence[Any]) -> None:
+        head = {"event": event, **(fields or {})}
         last = self._lines[-1] if self._lines else {}
         if all(last.get(name) == value for name, value in head.items()):
             for name, values in lists.items():

@@ -3,152 +3,54 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-import ray
 from ray.exceptions import RayError
 
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import Sampling
-from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.stored_rows import gathered
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
-from hybridflow.data.prompts import Draw, Prompts
+from hybridflow.data.prompts import Draw, DrawnPrompt, Prompts
 from hybridflow.data.sampler import PromptOrder
 from hybridflow.errors.log import log
+from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
-from hybridflow.metrics.timeline import Span, timeline
+from hybridflow.metrics.timeline import TimelineSpan, timeline
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
 from hybridflow.rollout.buffered_groups import BufferedGroups, buffered_groups, stream_state
 from hybridflow.rollout.controller import ControllerPrompts, start_controller
-from hybridflow.rollout.dynamic_batching import RequestBounds
-from hybridflow.rollout.generator import Generator
-from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.source import Rollout, RolloutSnapshot, RolloutSource, drawn_event
-from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
-from hybridflow.workers.future import Future
+from hybridflow.rollout.engine_handles import DeviceLease, EngineHandles, Restarts
+from hybridflow.rollout.source import Responses, Rollout, RolloutSnapshot, RolloutSource, drawn_event
+from hybridflow.rollout.stream_types import OtherRows, StepRows, StreamPlan, StreamState
 
 _LOOK_S = 0.2
-_MEND_S = 1.0
-_LATER_S = 60.0
-
-
-class Check(Protocol):
-    """Raises what an engine's rank died of."""
-
-    def __call__(self, *, ask: bool = False) -> None: ...
-
-
-@dataclass(frozen=True)
-class EngineHandles:
-    """How the controller reaches the engines.
-
-    Args:
-        actors: handle of the first rank of every engine, by number.
-        nodes: Ray's id of the node of each.
-        threads: Ray's name of the threads in which they take calls beside those of their group.
-        hosts: of each engine, each of which has a rank.
-        scorers: handle of every rank of the reward functions.
-    """
-
-    actors: Sequence[Any]
-    nodes: Sequence[str]
-    threads: str
-    hosts: int = 1
-    scorers: Sequence[Any] = ()
-
-
-@dataclass(frozen=True)
-class Lending:
-    """Engines on devices of models, which take requests while a step waits for its groups.
-
-    Args:
-        engines: their numbers.
-        after_s: that a step waits before, in seconds.
-        take_turn: waits until the models do not compute, and the engines have their memory.
-    """
-
-    engines: tuple[int, ...]
-    after_s: float
-    take_turn: Callable[[], object]
-
-
-class Restarts(Protocol):
-    """Starts engines again; see `EngineRestarts`."""
-
-    def begin(self, engine: int, cause: str) -> None: ...
-    def started(self, *, wait: bool = False) -> Sequence[int]: ...
-    def give_weights(self, engine: int, version: int) -> None: ...
-
-
-def stream_plan(recipe: Recipe, prompts: Prompts, engines: int, lending: Lending | None) -> StreamPlan:
-    """The plan of a recipe's stream.
-
-    Args:
-        recipe: with `rollout.stream`.
-        prompts: of training.
-        engines: their number.
-        lending: engines that take requests only while a step waits, if there are any.
-    """
-    rollout, trainer, stream = recipe.rollout, recipe.trainer, recipe.rollout.stream
-    assert stream is not None
-    bounds = None
-    if stream.dynamic_batching:
-        lengths = np.unique(PackedPrompts.of(prompts.tokens).lengths())
-        longest = max(map(rollout.sampling_table.sequence_tokens, lengths.tolist()))
-        bounds = RequestBounds(rollout.engine.max_running_requests, longest, stream.cache_target)
-    limits = StreamLimits(
-        trainer.prompts_per_step,
-        trainer.max_staleness,
-        extra=recipe.extra_groups,
-        late=stream.late,
-        queue=stream.queue,
-        excess=stream.left_over,
-    )
-    return StreamPlan(
-        limits,
-        rollout.samples_per_prompt,
-        rollout.engine.max_running_requests,
-        engines,
-        bounds,
-        lending.engines if lending is not None else (),
-        stream.engine_restarts,
-        min((config.batches_at_once for config in recipe.functions.values()), default=1),
-        # A rank says itself what hangs below it.
-        engine_answers_s=rollout.engine.request_timeout_s + _LATER_S,
-        scorer_answers_s=recipe.limits.call_s,
-        sampling=rollout.sampling_table,
-    )
+_RECOVERY_S = 1.0
 
 
 class StreamSource(RolloutSource):
-    """Gives each step its groups, as they become whole.
+    """Gives each step its groups: as they become complete, or all of them together.
 
     Args:
-        plan: of the stream.
+        plan: of the rollouts.
         functions: reward functions of each kind of score, "reward" or "cost".
         limits: of calls.
         prompts: to train on.
-        order: of the prompts.
-        engines: that serve the stream, once they were started.
-        generator: calls all engines for other prompts than those of steps.
-        check: raises what an engine's rank died of, where that is known; with `ask` it finds out.
-        lending: the engines that take requests only while a step waits, if there are any.
+        order: of the prompts; None where there are none.
+        engines: that respond, once they were started; None in a run without any.
+        lease: the engines that take requests only while a step waits, if there are any.
         restarts: starts engines again that were lost; the first that is lost ends the run if None.
     """
-
-    drains = False
-    scored_as_they_end = True
 
     def __init__(
         self,
@@ -156,28 +58,30 @@ class StreamSource(RolloutSource):
         functions: Mapping[str, RewardConfig],
         limits: LimitsConfig,
         prompts: Prompts,
-        order: PromptOrder,
-        engines: EngineHandles,
-        generator: Generator,
-        check: Check,
-        lending: Lending | None = None,
+        order: PromptOrder | None,
+        engines: EngineHandles | None,
+        lease: DeviceLease | None = None,
         restarts: Restarts | None = None,
     ) -> None:
-        self._plan, self._functions, self._limits = plan, functions, limits
-        self._prompts, self._check, self._engines = prompts, check, engines
-        self._generator, self._lending, self._restarts = generator, lending, restarts
+        self._plan, self._functions, self._limits = plan, functions if not plan.together else {}, limits
+        self._prompts, self._engines = prompts, engines or EngineHandles()
+        self._lease, self._restarts = lease, restarts
+        scorers = () if plan.together else self._engines.scorers
         self._controller = start_controller(
             plan,
-            ControllerPrompts(PackedPrompts.of(prompts.tokens), prompts.examples if engines.scorers else ()),
+            ControllerPrompts(PackedPrompts.of(prompts.tokens), prompts.examples if scorers else ()),
             order,
-            engines.actors,
-            engines.nodes,
-            engines.threads,
-            engines.scorers,
+            self._engines.actors,
+            self._engines.nodes,
+            self._engines.threads,
+            scorers,
         )
+        self.drains = plan.one_ahead
+        self.scored_as_they_end = not plan.together
         self._version = 0
         self._open = False
-        self._drawn: tuple[Draw, Rollout] | None = None
+        self._drawn: tuple[Draw, Rollout | None] | None = None
+        """The step's groups, and their samples once they are there."""
         self._groups_per_step = plan.limits.groups_per_step
         self._taken = False
         """True once the step has its groups."""
@@ -190,37 +94,38 @@ class StreamSource(RolloutSource):
     # A step
 
     def open(self, version: int, *, steps_left: int) -> None:
-        """Begin, with engines that serve this version, for so many steps."""
         self._version = version
-        figures = [self._open_engine(number) for number in range(len(self._engines.actors))]
+        stats = [self._open_engine(number) for number in range(len(self._engines.actors))]
         groups = steps_left * self._plan.limits.groups_per_step
-        self._get(self._controller.open.remote(version, groups, figures))
+        self._call("open", version, groups, stats)
         self._open = True
 
     def close(self) -> None:
-        ray.kill(self._controller)
+        self._controller.close()
 
-    def _open_engine(self, number: int) -> EngineFigures:
-        """Have an engine take requests. How it is."""
-        call = self._engines.actors[number].call_beside.options(concurrency_group=self._engines.threads)
-        figures: EngineFigures = self._get(call.remote("open_stream", 1))
-        return figures
+    def _open_engine(self, number: int) -> EngineStats:
+        """Open an engine for requests. Returns its stats."""
+        call = self._engines.actors[number].call_concurrently.options(concurrency_group=self._engines.threads)
+        stats: EngineStats | Failure = self._get(call.remote("open_stream", 1).future())
+        if isinstance(stats, Failure):  # the rank answers with the error of its worker
+            raise stats.exception()
+        return stats
 
     def notice_lost(self) -> None:
-        """Have engines started again that were lost; what they had goes on at others meanwhile."""
+        """Restart lost engines. Their requests continue at others meanwhile."""
         if self._restarts is not None and self._open:
-            for engine, cause in self._get(self._controller.take_lost.remote()).items():
+            for engine, cause in self._call("take_lost").items():
                 self._restarts.begin(engine, cause)
 
-    def lose(self, engine: int, cause: str) -> None:
+    def restart_engine(self, engine: int, cause: str) -> None:
         """An engine is gone: have it started again. Raises EngineError where none may be any more."""
         if not self._open:
             raise EngineError(f"rollout engine {engine}: {cause}")
-        self._get(self._controller.lose.remote(engine, cause))
+        self._call("remove_engine", engine, cause)
         self.notice_lost()
 
-    def mend(self, *, wait: bool = False) -> None:
-        """Have engines that were lost started again, and those that have started take requests.
+    def recover_engines(self, *, wait: bool = False) -> None:
+        """Restart lost engines, and open those that have started for requests.
 
         Args:
             wait: until none is lost.
@@ -232,89 +137,126 @@ class StreamSource(RolloutSource):
         if self._restarts is not None and self._open:
             for engine in self._restarts.started(wait=wait):
                 self._restarts.give_weights(engine, self._version)
-                figures = self._open_engine(engine)
-                self._get(self._controller.gain.remote(engine, self._version, figures))
+                stats = self._open_engine(engine)
+                self._call("add_engine", engine, self._version, stats)
 
     def draw(self, count: int | None = None) -> Draw:
-        """The prompts of the step's groups, once these are whole.
+        """The prompts of the step's groups, once these are complete or are to be made together; or further prompts.
 
         Raises:
-            UserError: the step has its groups already, or a first draw is of another number of prompts.
+            UserError: the source has no other prompts than those of the step.
             EngineError: an engine failed.
         """
+        together, exact = self._plan.together, self._plan.one_ahead or not self._plan.together
+        if together and exact and count is not None:
+            raise UserError(f"{count} prompts beside those of the step with trainer.max_staleness, expected 0 of it")
+        if self._taken and self._drawn is None and count is None and exact:
+            raise UserError("a second draw of a step whose rollouts run ahead, expected one rollout for each update")
+        if together and (self._taken or count is not None or not self._engines.actors):
+            return self._draw_further(count or self._groups_per_step)
         if self._taken and count is not None:
             return self._draw_further(count)
-        if self._taken and self._drawn is None:
-            raise UserError("a second draw of a step with rollout.stream, expected one rollout for each update")
         if count not in (None, self._groups_per_step):
             raise UserError(f"first draw of {count} prompts with rollout.stream, expected {self._groups_per_step}")
         self._taken = True
         if self._drawn is None:
-            taking, times = self._controller.take.remote(self._version), dict[str, float]()
-            with self._lent(taking, times):
-                rows: StepRows = self._get(taking, of_step=True)
-            batch = gathered([row for each in rows.groups for row in each.rows])
-            rollout = Rollout(batch, None)  # they took no time of the step's own
-            ends = ((end, score) for each in rows.groups for end, score in zip(each.ends, each.scores, strict=False))
-            self._scores = {end.sample: score for end, score in ends}
-            hosts = self._engines.hosts
-            timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
-            groups = [each.group for each in rows.groups]
-            draw = Draw(self._prompts, [each.prompt for each in groups], [each.number for each in groups])
-            self._drawn, self._metrics, self._events = (draw, rollout), rows.figures | times, rows.events
+            self._drawn = (self._draw_of(self._call("next_groups")), None) if together else self._take()
+            if together:
+                draw = self._drawn[0]
+                self._further |= dict(zip(draw.groups, draw.indices, strict=True))
+                self._events += (drawn_event(draw),)
         return self._drawn[0]
+
+    def _take(self) -> tuple[Draw, Rollout]:
+        """The groups of the step."""
+        times = dict[str, float]()
+        if self._plan.together:
+            self._engines.take_turn()
+        taking = self._controller.call("take", self._version)
+        with self._leased(taking, times):
+            rows: StepRows = self._get(taking, of_step=True, together=self._plan.together)
+        batch = gathered([row for group in rows.groups for row in group.rows])
+        ends = ((end, score) for group in rows.groups for end, score in zip(group.ends, group.scores, strict=False))
+        self._scores = {end.sample: score for end, score in ends}
+        self._record(rows.busy, "generate" if self._plan.together else "stream")
+        draw = self._draw_of([(group.group.number, group.group.prompt) for group in rows.groups])
+        if not self._plan.together:
+            self._metrics, self._events = rows.metrics | times, rows.events
+            return draw, Rollout(batch, None)  # they took no time of the step's own
+        seconds = max(end for *_, end in rows.busy) - min(begin for _, begin, _ in rows.busy) if rows.busy else None
+        return draw, Rollout(batch, seconds)
+
+    def _draw_of(self, groups: Sequence[tuple[int, int]]) -> Draw:
+        return Draw(self._prompts, [index for _, index in groups], [number for number, _ in groups])
+
+    def _record(self, busy: Iterable[tuple[int, float, float]], what: str) -> None:
+        """Record when engines were busy on the timeline, on the first host of each."""
+        hosts = self._engines.hosts
+        timeline.record(TimelineSpan("rollout", hosts * engine, what, begin, end) for engine, begin, end in busy)
 
     def _draw_further(self, count: int) -> Draw:
         """Prompts of the step besides its groups, for the responses of one call of all engines."""
-        drawn: list[tuple[int, int]] = self._get(self._controller.draw.remote(count))
-        self._further |= dict(drawn)
-        draw = Draw(self._prompts, [index for _, index in drawn], [number for number, _ in drawn])
+        draw = self._draw_of(self._call("draw", count))
+        self._further |= dict(zip(draw.groups, draw.indices, strict=True))
         self._events += (drawn_event(draw),)
         return draw
 
     @contextmanager
-    def _lent(self, taking: Any, times: dict[str, float]) -> Iterator[None]:
+    def _leased(self, taking: Any, times: dict[str, float]) -> Iterator[None]:
         """The engines on devices of models take requests in the block, unless the step has its groups soon.
 
         After an error they keep what they have, which a checkpoint then holds.
 
         Args:
-            taking: the step's groups, in the object store once they are whole.
+            taking: the step's groups, in the object store once they are complete.
             times: get how long each part took, in ms, by metric name.
         """
-        lending = self._lending
-        if lending is None:
+        lease = self._lease
+        if lease is None:
             yield
             return
-        times |= dict.fromkeys((metrics.STREAM_LEND_TIME, metrics.STREAM_LENT_TIME, metrics.STREAM_WITHDRAW_TIME), 0.0)
-        if _is_ready(taking, lending.after_s, of_step=True):
+        times |= dict.fromkeys(
+            (metrics.STREAM_LEASE_START_TIME, metrics.STREAM_LEASED_TIME, metrics.STREAM_RECLAIM_TIME), 0.0
+        )
+        if _is_ready(taking, lease.after_s, of_step=True):
             yield
             return
-        with Timer(times, metrics.STREAM_LEND_TIME):
-            lending.take_turn()
-        with Timer(times, metrics.STREAM_LENT_TIME):
-            self._get(self._controller.lend.remote(lending.engines))
+        with Timer(times, metrics.STREAM_LEASE_START_TIME):
+            lease.take_turn()
+        with Timer(times, metrics.STREAM_LEASED_TIME):
+            self._call("lease", lease.engines)
             yield
-        with Timer(times, metrics.STREAM_WITHDRAW_TIME):
-            self._get(self._controller.withdraw.remote(lending.engines))
+        with Timer(times, metrics.STREAM_RECLAIM_TIME):
+            self._call("reclaim", lease.engines)
 
     def rollout(self, draw: Draw, step: int) -> Rollout:
         """The responses to what `draw` returned. Raises UserError for other prompts."""
-        if self._further.keys() >= set(draw.groups):
-            assert self._plan.sampling is not None
-            began = time.perf_counter()
-            batch = self.sample(draw, self._plan.sampling, self._plan.samples_per_prompt).batch()
-            return Rollout(batch, time.perf_counter() - began)
-        drawn, self._drawn = self._drawn, None
-        if drawn is None or drawn[0] is not draw:
+        if self._drawn is not None and self._drawn[0] is draw:
+            rollout, self._drawn = self._drawn[1], None
+            if rollout is None:
+                _, rollout = self._take()
+            return rollout
+        if self.drains or (not self._plan.together and not self._further.keys() >= set(draw.groups)):
             raise UserError(
-                f"step {step}: responses to other prompts than those that the stream gave, expected "
-                "step.generate(step.draw()) once a step with rollout.stream"
+                f"step {step}: responses to other prompts than those that were made ahead, expected "
+                "step.generate(step.draw()) once a step with rollout.stream or trainer.max_staleness above 0"
             )
-        return drawn[1]
+        if unknown := sorted(set(draw.groups) - self._further.keys()):
+            raise UserError(f"step {step}: responses to draw {unknown[0]}, expected only draws of this step")
+        self._discard_drawn()
+        assert self._plan.sampling is not None
+        began = time.perf_counter()
+        batch = self.sample(draw, self._plan.sampling, self._plan.samples_per_prompt).batch()
+        return Rollout(batch, time.perf_counter() - began)
+
+    def _discard_drawn(self) -> None:
+        """Discard the step's groups if they are submitted together and were not taken."""
+        if self._drawn is not None and self._plan.together:
+            self._call("discard_groups")
+        self._drawn = None
 
     def rewards(self, what: str, sample_ids: Sequence[int]) -> RewardResult | None:
-        """What functions have given these samples; None where not all of them were scored.
+        """Scores of these samples by reward functions; None where not all of them were scored.
 
         Args:
             what: "reward" or "cost".
@@ -338,94 +280,141 @@ class StreamSource(RolloutSource):
         return events
 
     def trained(self, version: int, rates: Mapping[int, float]) -> None:
+        self._discard_drawn()
         self._version, self._further, self._taken = version, {}, False
-        self._get(self._controller.learned.remote(version, rates))
+        self._call("trained", version, rates)
 
     # Other prompts
 
     def sample(
         self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
-    ) -> Future[SampleBatch]:
-        self.mend(wait=True)  # a call is of all engines
+    ) -> Responses:
+        self.recover_engines(wait=True)  # all engines respond
         if first_sample is None:
             first_sample = self.reserve_samples(len(draw.indices) * samples_per_prompt)
-        return self._generator.sample(draw, sampling, samples_per_prompt, first_sample)
+        drawn = [
+            DrawnPrompt(draw.prompts.tokens[index], index, group, first_sample + row * samples_per_prompt)
+            for row, (index, group) in enumerate(zip(draw.indices, draw.groups, strict=True))
+        ]
+        self._engines.take_turn()
+        responding = self._controller.call("respond", drawn, sampling, samples_per_prompt)
+
+        def wait() -> RemoteBatch:
+            responses: OtherRows = self._get(responding, of_step=True, together=True)
+            self._record(responses.busy, "generate")
+            return gathered(responses.rows)
+
+        return Responses(wait)
 
     def reserve_samples(self, count: int) -> int:
-        first: int = self._get(self._controller.reserve_samples.remote(count))
+        first: int = self._call("reserve_samples", count)
         return first
 
     # Weights
 
     def drain(self) -> None:
-        """`rollout.stream.on_new_weights` says what becomes of requests in flight."""
+        """`rollout.stream.on_new_weights` says what becomes of requests that engines got one by one."""
+        if self.drains:
+            self._get(self._controller.call("drain"), of_step=True, together=True)
 
     def change(self, engines: Sequence[int]) -> None:
         if self._open:
-            self._get(self._controller.change.remote(engines))
+            self._call("change", engines)
 
     def serve(self, engines: Sequence[int], version: int) -> None:
         if self._open:
-            self._get(self._controller.serve.remote(engines, version))
+            self._call("serve", engines, version)
 
     # Checkpoints
 
     def begin_step(self) -> None:
-        """The controller has the groups of the step until it is over."""
+        if self._plan.together:
+            self._call("begin_step")
 
     def abandon(self) -> None:
         self._drawn, self._taken = None, False
         further, self._further = self._further, {}
-        self._get(self._controller.give_back.remote(further))
-        if self._lending is not None:  # models may compute next
-            self._get(self._controller.withdraw.remote(self._lending.engines))
+        self._call("abandon_step", further)
+        if self._lease is not None:  # models may compute next
+            self._call("reclaim", self._lease.engines)
 
     def snapshot(self) -> RolloutSnapshot:
-        order, state = self._get(self._controller.state.remote())
+        together = self._plan.together
+        order, state = self._get(self._controller.call("state"), of_step=together, together=together)
         assert isinstance(state, StreamState)
-        return RolloutSnapshot(order, state.samples_drawn, buffered_groups(state, self._prompts))
+        groups = None
+        if not together or state.groups:
+            groups = replace(buffered_groups(state, self._prompts), streamed=not together)
+        return RolloutSnapshot(order, state.samples_drawn, groups)
 
     def restore(self, snapshot: RolloutSnapshot) -> None:
         groups, drawn = snapshot.groups, snapshot.samples_drawn
         state = None if groups is None else stream_state(groups, drawn, self._plan.samples_per_prompt)
-        self._get(self._controller.restore.remote(snapshot.order, state, drawn))
+        self._call("restore", snapshot.order, state, drawn)
 
     def unusable(self, groups: BufferedGroups) -> str | None:
-        return None if groups.streamed else "rollout.stream is set now"
+        batches = [batch for batch in (groups.ended, groups.begun) if batch is not None]
+        if any((batch.routes is None) == self._plan.routes for batch in batches):
+            return f"samples {'have' if self._plan.routes else 'had'} routes {'now' if self._plan.routes else 'then'}"
+        if not self._plan.together:
+            return None if groups.streamed else "rollout.stream is set now"
+        if groups.streamed:
+            return "rollout.stream is null now"
+        if not self._plan.one_ahead:
+            return "trainer.max_staleness is 0"
+        prompts = self._plan.limits.groups_per_step
+        return None if len(groups.draws) == prompts else f"trainer.prompts_per_step is {prompts}"
 
-    def _waiting_for(self) -> str:
-        found: str = self._get(self._controller.waiting_for.remote())
-        return found
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call the controller, and wait for its answer."""
+        return self._get(self._controller.call(method, *arguments))
 
-    def _get(self, ref: Any, *, of_step: bool = False) -> Any:
+    def _get(self, answer: Future[Any], *, of_step: bool = False, together: bool = False) -> Any:
         """A result of the controller. Raises what an engine's rank died of, or else what the controller says.
 
-        `of_step`: a step's groups, which may take as long as engines come further, and functions of rewards have time.
+        Args:
+            answer: of the controller.
+            of_step: True for responses, which may take as long as engines come further, and functions of rewards have
+                time.
+            together: True for responses whose progress the ranks report.
         """
-        limits, began = self._limits, time.monotonic()
-        end, quiet = began + limits.call_s, began + limits.quiet_s
-        mended = 0.0
+        watched = self._engines.watched() if together else nullcontext(lambda: None)
         try:
-            while not _is_ready(ref, _LOOK_S, of_step=of_step):
-                self._check()
-                if of_step and time.monotonic() > mended + _MEND_S:
-                    self.mend()
-                    mended = time.monotonic()
-                if of_step and time.monotonic() > quiet:
-                    log.info(f"rollout: after {time.monotonic() - began:.0f} s the step {self._waiting_for()}")
-                    quiet = time.monotonic() + limits.quiet_s
-                elif not of_step and time.monotonic() > end:
-                    raise EngineError(f"rollout controller: no answer within {limits.call_s:g} s (limits.call_s)")
-            return ray.get(ref)
-        except RayError as error:
-            self._check(ask=True)
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, EngineError | UserError):
-                raise cause from None
-            raise EngineError(f"rollout controller: {' '.join(str(error).split())}") from None
+            with watched as look:
+                self._wait_for(answer, look, of_step=of_step, quiet=not together)
+            error: BaseException | None = answer.exception()  # of a controller in a thread any error
+        except (RayError, EngineError) as raised:
+            error = raised
+        if error is None:
+            return answer.result()
+        self._engines.check(ask=True)
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, EngineError | UserError):
+            raise cause from None
+        text = " ".join(str(error).split())
+        if isinstance(error, RayError):
+            raise EngineError(f"rollout controller: {text}") from None
+        raise EngineError(f"rollout controller: {type(error).__name__}: {text}") from error
+
+    def _wait_for(self, answer: Future[Any], look: Callable[[], None], *, of_step: bool, quiet: bool) -> None:
+        limits, began = self._limits, time.monotonic()
+        end, logged = began + limits.call_s, began
+        recovered = 0.0
+        while not _is_ready(answer, _LOOK_S, of_step=of_step):
+            self._engines.check()
+            look()
+            now = time.monotonic()
+            if of_step and now > recovered + _RECOVERY_S:
+                self.recover_engines()
+                recovered = time.monotonic()
+            if of_step and quiet and now > logged + limits.quiet_s:
+                log.info(f"rollout: after {now - began:.0f} s the step {self._call('waiting_for')}")
+                logged = time.monotonic()
+            elif not of_step and now > end:
+                raise EngineError(f"rollout controller: no answer within {limits.call_s:g} s (limits.call_s)")
 
 
-def _is_ready(ref: Any, timeout_s: float, *, of_step: bool) -> bool:
-    """Whether a result is there within so long. A run that is asked to save and to end does not wait for a step's."""
+def _is_ready(answer: Future[Any], timeout_s: float, *, of_step: bool) -> bool:
+    """True if a result is there within `timeout_s`. A run that is to save and end does not wait for a step's."""
     with termination.waiting() if of_step else nullcontext():
-        return bool(ray.wait([ref], timeout=timeout_s)[0])
+        return bool(wait([answer], timeout=timeout_s).done)

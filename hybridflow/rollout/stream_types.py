@@ -1,4 +1,4 @@
-"""What a stream of rollouts is to make, what it gives to a step, and what it is over a restart."""
+"""Plan of a stream of rollouts, its results for a step, and its state over a restart."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ from typing import Any
 
 from engine3d.rollout.config import Sampling
 from engine3d.rollout.requests import Response
-from hybridflow.batch.stored_rows import Row
+from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import SampleEnd
 from hybridflow.rollout.dynamic_batching import RequestBounds
+from hybridflow.rollout.episodes import EpisodePlan
 from hybridflow.rollout.ledger import Group, StreamLimits, Taken
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What a stream is to make.
+    """Plan of a stream.
 
     Args:
         limits: of its groups.
         samples_per_prompt: responses in a group.
         requests_per_engine: most that are in flight at each engine.
         engines: how many there are.
-        bounds: of the requests in flight at each engine, where they follow the room in its cache; as many as there may
-            be are in flight if None.
-        lent: engines that take requests only from `lend` to `withdraw`.
-        restarts: how often an engine may be lost, and started again.
+        bounds: of the requests in flight at each engine, where they follow the use of its cache; always
+            `requests_per_engine` if None.
+        leased: engines that take requests only from `lease` to `reclaim`.
+        restarts: how often a lost engine may be restarted.
         scored_at_once: batches of samples that each scorer may have at a time.
         engine_answers_s, scorer_answers_s: that a rank has to answer a call.
         sampling: distribution that tokens are drawn from.
+        routes: True if samples have routes.
+        episodes: limits of episodes; None if a sample is one turn.
+        together: True if the prompts of a step are submitted together, to end together: a share to each engine.
     """
 
     limits: StreamLimits
@@ -36,12 +40,20 @@ class StreamPlan:
     requests_per_engine: int
     engines: int
     bounds: RequestBounds | None = None
-    lent: tuple[int, ...] = ()
+    leased: tuple[int, ...] = ()
     restarts: int = 0
     scored_at_once: int = 1
     engine_answers_s: float = 660.0
     scorer_answers_s: float = 1800.0
     sampling: Sampling | None = None
+    routes: bool = False
+    episodes: EpisodePlan | None = None
+    together: bool = False
+
+    @property
+    def one_ahead(self) -> bool:
+        """True if the next step's prompts are submitted together once a step has its groups."""
+        return self.together and self.limits.max_staleness > 0
 
 
 @dataclass(frozen=True)
@@ -50,27 +62,40 @@ class GroupRows:
 
     group: Group
     ends: tuple[SampleEnd, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[StoredRow, ...]
     scores: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """What a step learns from.
+    """Groups and metrics of a step.
 
     Args:
         groups: in the order of their draws.
-        taken: what the ledger says of them.
-        figures: of the stream since the last step, by metric name.
+        taken: of them, from the ledger.
+        metrics: of the stream since the last step, by name.
         busy: engine, begin and end of the times in which one had requests in flight, by the stream's clock.
-        events: what was decided since the last step, in order; see `StreamEvents`.
+        events: decisions since the last step, in order; see `StreamEvents`.
     """
 
     groups: tuple[GroupRows, ...]
     taken: Taken
-    figures: dict[str, float]
+    metrics: dict[str, float]
     busy: tuple[tuple[int, float, float], ...] = ()
     events: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class OtherRows:
+    """Responses to other prompts than those of groups.
+
+    Args:
+        rows: row of each sample, in the order of the requests.
+        busy: engine, begin and end, as in `StepRows`.
+    """
+
+    rows: tuple[StoredRow, ...]
+    busy: tuple[tuple[int, float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +112,7 @@ class GroupState:
 
     number: int
     first_sample: int
-    ended: tuple[tuple[SampleEnd, Row], ...]
+    ended: tuple[tuple[SampleEnd, StoredRow], ...]
     prefixes: dict[int, Response | None]
     scores: dict[int, Any] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ class AppendedFile:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def add(self, lines: str) -> None:
@@ -53,4 +53,4 @@ def whole_lines(path: Path) -> Iterator[str]:
     Raises:
         UserError: it cannot be read, is no regular file, or has a line that is too long.
     """
-    return (line for line, whole in lines(path, errors="replace") if whole)
+    return (line for line, complete in lines(path, errors="replace") if complete)

@@ -44,7 +44,7 @@ class EvaluationText:
 
 
 def text_file(directory: Path, name: str, step: int) -> Path:
-    """Where the texts of a measurement lie.
+    """Return the file of a measurement's texts.
 
     Args:
         directory: of all sets.
@@ -71,13 +71,13 @@ def read_texts(path: Path) -> list[EvaluationText]:
     Raises:
         UserError: naming the file and a line that is no such text.
     """
-    found = []
+    texts = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            found.append(record_of(EvaluationText, parse_json(line)))
+            texts.append(record_of(EvaluationText, parse_json(line)))
         except JsonError as error:
             raise UserError(f"{path}:{number}: {line[:60]!r} is no text of an evaluation: {error}") from None
-    return found
+    return texts
 
 
 def steps_with_texts(directory: Path) -> dict[str, list[int]]:
@@ -88,12 +88,12 @@ def steps_with_texts(directory: Path) -> dict[str, list[int]]:
     """
     if not directory.is_dir():
         return {}
-    found = {}
-    for folder in sorted(each for each in directory.iterdir() if each.is_dir()):
-        steps = sorted(int(match[1]) for each in folder.iterdir() if (match := _FILE.fullmatch(each.name)))
+    steps_of_set = {}
+    for folder in sorted(entry for entry in directory.iterdir() if entry.is_dir()):
+        steps = sorted(int(match[1]) for entry in folder.iterdir() if (match := _FILE.fullmatch(entry.name)))
         if steps:
-            found[folder.name] = steps
-    return found
+            steps_of_set[folder.name] = steps
+    return steps_of_set
 
 
 def forget_after(directory: Path, step: int) -> None:
@@ -103,6 +103,6 @@ def forget_after(directory: Path, step: int) -> None:
         OSError: it could not.
     """
     for name, steps in steps_with_texts(directory).items():
-        for each in steps:
-            if each > step:
-                text_file(directory, name, each).unlink()
+        for later in steps:
+            if later > step:
+                text_file(directory, name, later).unlink()

@@ -1,4 +1,4 @@
-"""What a run failed of, in its directory: the cause and where, and what every rank was at.
+"""First failure of a run, in its directory: cause, location, and the method of every rank.
 
     python -m hybridflow.rundir.first_failure DIRECTORY CAUSE
 
@@ -22,7 +22,7 @@ from engine3d.stacks import STACKS
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import EARLIER_FAILURE, FAILURE, FLIGHT_RECORDER, LOGS
 from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
-from hybridflow.rundir.watching import goes_on, last_lines, read_place
+from hybridflow.rundir.watching import goes_on, last_lines, read_position
 
 _LINE = 300
 """Characters of a log's line."""
@@ -65,7 +65,7 @@ class FirstFailure:
         process = f"process {self.pid}" if self.pid is not None else None
         fields = [
             ("cause", self.cause),
-            ("where", ", ".join(each for each in (self.host, rank, process) if each is not None)),
+            ("where", ", ".join(name for name in (self.host, rank, process) if name is not None)),
             ("phase", f"{self.phase}; since {_clock(self.since)}"),
             ("last line", self.last_line),
             *(("others" if number == 0 else "", line) for number, line in enumerate(self.others)),
@@ -100,12 +100,12 @@ def describe(
     now = time.time()
     logs = directory / LOGS
     beats = read_heartbeats(logs)
-    own = next((beat for beat in beats if (beat.role, beat.rank) == (role, rank)), None)
+    own_beat = next((beat for beat in beats if (beat.role, beat.rank) == (role, rank)), None)
     last = None
     log = logs / f"{role}-{rank}.log"
     if died and log.exists():
-        told = [line.decode(errors="replace").strip() for line in last_lines(log, 20)]
-        last = next((shortened(line, _LINE) for line in reversed(told) if line), None)
+        lines = [line.decode(errors="replace").strip() for line in last_lines(log, 20)]
+        last = next((shortened(line, _LINE) for line in reversed(lines) if line), None)
     return FirstFailure(
         cause=cause,
         phase=phase,
@@ -113,10 +113,10 @@ def describe(
         since=now if since is None else since,
         role=role,
         rank=rank,
-        host=own.host if own is not None else host,
-        pid=own.pid if own is not None else None,
+        host=own_beat.host if own_beat is not None else host,
+        pid=own_beat.pid if own_beat is not None else None,
         last_line=last,
-        others=_together(beat for beat in beats if beat is not own),
+        others=_together(beat for beat in beats if beat is not own_beat),
         stacks=str(logs / f"*{STACKS}") if any(logs.glob(f"*{STACKS}")) else None,
         flight_recorder=str(directory / FLIGHT_RECORDER) if (directory / FLIGHT_RECORDER).is_dir() else None,
     )
@@ -139,8 +139,10 @@ def keep_cause(directory: Path, cause: str, *, host: str | None = None) -> None:
         OSError: it cannot be kept.
         UserError: a file of the run is damaged.
     """
-    place = read_place(directory)
-    card = describe(directory, cause, "start" if place is None else f"step {place.step}, {place.phase}", host=host)
+    position = read_position(directory)
+    card = describe(
+        directory, cause, "start" if position is None else f"step {position.step}, {position.phase}", host=host
+    )
     say_card(card)
     write_failure(directory, card)
 
@@ -152,7 +154,7 @@ def keep_earlier(directory: Path, failures: Sequence[FirstFailure]) -> None:
 
 
 def read_earlier(directory: Path) -> list[FirstFailure]:
-    """What a run failed of before it was started again, each time.
+    """Read the failures of a run's earlier starts, in order.
 
     Raises:
         UserError: a file is damaged.
@@ -164,13 +166,13 @@ def read_earlier(directory: Path) -> list[FirstFailure]:
 
 
 def forget_failures(directory: Path) -> None:
-    """Have nothing in the run's directory of what it failed of. Raises OSError."""
+    """Remove the failures in the run's directory. Raises OSError."""
     for path in (directory / FAILURE, *directory.glob(EARLIER_FAILURE.format("*"))):
         path.unlink(missing_ok=True)
 
 
 def read_failure(directory: Path) -> FirstFailure | None:
-    """What a run failed of; None if it has not.
+    """Read the failure of a run; None if it has not failed.
 
     Raises:
         UserError: the file is damaged.
@@ -179,7 +181,7 @@ def read_failure(directory: Path) -> FirstFailure | None:
 
 
 def _together(beats: Iterable[Heartbeat]) -> list[str]:
-    """What ranks were at, those of a role together that were at the same."""
+    """Return a line for ranks of a role that run the same method."""
 
     def at(beat: Heartbeat) -> tuple[str, str]:
         if not beat.method:
@@ -189,8 +191,8 @@ def _together(beats: Iterable[Heartbeat]) -> list[str]:
     lines = []
     for (role, what), group in itertools.groupby(sorted(beats, key=lambda beat: (*at(beat), beat.rank)), key=at):
         same = list(group)
-        parts = [beat.parts for beat in same]
-        done = f", parts done: {_span(min(parts), max(parts))}" if any(parts) and what != "idle" else ""
+        counts = [beat.completed for beat in same]
+        done = f", parts done: {_span(min(counts), max(counts))}" if any(counts) and what != "idle" else ""
         hosts = list(dict.fromkeys(beat.host for beat in same))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
         since = _clock(min(beat.since for beat in same))

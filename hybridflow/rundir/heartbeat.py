@@ -1,4 +1,4 @@
-"""What a rank says of itself, again and again, in a file beside its log: `ROLE-RANK.heartbeat`, one JSON object.
+"""Heartbeats of a rank, in a file next to its log: `ROLE-RANK.heartbeat`, one JSON object.
 
 It is read on the rank's own host, whose clock its times are of; what it said last stays when the rank is gone.
 """
@@ -18,12 +18,12 @@ BEAT_S = 1.0
 """Between two heartbeats of a rank."""
 _SUFFIX = ".heartbeat"
 _BYTES = 1024
-"""Of the file, always: what has been written once can be written again on a disk that is full."""
+"""Constant size of the file: a full disk does not prevent that it is overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank is at.
+    """State of a rank.
 
     Args:
         role, rank: whose it is.
@@ -32,10 +32,10 @@ class Heartbeat:
         method: that it runs; "" for none.
         has_turn: whether it computes; not while it waits for other groups on its devices.
         since: when it began to, or to be idle. Like all times in seconds since the epoch, by the clock of its host.
-        parts: done of the method's work, such as micro-batches.
+        completed: units of the method's work, such as micro-batches.
         progressed: when the last one was done, or the method began.
         usual_s: the longest time without one in earlier calls of the method; None in the first call.
-        counts: whether the method has parts at all.
+        counts: true if the method has such units.
         at: when it said so.
         done, total, unit: of what a call counts, such as responses; total is 0 where it is not known.
     """
@@ -47,7 +47,7 @@ class Heartbeat:
     method: str
     has_turn: bool
     since: EpochSeconds
-    parts: int
+    completed: int
     progressed: EpochSeconds
     usual_s: float | None
     counts: bool
@@ -58,12 +58,12 @@ class Heartbeat:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it runs a method, and it is its turn."""
+        """True if it runs a method and has its turn."""
         return bool(self.method) and self.has_turn
 
 
 def heartbeat_path(log_path: Path) -> Path:
-    """Of the rank that writes a log."""
+    """Return the heartbeat file of the rank that writes a log."""
     return log_path.with_suffix(_SUFFIX)
 
 
@@ -86,7 +86,7 @@ class HeartbeatFile:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """What a rank said last; None where it has said nothing that can be read."""
+    """Read the last heartbeat of a rank; None if there is none that can be read."""
     try:
         descriptor = open_regular(path)
         try:
@@ -104,6 +104,6 @@ def forget_heartbeats(directory: Path) -> None:
 
 
 def read_heartbeats(directory: Path) -> list[Heartbeat]:
-    """What all ranks that log into a directory said last, by role and rank."""
-    found = [beat for path in directory.glob(f"*{_SUFFIX}") if (beat := read_heartbeat(path)) is not None]
-    return sorted(found, key=lambda beat: (beat.role, beat.rank))
+    """Read the last heartbeats of all ranks that log into a directory, by role and rank."""
+    beats = [beat for path in directory.glob(f"*{_SUFFIX}") if (beat := read_heartbeat(path)) is not None]
+    return sorted(beats, key=lambda beat: (beat.role, beat.rank))

@@ -27,13 +27,14 @@ def read_kept_recipe(run: Path) -> dict[str, Any]:
 def kept_setting(recipe: Mapping[str, Any], dotted: str) -> Any:
     """A setting such as "train.layout"; None where the recipe does not say."""
     value: Any = recipe
-    for part in dotted.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+    for name in dotted.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
 def saved_to(run: Path) -> Path | None:
-    """Where a run has its checkpoints: in its directory, wherever that was moved to, or where its recipe says.
+    """Return the directory of a run's checkpoints: in the run's directory, wherever it was moved to, or where its
+    recipe says.
 
     Raises:
         UserError: its recipe cannot be read.

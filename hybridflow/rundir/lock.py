@@ -1,4 +1,4 @@
-"""Who may use a run's directory: its lock, and an earlier run's directory moved aside."""
+"""Lock of a run's directory, and the move of an earlier run's directory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LOCK = ".lock"
 # Somebody who watches holds it for a moment, to see whether the run does.
 _ATTEMPTS, _AGAIN_S = 3, 0.05
 SHARDS = "shards"
-"""Where the actor's ranks say where their weights lie."""
+"""Files in which the actor's ranks describe the memory of their weights."""
 WEIGHTS = "weights"
-"""Where an export of the actor lies while engines are compared with it."""
+"""Directory of an export of the actor while engines are compared with it."""
 
 
 def claim(
@@ -117,7 +117,7 @@ def move_aside(path: Path) -> Path:
 def free_name(path: Path) -> Path:
     """The first of `<name>.1`, `<name>.2` and so on that is not there."""
     numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-    return next(each for each in numbered if not each.exists())
+    return next(candidate for candidate in numbered if not candidate.exists())
 
 
 def hold(directory: Path, setting: str) -> TextIO:
@@ -138,7 +138,7 @@ def hold(directory: Path, setting: str) -> TextIO:
         except BlockingIOError:
             if not attempts_left:
                 lock.close()
-                held = f"{setting}: a run in {directory} is going on; choose another name or directory"
-                raise UserError(held) from None
+                locked = f"{setting}: a run in {directory} is going on; choose another name or directory"
+                raise UserError(locked) from None
             time.sleep(_AGAIN_S)
     return lock

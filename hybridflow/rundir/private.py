@@ -36,8 +36,8 @@ def umask_environment() -> dict[str, str]:
 
 def _umask() -> str | None:
     """The umask in octal digits. `os.umask` would change that of other threads for a moment."""
-    found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return found[1] if found is not None else None
+    match = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return match[1] if match is not None else None
 
 
 def take_umask(environment: MutableMapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What a run is at, in a file for those who watch it from outside."""
+"""Current step and phase of a run, in a file for observers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _SCRATCH = re.compile(r"\.step-\d+\.parquet\.new")
 
 
 def sample_file(store: Path, step: int) -> Path:
-    """Where the samples of a step are; `store` is the directory of all."""
+    """Return the file of a step's samples. `store` is the directory of all."""
     return store / f"step-{step:08d}.parquet"
 
 
@@ -24,8 +24,8 @@ def stored_steps(store: Path) -> dict[int, Path]:
     """The file of each step that is there, the oldest step first. Raises OSError where it cannot be listed."""
     if not store.is_dir():
         return {}
-    found = {int(match[1]): path for path in store.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    steps = {int(match[1]): path for path in store.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(steps.items()))
 
 
 @contextlib.contextmanager

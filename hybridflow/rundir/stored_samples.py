@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ _TOKENS = ("prompt_tokens", "response_tokens", "response_mask")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which samples are looked for.
+class SampleFilter:
+    """Selection of samples.
 
     Args:
         reward_below, reward_above: of their rewards; any if None.
@@ -41,11 +43,11 @@ class Wanted:
 
     @property
     def is_any(self) -> bool:
-        """Whether every sample is."""
-        return self == Wanted()
+        """True if every sample is selected."""
+        return self == SampleFilter()
 
     def has(self, row: Mapping[str, Any]) -> bool:
-        """Whether a sample with these fields is."""
+        """True if a sample with these fields is selected."""
         reward = row["reward"]
         reward = math.nan if reward is None else reward
         return (
@@ -106,10 +108,16 @@ class StoredSample:
     data_row: str | None = None
     answer: str | None = None
 
+    @property
+    def spans(self) -> list[tuple[bool, list[int]]]:
+        """Response tokens in pieces: True and those of a turn that the policy wrote, False and those between two."""
+        tokens = zip(self.response_mask, self.response_tokens, strict=True)
+        return [(drawn, [token for _, token in span]) for drawn, span in groupby(tokens, key=itemgetter(0))]
+
 
 @dataclass(frozen=True)
-class Place:
-    """Where a sample stands in a file."""
+class SampleLocation:
+    """Location of a sample in a file."""
 
     row_group: int
     row: int
@@ -132,46 +140,50 @@ class StepFile:
         names = self._file.schema_arrow.names
         if missing := [name for name in (*_PLAIN, *_SUMS, *_WHERE, *_TOKENS) if name not in names]:
             raise UserError(f"{path} has no column {missing[0]}, expected the samples of a step")
-        self._named = [name for name in names if name.startswith(tuple(f"{each}/" for each in _SUMS))]
+        self._named = [name for name in names if name.startswith(tuple(f"{total}/" for total in _SUMS))]
         self._rest = [name for name in (_DATA_ROW, _ANSWER) if name in names]  # files of earlier versions lack it
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
 
     def rewards(self) -> list[float]:
-        """Of all samples that have one."""
+        """Return the rewards of all samples that have one."""
         table = self._try(lambda: self._file.read(["reward"]))
         return [value for value in table["reward"].to_pylist() if value is not None and not math.isnan(value)]
 
-    def find(self, wanted: Wanted) -> list[tuple[Place, StoredSample]]:
-        """What is looked for, in the order of the file, without its tokens."""
+    def find(self, sample_filter: SampleFilter) -> list[tuple[SampleLocation, StoredSample]]:
+        """Return the selected samples in the order of the file, without their tokens."""
         names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *self._rest]
-        found = []
+        samples = []
         for number in range(self._file.num_row_groups):
             rows = self._rows(number, names)
-            found += [(Place(number, row), self._sample(each)) for row, each in enumerate(rows) if wanted.has(each)]
-        return found
+            samples += [
+                (SampleLocation(number, row), self._sample(values))
+                for row, values in enumerate(rows)
+                if sample_filter.has(values)
+            ]
+        return samples
 
-    def with_tokens(self, places: Sequence[Place]) -> list[StoredSample]:
+    def with_tokens(self, locations: Sequence[SampleLocation]) -> list[StoredSample]:
         """The samples at some places, in that order."""
-        found: dict[Place, StoredSample] = {}
-        for number in dict.fromkeys(place.row_group for place in places):
-            here = [place for place in places if place.row_group == number]
+        samples: dict[SampleLocation, StoredSample] = {}
+        for number in dict.fromkeys(location.row_group for location in locations):
+            here = [location for location in locations if location.row_group == number]
             names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *self._rest, *_TOKENS]
-            rows = self._rows(number, names, [place.row for place in here])
-            found |= {place: self._sample(each) for place, each in zip(here, rows, strict=True)}
-        return [found[place] for place in places]
+            rows = self._rows(number, names, [location.row for location in here])
+            samples |= {location: self._sample(values) for location, values in zip(here, rows, strict=True)}
+        return [samples[location] for location in locations]
 
     def _rows(self, number: int, names: Sequence[str], rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
         def read() -> list[dict[str, Any]]:
             table = self._file.read_row_group(number, list(names))
             if rows is not None:  # by slices: `take` imports pandas for a second
                 table = pa.concat_tables(table.slice(row, 1) for row in rows)
-            found: list[dict[str, Any]] = table.to_pylist()
-            return found
+            values: list[dict[str, Any]] = table.to_pylist()
+            return values
 
-        found: list[dict[str, Any]] = self._try(read)
-        return found
+        read_rows: list[dict[str, Any]] = self._try(read)
+        return read_rows
 
     def _sample(self, row: Mapping[str, Any]) -> StoredSample:
         engine, began, ended = (row[name] for name in _WHERE)
@@ -205,7 +217,7 @@ class StepFile:
 
 
 def has_store(run: Path) -> bool:
-    """Whether samples of any step are there. Raises OSError where that cannot be seen."""
+    """True if the store has samples of any step. Raises OSError where it cannot be read."""
     return bool(stored_steps(run / SAMPLE_STORE))
 
 

@@ -21,17 +21,17 @@ from hybridflow.rundir.progress import Phase
 ENGINES = "sglang"
 TEACHER_ENGINES = "sglang-teacher"
 JUDGE_SERVERS = "sglang-judge"
-"""In the names of the logs of engines; these belong to the role `rollout`."""
+"""Part of the names of engines' logs. Engines belong to the role `rollout`."""
 _LOG = re.compile(r"(?P<role>.+)-(?P<rank>\d{1,6})\.log")
 _BLOCK = 1 << 16
 _MOST_BYTES = 1 << 24
-"""That the last lines of a file may have; a line may be the output of a program."""
+"""Largest size of a file's last lines. A line may be the output of a program."""
 _LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a run is at.
+class RunPosition:
+    """Current step and phase of a run.
 
     Args:
         step: 0 before the first.
@@ -75,7 +75,7 @@ class Log:
         return self.path.with_name(f"{role}-{rank}.log")
 
     def is_of(self, role: str) -> bool:
-        """Whether it is a role's; engines belong to `rollout` too."""
+        """True if the log is a role's. Engines belong to `rollout` too."""
         return role == self.role or (role == "rollout" and self.role == ENGINES)
 
 
@@ -96,7 +96,7 @@ def checked_run(directory: Path) -> Path:
 
 
 def goes_on(directory: Path) -> bool:
-    """Whether a process holds the run's directory, on this host or on one that shares its disk and its locks.
+    """True if a process holds the run's directory, on this host or on one that shares its disk and its locks.
 
     Raises:
         UserError: its lock cannot be read.
@@ -116,13 +116,13 @@ def goes_on(directory: Path) -> bool:
     return False
 
 
-def read_place(directory: Path) -> Place | None:
-    """What the run is at, or was when it ended; None where it has not said yet.
+def read_position(directory: Path) -> RunPosition | None:
+    """Read the current step and phase of the run, or its last ones; None before it has recorded any.
 
     Raises:
         UserError: the file is damaged.
     """
-    return read_record(directory / PHASE, Place)
+    return read_record(directory / PHASE, RunPosition)
 
 
 def find_logs(directory: Path) -> list[Log]:
@@ -135,8 +135,8 @@ def find_logs(directory: Path) -> list[Log]:
         paths = list((directory / LOGS).iterdir()) if (directory / LOGS).is_dir() else []
     except OSError as error:
         raise UserError(f"{directory / LOGS} cannot be read: {error.strerror}") from None
-    found = [(path, _LOG.fullmatch(path.name)) for path in paths]
-    logs = [Log(path, match["role"], int(match["rank"])) for path, match in found if match]
+    matches = [(path, _LOG.fullmatch(path.name)) for path in paths]
+    logs = [Log(path, match["role"], int(match["rank"])) for path, match in matches if match]
     return sorted(logs, key=lambda log: (log.role, log.rank))
 
 
@@ -154,7 +154,7 @@ def last_lines(path: Path, count: int) -> list[bytes]:
 
 
 def _last_lines(descriptor: int, end: int, count: int) -> list[bytes]:
-    """Those before an offset."""
+    """Return the last lines before an offset."""
     text, begin = b"", end
     while begin > 0 and end - begin < _MOST_BYTES and text.rstrip(b"\n").count(b"\n") < count:
         block = os.pread(descriptor, min(_BLOCK, begin), begin - min(_BLOCK, begin))

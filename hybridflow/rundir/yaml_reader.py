@@ -18,9 +18,9 @@ from engine3d.input_files import MOST_DIGITS, MOST_LEVELS, read_text
 Key = tuple[str | int, ...]
 
 MOST_BYTES = 256 << 10
-"""Of a file: a recipe with every default written out has 10 kB, and Python's YAML takes a second for 100 kB."""
+"""Largest size of a file: a recipe with every default has 10 kB, and Python's YAML takes a second for 100 kB."""
 MOST_VALUES = 10_000
-"""In a file, with aliases written out."""
+"""Most values of a file, with aliases written out."""
 
 
 class YamlError(UserError):
@@ -59,7 +59,7 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, dict[Key, str]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        return loader.construct_document(node), dict(_places(node, source))
+        return loader.construct_document(node), dict(_locations(node, source))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(error.problem or "not YAML", mark.line + 1 if mark else 1) from None
@@ -67,19 +67,19 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, dict[Key, str]]:
         raise YamlError(str(error).splitlines()[0]) from None
 
 
-def _places(node: yaml.Node, path: str, key: Key = ()) -> list[tuple[Key, str]]:
+def _locations(node: yaml.Node, path: str, key: Key = ()) -> list[tuple[Key, str]]:
     """Key and `file:line` of everything under a node."""
-    found: list[tuple[Key, str]] = []
+    locations: list[tuple[Key, str]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(name.value, name.start_mark.line, value) for name, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
         children = [(index, value.start_mark.line, value) for index, value in enumerate(node.value)]
     else:
-        return found
+        return locations
     for name, line, value in children:
-        found.append(((*key, name), f"{path}:{line + 1}"))
-        found.extend(_places(value, path, (*key, name)))
-    return found
+        locations.append(((*key, name), f"{path}:{line + 1}"))
+        locations.extend(_locations(value, path, (*key, name)))
+    return locations
 
 
 class _Loader(yaml.SafeLoader):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,40 +13,44 @@ from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.cluster.runtime.attached_hosts import check_nodes
 from hybridflow.cluster.runtime.cluster_nodes import ClusterNode, found_nodes
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.run import PlacementConfig
 from hybridflow.errors.log import log
 
 
-def check_cluster_of(recipe: Recipe) -> None:
+def check_cluster_of(placement: PlacementConfig, roles: Mapping[str, str], run_dir: Path, limits: LimitsConfig) -> None:
     """Look at the nodes on which the run would be, where there are several; nothing where Ray is started for the run.
+
+    Args:
+        placement: with the cluster.
+        roles: the device map or pool of every role.
+        run_dir: directory of runs, which the nodes are to see.
+        limits: of calls.
 
     Raises:
         UserError: there is no such cluster, its nodes do not fulfil the placement, or something is wrong with which the
             run would fail.
         EngineError: a node does not answer.
     """
-    if recipe.placement.cluster is None:
+    if placement.cluster is None:
         return
-    with _attached(recipe.placement.cluster, recipe.limits):
+    with _attached(placement.cluster, limits):
         nodes = found_nodes()
-        roles = recipe.device_maps
-        devices = pool_devices(roles, recipe.placement.pools, [each.node for each in nodes])
-        used = {0} | {device.node for held in devices.values() for device in held}
+        devices = pool_devices(roles, placement.pools, [node.node for node in nodes])
+        used = {0} | {device.node for of_role in devices.values() for device in of_role}
         if len(used) > 1:
-            gpus = any(device.kind == "cuda" for held in devices.values() for device in held)
-            check_nodes([nodes[number] for number in sorted(used)], _plan(recipe.run_dir, gpus), limits=recipe.limits)
+            gpus = any(device.kind == "cuda" for of_role in devices.values() for device in of_role)
+            check_nodes([nodes[number] for number in sorted(used)], _plan(run_dir, gpus), limits=limits)
 
 
-def doctor(recipe: Recipe) -> None:
-    """Look at every node of `placement.cluster`, show the table, and say whether the placement fits.
+def doctor(placement: PlacementConfig, roles: Mapping[str, str], run_dir: Path, limits: LimitsConfig) -> None:
+    """Look at every node of `placement.cluster`, show the table, and check that the placement fits.
 
-    Raises as `check_cluster_of`.
+    Args and errors as of `check_cluster_of`.
     """
-    with _attached(recipe.placement.cluster, recipe.limits):
+    with _attached(placement.cluster, limits):
         nodes = found_nodes()
-        check_nodes(nodes, _plan(recipe.run_dir, _any_gpu(nodes)), limits=recipe.limits, with_table=True)
-        roles = recipe.device_maps
-        pool_devices(roles, recipe.placement.pools, [each.node for each in nodes])
+        check_nodes(nodes, _plan(run_dir, _any_gpu(nodes)), limits=limits, with_table=True)
+        pool_devices(roles, placement.pools, [node.node for node in nodes])
 
 
 @contextmanager
@@ -60,7 +64,7 @@ def _attached(cluster: str | None, limits: LimitsConfig) -> Iterator[None]:
 
 
 def _any_gpu(nodes: Sequence[ClusterNode]) -> bool:
-    return any(each.node.gpus for each in nodes)
+    return any(node.node.gpus for node in nodes)
 
 
 def _plan(run_dir: Path, gpus: bool) -> PreflightPlan:

@@ -11,6 +11,7 @@ from engine3d.checkpoint.manifest import read_manifest
 from engine3d.errors import UserError
 from hybridflow.checkpoint.resume import find_sound
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.run import CheckpointConfig
 from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.rundir.file_names import EXPORT, RECIPE, REPORT
 from hybridflow.rundir.run_record import started_from
@@ -22,7 +23,8 @@ less than a second."""
 
 def results(recipe: Recipe) -> list[str]:
     """One line for the model, the checkpoints and the report of a run that has done all its steps."""
-    directory, checkpoint = recipe.directory, newest_checkpoint(recipe)
+    directory = recipe.directory
+    checkpoint = newest_checkpoint(recipe.checkpoint, recipe.checkpoint_directory)
     if recipe.trainer.export:
         model = f"{shown(directory / EXPORT)} (a HuggingFace directory)"
     elif checkpoint is not None:
@@ -37,8 +39,8 @@ def results(recipe: Recipe) -> list[str]:
     ]
 
 
-def how_to_go_on(recipe: Recipe, arguments: Sequence[str], damaged: Path | None = None) -> list[str]:
-    """What is left of a run that ended early, and the command that resumes it.
+def how_to_resume(recipe: Recipe, arguments: Sequence[str], damaged: Path | None = None) -> list[str]:
+    """Say what is left of a run that ended early, and the command that resumes it.
 
     Args:
         recipe: of the run.
@@ -48,10 +50,10 @@ def how_to_go_on(recipe: Recipe, arguments: Sequence[str], damaged: Path | None 
     Returns:
         No lines where the run had not begun to write its directory.
     """
-    if not has_begun(recipe):
+    if not has_begun(recipe.directory, settings_yaml(recipe)):
         return []
     kept = f"hybridflow: metrics and logs are in {shown(recipe.directory)}"
-    checkpoint = newest_checkpoint(recipe, damaged)
+    checkpoint = newest_checkpoint(recipe.checkpoint, recipe.checkpoint_directory, damaged)
     first = _started_from(recipe.directory, recipe.checkpoint_directory) if checkpoint is None else None
     if first not in (None, damaged):
         return [
@@ -76,10 +78,10 @@ def how_to_go_on(recipe: Recipe, arguments: Sequence[str], damaged: Path | None 
     ]
 
 
-def has_begun(recipe: Recipe) -> bool:
-    """Whether the run has begun to write its directory."""
+def has_begun(directory: Path, settings: str) -> bool:
+    """True if the run of a recipe, as YAML, has begun to write its directory."""
     try:
-        return (recipe.directory / RECIPE).read_text() == settings_yaml(recipe)
+        return (directory / RECIPE).read_text() == settings
     except OSError:
         return False
 
@@ -90,20 +92,23 @@ def resume_command(arguments: Sequence[str]) -> str:
     return shlex.join(["hybridflow", "train", *kept, "resume=auto"])
 
 
-def newest_checkpoint(recipe: Recipe, damaged: Path | None = None) -> Path | None:
-    """The newest checkpoint where the run saves that can be resumed from; None if there is none, or it saves none.
+def newest_checkpoint(settings: CheckpointConfig, directory: Path, damaged: Path | None = None) -> Path | None:
+    """Find the newest checkpoint that can be resumed from; None if there is none, or the run saves none.
 
     Args:
-        recipe: of the run.
+        settings: of checkpoints.
+        directory: of the run's checkpoints.
         damaged: one that it is not.
     """
-    if recipe.checkpoint.save_interval is None:
+    if settings.save_interval is None:
         return None
     try:
-        whole, _ = find_sound(recipe.checkpoint_directory, most_bytes=_READ_AT_END)
+        complete, _ = find_sound(directory, most_bytes=_READ_AT_END)
     except UserError:
         return None
-    return next((each for each in whole if damaged is None or each.resolve() != damaged.resolve()), None)
+    return next(
+        (checkpoint for checkpoint in complete if damaged is None or checkpoint.resolve() != damaged.resolve()), None
+    )
 
 
 def _started_from(run: Path, checkpoints: Path) -> Path | None:

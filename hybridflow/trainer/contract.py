@@ -1,8 +1,8 @@
-"""What holds of every sample that is learned from, checked before each optimizer step.
+"""The contract of every sample that is trained on, checked before each optimizer step.
 
-- It ended by itself: a response that was given up, or lost with its engine, is learned from by nobody.
+- It ended by itself: a response that was given up, or lost with its engine, is never trained on.
 - The weights that drew its tokens are those that the engines serve, or at most `trainer.max_staleness` versions older.
-- Its prompt's draw was not learned from in an earlier step, unless the algorithm keeps samples and asked for it again.
+- Its prompt's draw was not trained on in an earlier step, unless the algorithm keeps samples and asked for it again.
 
 That each token has a log-prob and the version of the forward pass which drew it, batches hold by their construction
 (`SampleBatch.from_generations`); that an engine serves no version in part, `RolloutEngine` does.
@@ -29,8 +29,8 @@ class Numbers:
         self._ends: list[int] = []
 
     def __contains__(self, number: int) -> bool:
-        place = bisect.bisect_right(self._begins, number) - 1
-        return place >= 0 and number < self._ends[place]
+        index = bisect.bisect_right(self._begins, number) - 1
+        return index >= 0 and number < self._ends[index]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -49,7 +49,7 @@ class Numbers:
 
 
 class Contract:
-    """Refuses samples that must not be learned from.
+    """Refuses samples that must not be trained on.
 
     Args:
         max_staleness: by how many versions their weights may be older than those that are served.
@@ -70,7 +70,7 @@ class Contract:
         return self._max_staleness > 0
 
     def begin(self, drawn: int, ahead: Iterable[int]) -> None:
-        """Of the draws before `drawn`, all but those that are `ahead` were learned from, or never will be."""
+        """Mark the draws before `drawn` as trained on or dropped, but for those that are `ahead`."""
         begin = 0
         for number in sorted(set(ahead)):
             self._learned.add(begin, min(number, drawn))
@@ -78,45 +78,45 @@ class Contract:
         self._learned.add(begin, drawn)
 
     def check(self, batch: RemoteBatch, *, step: int, serving: int, recalled: frozenset[int] = frozenset()) -> None:
-        """Before a step learns from a batch.
+        """Check a batch before a step trains on it.
 
         Args:
-            batch: to learn from.
+            batch: to train on.
             step: its number.
             serving: version of the weights that the engines serve.
-            recalled: ids of the samples that an earlier step has learned from, and the algorithm has kept.
+            recalled: ids of the samples that an earlier step has trained on, and the algorithm has kept.
 
         Raises:
-            EngineError: naming the first sample that it must not learn from, and why.
+            EngineError: naming the first sample that must not be trained on, and why.
         """
-        facts = batch.facts
-        fresh = torch.tensor([sample not in recalled for sample in facts["sample_ids"].tolist()], dtype=torch.bool)
-        versions = facts["policy_versions"]
-        newest = facts.get("newest_versions", versions)
+        per_sample = batch.per_sample
+        fresh = torch.tensor([sample not in recalled for sample in per_sample["sample_ids"].tolist()], dtype=torch.bool)
+        versions = per_sample["policy_versions"]
+        newest = per_sample.get("newest_versions", versions)
         oldest = serving - self._max_staleness
         for wrong, why in (
-            (facts["finish_reasons"] == FinishReason.ABORT, "was given up before its end"),
+            (per_sample["finish_reasons"] == FinishReason.ABORT, "was given up before its end"),
             (newest > serving, f"is of weights that no engine serves yet; they serve version {serving}"),
             (
                 fresh & (versions < oldest),
-                f"is of weights older than version {oldest}, the oldest that it may learn from",
+                f"is of weights older than version {oldest}, the oldest that it may train on",
             ),
         ):
             if bool(wrong.any()):
                 raise self._breach(batch, int(wrong.nonzero()[0]), step, why)
-        for row, (group, new) in enumerate(zip(facts["group_ids"].tolist(), fresh.tolist(), strict=True)):
+        for row, (group, new) in enumerate(zip(per_sample["group_ids"].tolist(), fresh.tolist(), strict=True)):
             if new and group in self._learned:
-                raise self._breach(batch, row, step, "was learned from in an earlier step")
+                raise self._breach(batch, row, step, "was trained on in an earlier step")
 
     def learned(self, batch: RemoteBatch) -> None:
-        """The step that learned from a batch is over."""
-        for group in batch.facts["group_ids"].unique().tolist():
+        """Mark the draws of a batch as trained on, once its step is over."""
+        for group in batch.per_sample["group_ids"].unique().tolist():
             self._learned.add(group, group + 1)
 
     @staticmethod
     def _breach(batch: RemoteBatch, row: int, step: int, why: str) -> EngineError:
-        facts = {name: int(batch.facts[name][row]) for name in ("sample_ids", "group_ids", "policy_versions")}
+        ids = {name: int(batch.per_sample[name][row]) for name in ("sample_ids", "group_ids", "policy_versions")}
         return EngineError(
-            f"step {step}: sample {facts['sample_ids']} of draw {facts['group_ids']}, made by version "
-            f"{facts['policy_versions']} of the weights, {why}; nothing was learned from the batch"
+            f"step {step}: sample {ids['sample_ids']} of draw {ids['group_ids']}, made by version "
+            f"{ids['policy_versions']} of the weights, {why}; the batch was not trained on"
         )

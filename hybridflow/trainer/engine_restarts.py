@@ -11,7 +11,7 @@ from hybridflow.workers.future import Future
 
 
 class EngineRestarts:
-    """Those of a run.
+    """Restarts of a run's engines.
 
     Args:
         rollout: the engines.
@@ -23,18 +23,18 @@ class EngineRestarts:
         self._starting: dict[int, Future[Any]] = {}
 
     def begin(self, engine: int, cause: str) -> None:
-        """Start an engine again, beside whatever the others and the models are at.
+        """Start an engine again while the others and the models work.
 
         Args:
             engine: its number.
             cause: what it failed of.
         """
-        log.warning(f"rollout engine {engine} is lost and is started again, the others go on: {cause}")
+        log.warning(f"rollout engine {engine} is lost and is started again, the others continue: {cause}")
         self._weights.leave(engine)
         self._starting[engine] = self._rollout.engines([engine]).restart()
 
     def started(self, *, wait: bool = False) -> list[int]:
-        """Engines that can generate again but for their weights, each told once.
+        """Engines that can generate again but for their weights, each reported once.
 
         Args:
             wait: for all that are started.
@@ -42,10 +42,10 @@ class EngineRestarts:
         Raises:
             EngineError: one could not be started.
         """
-        found = [engine for engine, future in self._starting.items() if wait or future.done()]
-        for engine in found:
+        engines = [engine for engine, future in self._starting.items() if wait or future.done()]
+        for engine in engines:
             self._starting.pop(engine).result()
-        return found
+        return engines
 
     def give_weights(self, engine: int, version: int) -> None:
         """Bring an engine that has started to the version that all others serve.

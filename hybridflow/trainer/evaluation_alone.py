@@ -7,7 +7,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.planning.evaluation_plan import EvaluationPlan
 from hybridflow.planning.evaluation_sets import encode_sets
-from hybridflow.rollout.generator import Generator
+from hybridflow.rollout.stream_plan import stream_plan
+from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import EVALUATIONS, RECIPE
 from hybridflow.rundir.lock import claim
-from hybridflow.trainer.role_startup import start_serving, wait_for
+from hybridflow.trainer.role_startup import engine_handles, start_serving, wait_for
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.set_evaluation import SetMeasurer, set_identities
 
@@ -37,7 +38,7 @@ _WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of an evaluation.
+    """The result of an evaluation.
 
     Args:
         directory: with `evaluation.json` and the texts.
@@ -56,13 +57,25 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
         EngineError: a role failed; everything that was started is gone.
     """
     recipe = plan.recipe
-    with _opened(plan) as run, start_serving(recipe, run) as serving:
+    with _opened(plan) as run, start_serving(recipe, run) as serving, ExitStack() as stack:
         wait_for(serving, *serving.starting)
+        handles = engine_handles(serving.rollout, serving.functions, serving.judge)
+        source = StreamSource(
+            stream_plan(recipe, run.train, len(handles.actors)), {}, recipe.limits, run.train, None, handles
+        )
+        source.open(0, steps_left=0)
+        stack.callback(source.close)
         measurer = SetMeasurer(
             sets=run.sets,
-            identities=set_identities(recipe, run.sets),
+            identities=set_identities(
+                recipe.sets,
+                run.sets,
+                algorithm=recipe.algorithm.name,
+                judge=recipe.judge,
+                reward_model=recipe.reward_model,
+            ),
             learned={},
-            samples_of=Generator(serving.rollout),
+            samples_of=source,
             functions=serving.functions,
             reward_model=serving.reward_model,
             judge=serving.judge,
@@ -70,18 +83,18 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
             texts=run.directory / EVALUATIONS,
             characters=recipe.metrics.sample_characters,
         )
-        found = {}
-        for name, each in recipe.sets.items():
-            settings = each.settings
+        results = {}
+        for name, planned in recipe.sets.items():
+            settings = planned.settings
             log.info(f"{name}: {len(run.sets[name]):,} prompts, {settings.samples} responses to each")
-            found[name] = measurer.measure(each, plan.step)
-        facts = {
+            results[name] = measurer.measure(planned, plan.step)
+        result = {
             "weights": plan.weights,
             "step": plan.step if plan.checkpoint is not None else None,
-            "sets": {name: dataclasses.asdict(each) for name, each in found.items()},
+            "sets": {name: dataclasses.asdict(measured) for name, measured in results.items()},
         }
-        replace_file(run.directory / RESULT, json.dumps(facts, indent=1) + "\n")
-    return Evaluated(run.directory, found)
+        replace_file(run.directory / RESULT, json.dumps(result, indent=1) + "\n")
+    return Evaluated(run.directory, results)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from engine3d.errors import EngineError
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.driver_state import Measurements
 from hybridflow.checkpoint.set_results import MeasuredSet
 from hybridflow.cluster.limits import LimitsConfig
@@ -18,10 +17,10 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.rollout import LONGEST_ROLLOUT_S
+from hybridflow.rollout.source import Responses
 from hybridflow.rundir.progress import PhaseFile
-from hybridflow.trainer.pair_evaluation import PairMeasurer
+from hybridflow.trainer.given_responses import PairMeasurer
 from hybridflow.trainer.set_evaluation import SetMeasurer
-from hybridflow.workers.future import Future as Call
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class DueEvaluation:
         step: after which; 0 is before the first.
         version: of the weights.
         sets: not empty.
-        first_sample: the id of its first response, where ids were given out before the engines were asked.
+        first_sample: the id of its first response, where ids were reserved before the prompts were submitted.
         samples_drawn: ids that were given out once it has its own.
     """
 
@@ -44,11 +43,11 @@ class DueEvaluation:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Responses to a set that the engines were asked for."""
+class _PendingSet:
+    """A set with its responses, which the engines generate."""
 
     planned: PlannedSet
-    responses: Call[SampleBatch]
+    responses: Responses
 
 
 @dataclass
@@ -62,10 +61,10 @@ class _Measured:
 class Evaluations:
     """Evaluates the policy when it is time, and keeps the first and the last measurement of each set.
 
-    With `trainer.async_evaluation` an evaluation is only planned after its step. The engines are asked once they have
-    made the samples of the next step (`begin`), which the models then learn from; the weights of that step wait for its
-    end (`finish`). Reward functions score in a thread of its own: those of the step are done before. A reward model
-    scores at the end, since its devices may be those of models that learn.
+    With `trainer.async_evaluation` an evaluation is only planned after its step. Its prompts are submitted once the
+    engines have made the samples of the next step (`begin`), which the models then train on; the weights of that step
+    wait for its end (`finish`). Reward functions score in a thread of its own: those of the step are done before. A
+    reward model scores at the end, since its devices may be those of models that learn.
 
     Args:
         sets: held-out sets of the run, by name.
@@ -95,7 +94,7 @@ class Evaluations:
         """The first and the last measurement of each set."""
         self.pending: DueEvaluation | None = None
         """The sets to measure in the background of the next step."""
-        self._asked: list[_Asked] = []
+        self._pending_sets: list[_PendingSet] = []
         self._scoring: Future[_Measured] | None = None
         self._unlogged: tuple[DueEvaluation, _Measured] | None = None
 
@@ -116,22 +115,24 @@ class Evaluations:
             self.pending = replace(due, first_sample=first, samples_drawn=first + count)
             return
         self._phases.enter("eval")
-        measured = self._measure(due, self._ask(due)) if self._pairs is None else self._measure_pairs(due, self._pairs)
+        measured = (
+            self._measure(due, self._submit(due)) if self._pairs is None else self._measure_pairs(due, self._pairs)
+        )
         self._take(due, measured)
         self.log()
 
     def begin(self) -> None:
-        """Ask the engines for the responses of the evaluation that is planned, if one is, and score them beside."""
+        """Submit the prompts of the planned evaluation, if there is one, and score the responses in the background."""
         if (due := self.pending) is not None:
-            self._asked = list(self._ask(due))
-            by_functions = [each for each in self._asked if self._has_functions(each.planned)]
+            self._pending_sets = list(self._submit(due))
+            by_functions = [pending for pending in self._pending_sets if self._has_functions(pending.planned)]
             self._scoring = self.thread.submit(self._measure, due, by_functions)
 
     def finish(self, values: dict[str, float]) -> DueEvaluation | None:
         """Wait for the end of the evaluation that was begun, if one was, before the engines get other weights.
 
         Args:
-            values: figures of the step, which get the time of the wait.
+            values: metrics of the step, which get the time of the wait.
 
         Returns:
             What was measured; `log` writes its record.
@@ -145,9 +146,9 @@ class Evaluations:
         self._phases.enter("eval")
         with Timer(values, metrics.EVAL_WAIT_TIME):
             scored = self._awaited(due, scoring)
-            by_model = [each for each in self._asked if not self._has_functions(each.planned)]
+            by_model = [pending for pending in self._pending_sets if not self._has_functions(pending.planned)]
             more = self._measure(due, by_model)
-        self.pending, self._scoring, self._asked = None, None, []
+        self.pending, self._scoring, self._pending_sets = None, None, []
         self._take(due, _Measured(scored.sets | more.sets, scored.times | more.times))
         return due
 
@@ -156,39 +157,39 @@ class Evaluations:
         if self._unlogged is None:
             return
         (due, measured), self._unlogged = self._unlogged, None
-        figures: dict[str, float] = {}
-        for name in (each.name for each in due.sets):
-            figures[metrics.of_set(name, metrics.SET_TIME)] = measured.times[name]
-            figures |= measured.sets[name].metrics(name)
-        self._sinks.log(due.step, figures, phase="eval")
+        values: dict[str, float] = {}
+        for name in (planned.name for planned in due.sets):
+            values[metrics.of_set(name, metrics.SET_TIME)] = measured.times[name]
+            values |= measured.sets[name].metrics(name)
+        self._sinks.log(due.step, values, phase="eval")
 
     def _due(self, step: int, version: int) -> DueEvaluation | None:
         """The sets to measure after a step, if there are any."""
         sets = tuple(planned for planned in self._sets.values() if planned.due(step, self._trainer.steps))
         return DueEvaluation(step, version, sets) if sets else None
 
-    def _ask(self, due: DueEvaluation) -> Iterator[_Asked]:
-        """Ask the engines for the responses of one set after another: for those of the next as that is asked for."""
+    def _submit(self, due: DueEvaluation) -> Iterator[_PendingSet]:
+        """Submit the prompts of one set after another: those of the next when that is asked for."""
         first = due.first_sample
         for planned in due.sets:
-            yield _Asked(planned, self._measurer.begin(planned, first))
+            yield _PendingSet(planned, self._measurer.begin(planned, first))
             first = first + self._measurer.samples(planned) if first is not None else None
 
-    def _measure(self, due: DueEvaluation, asked: Iterable[_Asked]) -> _Measured:
+    def _measure(self, due: DueEvaluation, submitted: Iterable[_PendingSet]) -> _Measured:
         """Wait for responses, and score them."""
         measured = _Measured()
-        for each in asked:
-            name = each.planned.name
+        for pending in submitted:
+            name = pending.planned.name
             with Timer(measured.times, name):
-                batch = each.responses.batch()
+                batch = pending.responses.batch()
                 _check_version(due, batch)
-                measured.sets[name] = self._measurer.measure_responses(each.planned, batch, due.step)
+                measured.sets[name] = self._measurer.measure_responses(pending.planned, batch, due.step)
         return measured
 
     def _measure_pairs(self, due: DueEvaluation, pairs: PairMeasurer) -> _Measured:
         """Measure the sets without engines."""
         measured, measurer = _Measured(), self._measurer
-        for name in (each.name for each in due.sets):
+        for name in (planned.name for planned in due.sets):
             identity, again = measurer.identities[name], measurer.learned[name]
             with Timer(measured.times, name):
                 measured.sets[name] = pairs.measure(due.step, identity=identity, training_prompts=again)
@@ -222,9 +223,9 @@ class Evaluations:
 
 def _check_version(due: DueEvaluation, batch: RemoteBatch) -> None:
     """Raises EngineError where other weights than those of the step made a response."""
-    versions = sorted(set(batch.facts["policy_versions"].tolist()))
+    versions = sorted(set(batch.per_sample["policy_versions"].tolist()))
     if versions != [due.version]:
-        found = ", ".join(map(str, versions))
+        listed = ", ".join(map(str, versions))
         raise EngineError(
-            f"the evaluation of step {due.step} has responses of weights version {found}, expected {due.version}"
+            f"the evaluation of step {due.step} has responses of weights version {listed}, expected {due.version}"
         )

@@ -1,4 +1,4 @@
-"""A run's `events.jsonl`: what has decided which samples each step learned from, in which order, and what came of it.
+"""A run's `events.jsonl`: decisions on the samples that each step trained on, their order, and the results.
 
 The driver is its only writer. The events of a step are written at once, when the step is over; training does not depend
 on them.
@@ -21,7 +21,7 @@ from hybridflow.roles.model import Update
 from hybridflow.rundir.atomic_files import AppendedFile
 
 Event = Mapping[str, Any]
-"""One: its kind as "event", and the facts of this kind."""
+"""An event: its kind as "event", and the fields of this kind."""
 
 _STEP = re.compile(rb'\{"step": (\d{1,18}), ')
 
@@ -31,18 +31,17 @@ class EventLog:
 
     Args:
         path: of the file.
-        steps_done: that the run goes on after: what is there of later ones it will decide again; None for a run that
-            begins.
-        wanted: whether any are written.
+        steps_done: that the run resumes after: events of later ones are cut off; None for a run that begins.
+        enabled: true if any are written.
     """
 
-    def __init__(self, path: Path, steps_done: int | None, *, wanted: bool = True) -> None:
-        self._path, self._steps_done, self.wanted = path, steps_done, wanted
+    def __init__(self, path: Path, steps_done: int | None, *, enabled: bool = True) -> None:
+        self._path, self._steps_done, self.enabled = path, steps_done, enabled
         self._file: AppendedFile | None = None
         self._missing: tuple[int, int] | None = None
 
     def __enter__(self) -> EventLog:
-        if not self.wanted:
+        if not self.enabled:
             return self
         try:
             if self._steps_done is not None and self._path.exists():
@@ -50,7 +49,7 @@ class EventLog:
             self._file = AppendedFile(self._path)
         except OSError as error:
             log.warning(f"events: {self._path} cannot be written: {error.strerror}; the run continues without it")
-            self.wanted = False
+            self.enabled = False
         return self
 
     def __exit__(
@@ -80,25 +79,25 @@ class EventLog:
             self._missing = None
 
 
-def learned_event(
+def trained_event(
     batch: RemoteBatch,
     recalled: Iterable[int],
     mini_batches: Sequence[RemoteBatch],
     updates: Mapping[int, list[Update]],
 ) -> Event:
-    """What a step has learned from.
+    """The event of what a step has trained on.
 
     Args:
-        batch: in the order that was learned from.
+        batch: in the order that was trained on.
         recalled: ids of the samples among them that an algorithm has kept from an earlier step.
         mini_batches: of each pass, in order.
-        updates: of the actor that were asked for, by their number in all passes; what each rank tells of it.
+        updates: of the actor that were requested, by their number in all passes, as each rank reports them.
     """
     return {
-        "event": "learned",
-        "samples": batch.facts["sample_ids"].tolist(),
+        "event": "trained",
+        "samples": batch.per_sample["sample_ids"].tolist(),
         "recalled": sorted(recalled),
-        "mini_batches": [len(each) for each in mini_batches],
+        "mini_batches": [len(mini_batch) for mini_batch in mini_batches],
         "actor_updates": list(updates),
         "refused": [number for number, ranks in updates.items() if ranks[0].refused],
         "skipped": [number for number, ranks in updates.items() if not (ranks[0].applied or ranks[0].refused)],
@@ -114,8 +113,8 @@ def forget_later_events(path: Path, step: int) -> None:
     end = 0
     with path.open("rb") as file:
         for line in file:
-            found = _STEP.match(line)
-            if found is None or int(found[1]) > step or not line.endswith(b"\n"):
+            match = _STEP.match(line)
+            if match is None or int(match[1]) > step or not line.endswith(b"\n"):
                 break
             end += len(line)
     os.truncate(path, end)

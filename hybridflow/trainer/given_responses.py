@@ -1,28 +1,34 @@
-"""In the place of engines in a run without them: responses that the data have."""
+"""Responses that the data have, in place of engines, and the measurement of those that are held out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine3d.errors import UserError
+from hybridflow.algorithms.config import load
+from hybridflow.algorithms.controllers import Controllers
+from hybridflow.algorithms.losses.preference import ResponsePairs
 from hybridflow.algorithms.preferences import PAIR, sequence_logprobs
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.config.recipe import Recipe
+from hybridflow.batch.worker_output import LOSS_TOKENS
+from hybridflow.checkpoint.set_results import MeasuredSet
 from hybridflow.data.given_responses import GivenResponses
-from hybridflow.data.prompts import Draw
+from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.errors.log import log
-from hybridflow.metrics.names import EVAL
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.evaluation_statistics import PREFERENCE, PREFERENCE_LOSS, PREFERENCE_MARGIN
 from hybridflow.roles.groups import PolicyGroup
-from hybridflow.trainer.run_setup import Run
 
-_HELD_OUT = "evaluation"
+_TRAIN, _HELD_OUT = "train", "evaluation"
 
 
 class GivenSource:
@@ -32,53 +38,64 @@ class GivenSource:
     for each, which are part of a checkpoint.
 
     Args:
-        recipe: of the run.
-        run: whose prompts are `GivenResponses`.
+        algorithm: whose loss compares responses.
+        temperature: of the log-probs.
+        prompts_per_step: prompts of one call at most, but for one for each data-parallel rank.
+        train, held_out: prompts of training and evaluation; those are used that are `GivenResponses`.
         actor: the ranks that train.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, actor: PolicyGroup) -> None:
-        phases = {"train": run.train, _HELD_OUT: run.sets.get(EVAL)}
-        self._phases = {name: each for name, each in phases.items() if isinstance(each, GivenResponses)}
-        self._recipe, self._actor = recipe, actor
+    def __init__(
+        self,
+        algorithm: AlgorithmSettings,
+        temperature: float,
+        prompts_per_step: int,
+        train: Prompts,
+        held_out: Prompts | None,
+        actor: PolicyGroup,
+    ) -> None:
+        phases = {_TRAIN: train, _HELD_OUT: held_out}
+        self._phases = {name: prompts for name, prompts in phases.items() if isinstance(prompts, GivenResponses)}
+        self._algorithm, self._temperature, self._actor = algorithm, temperature, actor
+        self._prompts_per_step = prompts_per_step
         self._reference: dict[str, Tensor] = {}
 
     def measure(self) -> None:
-        """Have the actor, as it is, say the log-probs of all responses: those of the reference policy."""
+        """Compute the log-probs of all responses by the actor as it is: those of the reference policy."""
         began = time.perf_counter()
         for name, given in self._phases.items():
-            parts = [self.policy_logprobs(_batch(given, rows, rows)) for rows in self._parts(len(given))]
-            self._reference[name] = torch.cat(parts).view(-1, PAIR)
+            chunks = [self.policy_logprobs(_batch(given, rows, rows)) for rows in self._ranges(len(given))]
+            self._reference[name] = torch.cat(chunks).view(-1, PAIR)
         count = PAIR * sum(map(len, self._phases.values()))
         log.info(f"reference: log-probs of {count:,} responses in {time.perf_counter() - began:.1f} s")
 
     def batch(self, draw: Draw, first_sample: int) -> RemoteBatch:
-        """Two samples to each prompt that was drawn of those to learn from, side by side.
+        """Two samples to each training prompt that was drawn, side by side.
 
         Args:
             draw: some of the training prompts.
             first_sample: id of the first sample; the others follow.
         """
-        return self._with_facts("train", draw.indices, draw.groups, first_sample)
+        return self._with_per_sample(_TRAIN, draw.indices, draw.groups, first_sample)
 
     def held_out(self) -> Iterator[RemoteBatch]:
         """The same of all held-out prompts, in parts."""
-        for rows in self._parts(len(self._phases[_HELD_OUT])):
-            yield self._with_facts(_HELD_OUT, rows, rows, PAIR * rows[0])
+        for rows in self._ranges(len(self._phases[_HELD_OUT])):
+            yield self._with_per_sample(_HELD_OUT, rows, rows, PAIR * rows[0])
 
     def policy_logprobs(self, batch: RemoteBatch) -> Tensor:
         """(B,) float64: log-prob of each whole response by the actor as it is."""
-        temperature = self._recipe.rollout.sampling.temperature
-        batch = batch.with_columns(current_logprobs=self._actor.logprobs(batch, temperature=temperature))
-        found = self._actor.apply(batch, function=sequence_logprobs, arguments={"config": self._recipe.algorithm})
-        return found.facts()["policy"]
+        columns = self._actor.logprobs(batch, temperature=self._temperature)
+        batch = batch.with_columns(current_logprobs=columns)
+        output = self._actor.apply(batch, function=sequence_logprobs, arguments={"config": self._algorithm})
+        return output.per_sample()["policy"]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The reference's log-probs, (n, 2) float64 for each phase; none before `measure`."""
         return {self._kept_as(name): column for name, column in self._reference.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises:
             UserError: it is of other pairs.
@@ -86,29 +103,31 @@ class GivenSource:
         for name, given in self._phases.items():
             column = state.get(self._kept_as(name))
             if column is None or tuple(column.shape) != (len(given), PAIR):
-                found = "none" if column is None else f"those of {len(column):,}"
+                size = "none" if column is None else f"those of {len(column):,}"
                 raise UserError(
                     f"resume: of the {len(given):,} {name} examples the checkpoint has the reference's log-probs of "
-                    f"{found}; expected the data, evaluation.eval.prompts and kind of algorithm of before"
+                    f"{size}; expected the previous data, evaluation.eval.prompts and kind of algorithm"
                 )
             self._reference[name] = column
 
     def _kept_as(self, phase: str) -> str:
-        """Examples of one response each have others beside them than pairs have."""
-        kind = "example" if self._recipe.unpaired else "pair"
+        """Name of a column in a checkpoint: unpaired examples have other second responses than pairs."""
+        kind = "example" if self._algorithm.unpaired else "pair"
         return f"reference.{phase}.{kind}"
 
-    def _parts(self, count: int) -> list[range]:
+    def _ranges(self, count: int) -> list[range]:
         """Consecutive examples, as many at once as a step has, and at least one for each data-parallel rank."""
-        most = max(self._recipe.trainer.prompts_per_step, self._actor.layout.dp)
+        most = max(self._prompts_per_step, self._actor.layout.dp)
         return even_ranges(count, max(1, count // most))
 
-    def _with_facts(self, phase: str, rows: Sequence[int], groups: Sequence[int], first_sample: int) -> RemoteBatch:
+    def _with_per_sample(
+        self, phase: str, rows: Sequence[int], groups: Sequence[int], first_sample: int
+    ) -> RemoteBatch:
         given = self._phases[phase]
         batch = _batch(given, rows, groups, first_sample)
         rewards = torch.tensor([given.rewards[row] for row in rows], dtype=torch.float32)
         reference = self._reference[phase][torch.as_tensor(rows)]
-        return batch.with_facts(rewards=rewards.flatten(), reference_logprobs=reference.flatten())
+        return batch.with_per_sample(rewards=rewards.flatten(), reference_logprobs=reference.flatten())
 
 
 def _batch(given: GivenResponses, rows: Sequence[int], groups: Sequence[int], first_sample: int = 0) -> RemoteBatch:
@@ -126,3 +145,49 @@ def _batch(given: GivenResponses, rows: Sequence[int], groups: Sequence[int], fi
             finish_reasons=[FinishReason.STOP] * len(responses),
         )
     )
+
+
+_FIGURES = {
+    PREFERENCE: metrics.PREFERENCE_ACCURACY,
+    PREFERENCE_LOSS: metrics.PREFERENCE_LOSS,
+    PREFERENCE_MARGIN: metrics.PREFERENCE_MARGIN,
+}
+
+
+@dataclass(frozen=True)
+class PairMeasurer:
+    """Measures how the policy ranks the held-out responses.
+
+    Args:
+        given: responses that the data have.
+        controllers: of the algorithm's coefficients.
+    """
+
+    given: GivenSource
+    controllers: Controllers
+
+    def measure(self, step: int, *, identity: str, training_prompts: int) -> MeasuredSet:
+        """Measure the policy's ranking of the responses.
+
+        Args:
+            step: after which the policy is evaluated.
+            identity: of the set.
+            training_prompts: how many of its prompts the model trains on too.
+        """
+        config = self.controllers.config(max(step, 1))
+        loss = load(config.name).preference_loss
+        assert loss is not None
+        batches = list(self.given.held_out())
+        columns = [
+            (
+                self.given.policy_logprobs(batch),
+                *(batch.per_sample[name] for name in ("reference_logprobs", LOSS_TOKENS, "rewards")),
+            )
+            for batch in batches
+        ]
+        judged = loss(ResponsePairs.of_samples(*map(torch.cat, zip(*columns, strict=True))), config)
+        values = {name: float(figure.mean()) for name, figure in judged.values.items() if len(figure)}
+        measured = {name: values[inner] for name, inner in _FIGURES.items() if inner in values}
+        prompts = sum(map(len, batches)) // PAIR
+        measured |= {metrics.SET_PROMPTS: prompts, metrics.SET_TRAINING: training_prompts}
+        return MeasuredSet(identity, PREFERENCE, step, prompts, PAIR, measured)

@@ -8,13 +8,18 @@ from typing import Any
 
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.checkpoint.resume import Resumption
-from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import public_settings
 from hybridflow.data.sampler import PromptSampler, unpacked_returned
 from hybridflow.rollout.buffered_groups import BufferedGroups
 from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
 
-_OF_SAMPLES = ("rollout.sampling", "rollout.samples_per_prompt")
+_OF_SAMPLES = (
+    "rollout.sampling",
+    "rollout.samples_per_prompt",
+    *(
+        f"environment.{name}"
+        for name in ("path", "arguments", "role", "max_turns", "max_turn_tokens", "max_answer_characters")
+    ),
+)
 """Settings by which samples are drawn: with others they have other lengths, log-probs or group sizes."""
 _OF_SCORES = ("reward", "cost")
 """Settings by which samples are scored."""
@@ -40,23 +45,27 @@ class ResumedDraws:
 
 
 def resumed_draws(
-    recipe: Recipe, sampler: PromptSampler, source: RolloutSource, resumption: Resumption, state: RunState
+    settings: Mapping[str, Any],
+    sampler: PromptSampler,
+    source: RolloutSource,
+    resumption: Resumption,
+    state: RunState,
 ) -> ResumedDraws:
-    """The draws of a checkpoint, as far as the recipe has a use for them.
+    """The draws of a checkpoint, as far as the run has a use for them.
 
     Prompts whose samples are dropped are the first to be drawn again. So no draw that was trained on is repeated,
     although a stream trains on draws in another order than they were made in. Other prompts, or other orders of them,
     share no identity with what was drawn: their order begins after as many draws as were trained on.
 
     Args:
-        recipe: of the resumed run.
+        settings: of the resumed run: `public_settings` of its recipe.
         sampler: of its training prompts, in any state.
         source: of its rollouts.
         resumption: with the recipe of the checkpoint, and what `checkpoint.accept` took.
         state: of the checkpoint.
     """
     groups, order, reason = state.groups, state.sampler, None
-    if groups is not None and (reason := _unusable(recipe, source, resumption, groups)):
+    if groups is not None and (reason := _unusable(settings, source, resumption, groups)):
         groups = None
     drawn = state.groups.draws if state.groups is not None else {}
     dropped = {} if groups is not None else drawn
@@ -75,7 +84,9 @@ def resumed_draws(
     return ResumedDraws(RolloutSnapshot(sampler.forwarded(position), state.samples_drawn, groups), (note,))
 
 
-def _unusable(recipe: Recipe, source: RolloutSource, resumption: Resumption, groups: BufferedGroups) -> str | None:
+def _unusable(
+    settings: Mapping[str, Any], source: RolloutSource, resumption: Resumption, groups: BufferedGroups
+) -> str | None:
     """Reason for which samples that were drawn ahead cannot be trained on; None if they can."""
     if resumption.accepted:
         return f"checkpoint.accept has {', '.join(resumption.accepted)}"
@@ -83,7 +94,7 @@ def _unusable(recipe: Recipe, source: RolloutSource, resumption: Resumption, gro
         return reason
     names = (*_OF_SAMPLES, *(_OF_SCORES if source.scored_as_they_end else ()))
     saved = resumption.manifest.recipe
-    if saved and (changed := _changed(saved, public_settings(recipe), names)):
+    if saved and (changed := _changed(saved, settings, names)):
         return f"{', '.join(changed)} changed"
     return None
 

@@ -1,4 +1,4 @@
-"""What every role of a run is started with: a list of specs, one a role, made from the recipe alone."""
+"""Specs of all roles of a run: a list, one a role, made from the recipe alone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engine3d.layout import Layout
 from engine3d.memory.serving import cache_of_a_token
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.training.flops import sequence_flops
 from hybridflow.batch.remote_batch import SampleCosts
-from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up
+from hybridflow.checkpoint.resume import WARMED_UP
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.engine_check import hosts_of_engine
-from hybridflow.planning.placement_check import lent_engines
+from hybridflow.planning.placement_check import leased_engines
 from hybridflow.planning.sample_memory import Lengths, cache_tokens, teacher_cache_tokens
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
@@ -61,10 +61,10 @@ RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup | TeacherEngineGroup
 
 @dataclass(frozen=True)
 class AskedJudge:
-    """Of the judge, what functions have to know before its servers are there.
+    """The judge, as functions have to know it before its servers are there.
 
     Args:
-        identity: tells it from others.
+        identity: by which its verdicts are kept.
         key: that its servers ask for.
     """
 
@@ -74,7 +74,7 @@ class AskedJudge:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What a role is started with.
+    """The spec that a role is started with.
 
     Args:
         role: its name, and that of its devices.
@@ -138,7 +138,7 @@ class _Specs:
         self, recipe: Recipe, run: Run, devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]
     ) -> None:
         self._recipe, self._run, self._devices = recipe, run, devices
-        self._places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
+        self._locations = {role: [_location(device, nodes) for device in of_role] for role, of_role in devices.items()}
         self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices.get("actor", ())))]
         judge = recipe.asked_judge
         self._judge = AskedJudge(judge_identity(judge), secrets.token_urlsafe(32)) if judge is not None else None
@@ -161,8 +161,11 @@ class _Specs:
             {
                 "trainable": trainable,
                 "seed": recipe.seed,
-                "places": self._places[role],
+                "locations": self._locations[role],
                 "publish": self._published if role == "actor" else (),
+                "engine_precision": recipe.rollout.engine.precision
+                if role == "actor" and recipe.starts_engines
+                else None,
                 # A model that does not learn is the initial one, however far the run has come.
                 "checkpoint": run.resumption.role(role) if run.resumption is not None and trainable else None,
                 "verify_checkpoint": recipe.checkpoint.verify,
@@ -193,14 +196,15 @@ class _Specs:
         # An engine's tensor-parallel ranks here are its hosts, each of which runs a share of SGLang's.
         layout = replace(recipe.rollout.layout(len(devices)), tp=hosts)
         lengths = Lengths.of(recipe.rollout, recipe.sets, run.train.tokens, run.sets)
-        tokens = cache_tokens(recipe, lengths, layout.dp, devices[0].kind)
+        tokens = cache_tokens(recipe.rollout, recipe.groups_in_flight, lengths, layout.dp, devices[0].kind)
         # It serves nothing before the actor's weights have come: no need to read others from the disk.
         arguments = {**({"load_format": "dummy"} if recipe.trains else {}), **engine.server_args}
         given = {
             "seed": recipe.seed + engine.seed,
             "server_args": arguments,
             "max_total_tokens": tokens,
-            "token_versions": engine.token_versions or recipe.rollout.stream is not None,
+            "token_versions": recipe.rollout.token_versions,
+            "routes": recipe.has_routes,
         }
         return RoleSpec(
             "rollout",
@@ -209,10 +213,10 @@ class _Specs:
             layout,
             (run.model_directory, engine.model_copy(update=given)),
             {
-                "places": self._places["rollout"],
+                "locations": self._locations["rollout"],
                 "weight_sources": [sources.get(device) for device in devices],
                 "keeps_memory": self._generate_throughout(layout.dp),
-                "restarts": recipe.rollout.stream is not None and recipe.rollout.stream.engine_restarts > 0,
+                "restarts": recipe.rollout.engine_restarts > 0,
             },
             start_s=engine.start_timeout_s + _MARGIN_S,
             call_s=recipe.limits.call_s,
@@ -223,9 +227,10 @@ class _Specs:
         )
 
     def _generate_throughout(self, engines: int) -> tuple[int, ...]:
-        """Engines that generate while models compute, beside others that are lent."""
-        lent = lent_engines(self._recipe, self._devices)
-        return tuple(number for number in range(engines) if number not in lent) if lent else ()
+        """Engines that generate while models compute, next to others that are leased."""
+        recipe = self._recipe
+        leased = leased_engines(recipe.rollout, ("actor", *recipe.models), self._devices)
+        return tuple(number for number in range(engines) if number not in leased) if leased else ()
 
     def teacher_engine(self) -> RoleSpec:
         """The engines that serve a teacher."""
@@ -269,11 +274,15 @@ class _Specs:
         )
 
     def functions(self) -> RoleSpec:
-        """Who calls the functions of rewards and costs."""
+        """The ranks that call the functions of rewards and costs."""
         recipe, run = self._recipe, self._run
         of_a_step = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
-        samples = max([of_a_step, *(len(run.sets[name]) * each.settings.samples for name, each in recipe.sets.items())])
+        samples = max(
+            [of_a_step, *(len(run.sets[name]) * planned.settings.samples for name, planned in recipe.sets.items())]
+        )
         functions = [function for config in recipe.all_functions.values() for function in config.functions]
+        environments = [recipe.environment.load_timeout_s] if recipe.environment is not None else []
+        chat = recipe.data.files.chat if recipe.data.files is not None else None
         phases = (run.train, *run.sets.values())
         fields = tuple(dict.fromkeys(field for phase in phases for field in phase.fields()))
         return RoleSpec(
@@ -281,9 +290,9 @@ class _Specs:
             FunctionRewardGroup,
             FunctionRewardWorker,
             Layout(dp=len(self._devices["reward"])),
-            (recipe.all_functions, run.model_directory, fields, Path.cwd()),
+            (recipe.all_functions, run.model_directory, fields, Path.cwd(), recipe.environment, chat),
             {},
-            start_s=max(function.load_timeout_s for function in functions) + _MARGIN_S,
+            start_s=max([*(function.load_timeout_s for function in functions), *environments]) + _MARGIN_S,
             call_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),
             ranks_per_store=0,
             judge=self._judge,
@@ -296,7 +305,7 @@ class _Specs:
         if model is not None and model.path is not None:
             return model.path
         resumes = run.resumption is not None and run.resumption.state is not None
-        if role == "reference" and resumes and needs_warmed_up(recipe):
+        if role == "reference" and resumes and recipe.reference_is_warmed_up:
             return recipe.checkpoint_directory / WARMED_UP
         return run.model_directory
 
@@ -304,10 +313,10 @@ class _Specs:
         """The size of an engine's KV cache, which is much of what an engine takes."""
         engine, sizes = self._recipe.rollout.engine, load_model_spec(self._run.model_directory).sizes
         itemsize = getattr(torch, engine.dtype).itemsize
-        each = tokens // engine.attention_dp * cache_of_a_token(sizes, engine.attention_tp, itemsize)
+        cache = tokens // engine.attention_dp * cache_of_a_token(sizes, engine.attention_tp, itemsize)
         said = "rollout.engine.max_total_tokens" if engine.max_total_tokens is not None else "all that a step needs"
-        return f"rollout: KV cache of {tokens:,} tokens ({said}), {amount(each)} of each device"
+        return f"rollout: KV cache of {tokens:,} tokens ({said}), {amount(cache)} of each device"
 
 
-def _place(device: Device, nodes: Sequence[Node]) -> Place:
-    return Place(f"node {device.node} ({nodes[device.node].name})", f"{device.kind}:{device.index}")
+def _location(device: Device, nodes: Sequence[Node]) -> Location:
+    return Location(f"node {device.node} ({nodes[device.node].name})", f"{device.kind}:{device.index}")

@@ -23,7 +23,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.planning.model_check import check_judge_devices
-from hybridflow.planning.placement_check import check_apart, check_reward_devices, lent_engines
+from hybridflow.planning.placement_check import check_apart, check_reward_devices, leased_engines
 from hybridflow.rewards.config import JudgeServers
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
@@ -38,12 +38,15 @@ from hybridflow.roles.groups import (
 from hybridflow.roles.judge import KEY_VARIABLE
 from hybridflow.roles.model import CheckpointFailure
 from hybridflow.roles.offload import check_offload
-from hybridflow.rollout.stream_source import EngineHandles, Lending
+from hybridflow.rollout.engine_handles import DeviceLease, EngineHandles
 from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
+from hybridflow.workers.call import end_of_standstill
 from hybridflow.workers.call_progress import ProgressLimits
-from hybridflow.workers.rank_process import BESIDE
+from hybridflow.workers.failure_diagnosis import GRACE_S
+from hybridflow.workers.rank_process import CONCURRENT
+from hybridflow.workers.waits import StandsStillError, waits
 from hybridflow.workers.worker_group import WorkerGroup
 
 _ENGINE_LOGS: Mapping[type, str] = {
@@ -51,7 +54,7 @@ _ENGINE_LOGS: Mapping[type, str] = {
     TeacherEngineGroup: TEACHER_ENGINES,
     JudgeGroup: JUDGE_SERVERS,
 }
-"""How the logs of what SGLang prints are named, by the group."""
+"""Names of the logs of what SGLang prints, by the group."""
 
 
 @dataclass(frozen=True)
@@ -60,67 +63,96 @@ class Roles:
 
     actor: PolicyGroup
     rollout: RolloutGroup | None
-    """None where the data have what is learned from."""
+    """None where the data have the responses."""
     reference: PolicyGroup | None
     teacher: TeacherGroup | TeacherEngineGroup | None
     scalar: Mapping[str, ValueGroup]
     """Critics and scoring models, by role."""
     functions: Mapping[str, FunctionRewardGroup]
-    """Who calls the reward functions ("reward") and the cost functions ("cost"), where there are any."""
+    """The groups that call the reward functions ("reward") and the cost functions ("cost"), if there are any."""
     judge: JudgeGroup | None
     starting: Mapping[str, Future[Any]]
-    """The start of each role, which may still be under way."""
+    """The start of each role, which may still be in flight."""
     trained: tuple[str, ...]
     devices: int
-    """That the models and engines have, each counted once."""
-    lent: tuple[int, ...] = ()
+    """Devices of the models and engines, each counted once."""
+    leased: tuple[int, ...] = ()
     """Engines on devices of models, which generate while a step waits."""
 
     @property
     def models(self) -> dict[str, ModelGroup]:
-        """Every Megatron-Core model beside the actor, by role: `Recipe.models`."""
+        """Every Megatron-Core model next to the actor, by role: `Recipe.models`."""
         language = {"reference": self.reference, "teacher": self.teacher}
-        found = {role: group for role, group in language.items() if isinstance(group, ModelGroup)}
-        return found | dict(self.scalar)
+        models = {role: group for role, group in language.items() if isinstance(group, ModelGroup)}
+        return models | dict(self.scalar)
 
     @property
     def groups(self) -> list[WorkerGroup]:
         """Every group, once."""
-        engines = [each for each in (self.rollout, self.teacher, self.judge) if each is not None]
+        engines = [group for group in (self.rollout, self.teacher, self.judge) if group is not None]
         return list(dict.fromkeys([self.actor, *engines, *self.models.values(), *self.functions.values()]))
 
-    @property
-    def engine_handles(self) -> EngineHandles:
-        """How a rollout controller reaches the engines."""
+    def engine_handles(self, before: Callable[[], object]) -> EngineHandles:
+        """Handles by which a rollout controller reaches the engines. `before`: is called before each of their turns."""
         assert self.rollout is not None
-        hosts, ranks = self.rollout.layout.tp, self.rollout.ranks  # of an engine the first host's rank answers
-        groups = dict.fromkeys(self.functions.values())
-        scorers = tuple(actor for group in groups for actor in group.ranks.actors)
-        return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE, hosts, scorers)
+        return engine_handles(self.rollout, self.functions, self.judge, before)
 
-    def lending(self, recipe: Recipe) -> Lending | None:
-        """How such engines have their turn; None without any."""
+    def lease(self, after_s: float) -> DeviceLease | None:
+        """The turns of such engines, which begin `after_s` after a step waits; None without any."""
         rollout = self.rollout
-        if rollout is None or not self.lent:
+        if rollout is None or not self.leased:
             return None
-        return Lending(self.lent, recipe.rollout.lend_after_s, lambda: rollout.take_turn().result())
-
-    def check_engines(self, *, ask: bool = False) -> None:
-        """Raise what a rank of engines or reward functions died of, if that is known.
-
-        `ask`: find out whether engines answer.
-        """
-        assert self.rollout is not None
-        for group in dict.fromkeys([self.rollout, *self.functions.values()]):
-            group.ranks.check("stream")
-        if ask:
-            self.rollout.take_offload_figures().wait()
-            check_judge(self.judge)
+        return DeviceLease(self.leased, after_s, lambda: rollout.take_turn().result())
 
     @property
     def learning(self) -> dict[str, ModelGroup]:
         """The actor and every critic, by role."""
         return {role: self.models.get(role, self.actor) for role in self.trained}
+
+
+def engine_handles(
+    rollout: RolloutGroup,
+    functions: Mapping[str, FunctionRewardGroup],
+    judge: JudgeGroup | None,
+    before: Callable[[], object] = lambda: None,
+) -> EngineHandles:
+    """Handles by which a rollout controller reaches engines and reward functions.
+
+    Args:
+        rollout: the engines.
+        functions, judge: as of `Roles`.
+        before: is called before each turn of the engines.
+    """
+    hosts, ranks = rollout.layout.tp, rollout.ranks  # of an engine the first host's rank answers
+    groups = list(dict.fromkeys(functions.values()))
+    scorers = tuple(actor for group in groups for actor in group.ranks.actors)
+
+    def check(*, ask: bool = False) -> None:
+        for group in [rollout, *groups]:
+            group.ranks.check("generate")
+        if ask:
+            if hosts > 1:  # the first host may only say that it has lost another, before that one's end is known there
+                time.sleep(GRACE_S)
+                rollout.check_part().wait()
+            rollout.take_offload_stats().wait()
+            check_judge(judge)
+
+    @contextmanager
+    def watched() -> Iterator[Callable[[], None]]:
+        members = range(len(ranks.actors))
+        with waits.on(ranks, "generate", members) as wait:
+            try:
+                yield lambda: wait.progress(members)
+            except StandsStillError as found:
+                end_of_standstill(found, ranks, "generate")
+
+    def take_turn() -> None:
+        before()
+        rollout.take_turn().result()
+
+    return EngineHandles(
+        tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), CONCURRENT, hosts, scorers, check, watched, take_turn
+    )
 
 
 @dataclass(frozen=True)
@@ -143,26 +175,26 @@ class Serving:
 
 
 def check_judge(judge: JudgeGroup | None) -> int:
-    """How often servers of the judge have been started again. Raises EngineError where one is dead for good."""
+    """Count how often servers of the judge were started again. Raises EngineError if one is dead for good."""
     return sum(judge.check().result()) if judge is not None else 0
 
 
 @contextmanager
 def judging(judge: JudgeGroup | None) -> Iterator[dict[str, float]]:
-    """What the judge died of, rather than what functions say that asked it; and its figures, after the block.
+    """Raise what the judge died of, in place of errors of functions that asked it. Fill in its metrics after the block.
 
     Raises:
         EngineError: a server of the judge is dead for good, whatever functions made of that.
     """
-    figures: dict[str, float] = {}
+    values: dict[str, float] = {}
     try:
-        yield figures
+        yield values
     except UserError:
         check_judge(judge)
         raise
     restarts = check_judge(judge)
     if judge is not None:
-        figures[metrics.JUDGE_RESTARTS] = restarts
+        values[metrics.JUDGE_RESTARTS] = restarts
 
 
 @contextmanager
@@ -177,14 +209,14 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
 
 @contextmanager
 def start_serving(recipe: EvaluationRecipe, run: Run) -> Iterator[Serving]:
-    """As `start_roles`, of an evaluation alone."""
+    """Start the roles of an evaluation alone, as `start_roles` does."""
     with _begun(recipe, run) as start:
         yield start.serving()
 
 
 @contextmanager
 def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
-    wanted = recipe.device_maps
+    roles = recipe.device_maps
     pools = recipe.placement.pools
     with ExitStack() as stack:
         # Entered first and so left last: when the groups are gone, nobody waits for them any more.
@@ -192,16 +224,17 @@ def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
         log = _StartLog()
         log.say("Ray" if recipe.placement.cluster is None else f"joining the Ray cluster {recipe.placement.cluster}")
         ray_runtime.start_ray(
-            cpu_slots=highest_cpu_slot([*wanted.values(), *pools.values()]),
+            cpu_slots=highest_cpu_slot([*roles.values(), *pools.values()]),
             address=recipe.placement.cluster,
             limits=recipe.limits,
             run=recipe.directory,
         )
         stack.callback(ray_runtime.stop_ray)
         nodes = resource_pool.cluster_nodes()
-        devices = pool_devices(wanted, pools, nodes)
+        devices = pool_devices(roles, pools, nodes)
+        models = ("actor", *recipe.models)
         if recipe.runs_ahead:
-            check_apart(recipe, devices)
+            check_apart(recipe.trainer, recipe.rollout, models, devices)
         check_offload(recipe, devices)
         if recipe.asked_judge is not None:
             check_judge_devices(recipe.asked_judge, devices)
@@ -213,19 +246,19 @@ def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
         if not recipe.placement.shared_gpus:
             _check_nobody_else(resources, nodes, is_attached=recipe.placement.cluster is not None)
         log.roles(devices)
-        if lent := lent_engines(recipe, devices):
+        if leased := leased_engines(recipe.rollout, models, devices):
             count = len(devices["rollout"]) // recipe.rollout.engine.tp
-            log.say(f"rollout.lend: engines {', '.join(map(str, lent))} of {count} generate while a step waits")
+            log.say(f"rollout.lease: engines {', '.join(map(str, leased))} of {count} generate while a step waits")
         yield _Start(recipe, run, stack, waiters, devices, nodes, resources, log)
 
 
 def _check_nobody_else(resources: Mapping[str, ResourcePool], nodes: Sequence[Node], *, is_attached: bool) -> None:
     """The GPUs of the models and engines, while no process of theirs is there."""
-    bundles = [each for role, pool in resources.items() if role != "reward" for each in pool.bundles]
+    bundles = [bundle for role, pool in resources.items() if role != "reward" for bundle in pool.bundles]
     if is_attached or len(nodes) > 1:
         check_bundles_free(bundles, nodes, WAIT_S)
     else:
-        gpus = {each.device.index: each.visible for each in bundles if each.device.kind == "cuda"}
+        gpus = {bundle.device.index: bundle.visible for bundle in bundles if bundle.device.kind == "cuda"}
         check_gpus_free(gpus, WAIT_S)
 
 
@@ -241,7 +274,7 @@ class _StartLog:
 
     def roles(self, devices: Mapping[str, Sequence[Device]]) -> None:
         """Say which roles start, and on how many devices."""
-        self.say("starting " + ", ".join(f"{role} ({_amount(held)})" for role, held in devices.items()))
+        self.say("starting " + ", ".join(f"{role} ({_amount(of_role)})" for role, of_role in devices.items()))
 
     def ready_after[R](self, role: str, start: Callable[[], R]) -> R:
         """Start a role and say that it is ready, before anybody who waits for it says more."""
@@ -322,8 +355,8 @@ class _Start:
             judge=self._judge(groups),
             starting=self._starting,
             trained=self._recipe.trained_roles,
-            devices=len({device for role, held in self._devices.items() if role != "reward" for device in held}),
-            lent=lent_engines(self._recipe, self._devices),
+            devices=len({device for role, of_role in self._devices.items() if role != "reward" for device in of_role}),
+            leased=leased_engines(self._recipe.rollout, ("actor", *self._recipe.models), self._devices),
         )
 
     def _build(self, spec: RoleSpec) -> RoleGroup:
@@ -377,15 +410,15 @@ def processes_by_host(specs: Sequence[RoleSpec], devices: Mapping[str, Sequence[
         specs: of the roles.
         devices: of each.
     """
-    found: dict[int, set[str]] = {}
+    processes: dict[int, set[str]] = {}
     for spec in specs:
         for number, device in enumerate(devices[spec.role]):
             rank = number // spec.devices_per_rank
-            names = found.setdefault(device.node, set())
+            names = processes.setdefault(device.node, set())
             names.add(f"{spec.role}-{rank}")
             if spec.group in _ENGINE_LOGS:
                 names.add(f"{_ENGINE_LOGS[spec.group]}-{rank}")
-    return found
+    return processes
 
 
 def _progress_limits(limits: LimitsConfig) -> ProgressLimits | None:

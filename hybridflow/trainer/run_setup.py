@@ -22,7 +22,6 @@ from hybridflow.checkpoint.resume import (
     Resumption,
     find_resumption,
     keep_warmed_up,
-    needs_warmed_up,
     run_identity,
 )
 from hybridflow.cluster.hosts.checks.facts import checkout_commit, installed_versions
@@ -49,7 +48,7 @@ from hybridflow.rundir.run_record import record_start
 
 @dataclass(frozen=True)
 class Run:
-    """The unchanging facts of a run.
+    """The set-up of a run, which does not change.
 
     Args:
         directory: `<run_dir>/<name>`: logs, metrics and the exported model.
@@ -59,7 +58,7 @@ class Run:
         inputs: what identifies the files that the run was given, by the setting that names them.
         identity: of this run, however often it is resumed.
         sets: the held-out prompts, by the name of the set.
-        resumption: the checkpoint that the run goes on after; None for a fresh start.
+        resumption: the checkpoint that the run resumes from; None for a fresh start.
     """
 
     directory: Path
@@ -74,10 +73,10 @@ class Run:
     sets: Mapping[str, Prompts]
     resumption: Resumption | None
     lock: TextIO
-    """Held as long as the run goes on."""
+    """Held as long as the run lasts."""
 
     def check_directory(self) -> None:
-        """Whether the directory is still that of this run.
+        """Check that the directory is still that of this run.
 
         Raises:
             EngineError: it was removed, or another has taken its place.
@@ -90,19 +89,19 @@ class Run:
         except OSError:
             return  # a file system that does not answer has not lost it
         raise EngineError(
-            f"run directory {self.directory} was removed or replaced while the run went on; metrics, logs and the "
+            f"run directory {self.directory} was removed or replaced during the run; metrics, logs and the "
             "model have no place"
         )
 
     @property
     def steps_done(self) -> int:
-        """After which the run goes on; 0 of one that begins."""
+        """Steps after which the run resumes; 0 of one that begins."""
         state = self.resumption.state if self.resumption is not None else None
         return 0 if state is None else state.step
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the run goes on before the evaluation of that step."""
+        """True if the run resumes before the evaluation of that step."""
         state = self.resumption.state if self.resumption is not None else None
         return state is not None and state.evaluation_due
 
@@ -111,11 +110,11 @@ class Run:
         return self.directory / LOGS
 
     def trace_path(self, step: int, role: str) -> Path:
-        """Of the trace of a role's update, where `trainer.profile` asks for one."""
+        """Path of the trace of a role's update, where `trainer.profile` asks for one."""
         return self.directory / "profile" / f"step-{step}-{role}.json.gz"
 
     def rollout_trace_directory(self, step: int) -> Path:
-        """Of the traces of the first engine's ranks, where `trainer.profile` asks for some."""
+        """Directory of the traces of the first engine's ranks, where `trainer.profile` asks for some."""
         return self.directory / "profile" / f"step-{step}-rollout"
 
 
@@ -127,7 +126,7 @@ class OpenRun:
         recipe: with the steps that its number of prompts means.
         run: the rest of what is known of it.
         sinks: its metrics.
-        phases: tells what it is at.
+        phases: file of its current phase.
     """
 
     recipe: Recipe
@@ -169,11 +168,11 @@ def _record_start(directory: Path, spec: ModelSpec, resumption: Resumption | Non
 
 
 def prepare(recipe: Recipe) -> Run:
-    """Make the run's directory and model, and encode its examples; or find those of the run that goes on.
+    """Make the run's directory and model, and encode its examples; or find those of the run that resumes.
 
     Raises:
-        UserError: this process cannot have what a run needs, a run of this name is there or is going on, model,
-            tokenizer or examples do not fit, or the recipe contradicts the checkpoint that it is to go on after.
+        UserError: this process cannot have what a run needs, a run of this name is there or runs, model,
+            tokenizer or examples do not fit, or the recipe contradicts the checkpoint that it is to resume from.
     """
     check_interpreter()
     check_open_files()
@@ -190,10 +189,10 @@ def prepare(recipe: Recipe) -> Run:
         raise UserError(
             f"resume: {resumption.directory} is another run's, in this one's directory; choose another name"
         )
-    # With resume=auto a run that ended before its first checkpoint begins anew, as a launcher's restarts do.
+    # With resume=auto a run that ended before its first checkpoint begins again, as a launcher's restarts do.
     overwrite = recipe.overwrite or recipe.resume == "auto"
     lock = claim(directory, in_place=in_place, overwrite=overwrite, private=recipe.private, lock=lock)
-    forget_failures(directory)  # those of before it was resumed
+    forget_failures(directory)  # those before it was resumed
     shutil.rmtree(directory / FLIGHT_RECORDER, ignore_errors=True)
     forget_heartbeats(directory / LOGS)
     with naming(directory / RECIPE):
@@ -202,15 +201,16 @@ def prepare(recipe: Recipe) -> Run:
         with naming(directory / RUN_IDENTITY):
             (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
     model_directory = recipe.model.path or directory / "initial"
-    _record_start(directory, initial_spec(recipe), resumption)
-    # A run that goes on compares with the weights that it began with, whatever its seed is now.
+    _record_start(directory, initial_spec(recipe.model), resumption)
+    # A resumed run compares with the weights that it began with, whatever its seed is now.
     if recipe.model.create is not None and not (in_place and model_directory.is_dir()):
         began = resumption.manifest.recipe if resumption is not None else {}
-        create_model(recipe, model_directory, seed=began.get("seed", recipe.seed))
-    if resumption is not None and needs_warmed_up(recipe):
+        create_model(recipe.model, model_directory, seed=began.get("seed", recipe.seed))
+    if resumption is not None and recipe.reference_is_warmed_up:
         keep_warmed_up(recipe.checkpoint_directory, resumption)
     tokenizer = load_tokenizer(model_directory)
-    encoded = encode(recipe, tokenizer, prompt_limit(recipe))
+    limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
+    encoded = encode(recipe, tokenizer, limit)
     if recipe.data.files is not None:
         log.info(first_prompt(tokenizer, encoded.train))
     return Run(
@@ -221,7 +221,7 @@ def prepare(recipe: Recipe) -> Run:
         sft=encoded.sft,
         answers=encoded.answers,
         masks=encoded.masks,
-        inputs=input_checksums(recipe),
+        inputs=input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data),
         sets=encode_sets(recipe, tokenizer),
         identity=run_identity(directory) or "",
         resumption=resumption,

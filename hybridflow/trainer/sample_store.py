@@ -1,4 +1,4 @@
-"""The samples that a run has learned from, written to its directory in a thread while the next step goes on.
+"""The samples that a run has trained on, written to its directory in a thread during the next step.
 
 The driver holds references: tokens lie in the object store, from which the thread has a bounded number of them at a
 time. Training does not depend on it: what cannot be written of a step is missing, and said to be.
@@ -21,7 +21,9 @@ import torch
 
 from engine3d.errors import first_line
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_table import ANSWER, DATA_ROW, ByName, Scored, sample_schema, table_of
+from hybridflow.batch.sample_fields import ROUTES
+from hybridflow.batch.sample_table import ANSWER, DATA_ROW, ByName, ScoreColumns, sample_schema, table_of
+from hybridflow.batch.worker_output import ROUTE_BYTES
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.run import SamplesConfig
 from hybridflow.errors.log import log
@@ -33,11 +35,14 @@ BASELINE = "baseline"
 """The column of what rewards were compared with."""
 _MB = 1_000_000
 _MOST_TOKENS = 1 << 20
-"""That are in the driver's memory at a time: some 200 bytes for each, with what Arrow makes of them."""
+"""Tokens in the driver's memory at a time: some `_TOKEN_BYTES` for each, with what Arrow makes of them."""
+_TOKEN_BYTES = 200
+_ROUTE_COPIES = 6
+"""Bytes in memory for each byte of routes: of the batch, and of int16 entries in Arrow."""
 _MOST_HELD = 2
 """Steps whose samples are kept in the object store for being written."""
 _PATIENCE_S = 30.0
-"""That a step waits for those before it to be written; a disk that takes longer gets no more until it has."""
+"""Time that a step waits for earlier ones to be written; a slower disk gets no more until it has caught up."""
 _END_S = 60.0
 _FAILED_END_S = 5.0
 _COMPRESSED = {"compression": "zstd", "use_byte_stream_split": ["logprobs.list.element"]}
@@ -45,6 +50,7 @@ _REPEATED = [
     DATA_ROW,
     ANSWER,
     *("prompt_tokens.list.element", "response_tokens.list.element", "token_versions.list.element"),
+    f"{ROUTES}.list.element",
     *("step", "group_id", "prompt_index", "policy_version", "reward", "engine", "finish_reason", "began", "ended"),
 ]
 """Columns whose values are written once, with numbers for where they stand."""
@@ -52,12 +58,12 @@ _REPEATED = [
 
 @dataclass(frozen=True, eq=False)
 class TrainedSamples:
-    """What a step has learned from.
+    """The samples that a step has trained on.
 
     Args:
         step: its number.
         version: of the weights that it has made.
-        batches: the samples, in the order in which they were learned from.
+        batches: the samples, in the order in which they were trained on.
         by_name: what functions and models have given them, such as "reward/exact_match".
         baselines: what rewards were compared with, by group, where that is no reward of the group's samples.
         data_rows: the row of the data that each prompt is of, by its index, where rows have names.
@@ -79,7 +85,7 @@ class SampleStore:
     Args:
         settings: whether there is one, and how much it may hold.
         directory: of its files; made once it is needed.
-        steps_done: that the run goes on after: what is there of later ones it will make again.
+        steps_done: that the run resumes after: files of later ones are removed.
     """
 
     def __init__(self, settings: SamplesConfig, directory: Path, steps_done: int) -> None:
@@ -113,20 +119,20 @@ class SampleStore:
         if self._thread is not None:
             self._thread.join(limit_s)
         with self._changed:
-            unwritten = [each.step for each in (self._writing, *self._waiting) if each is not None]
+            unwritten = [samples.step for samples in (self._writing, *self._waiting) if samples is not None]
             self._waiting.clear()
             if unwritten:
                 self._miss(unwritten[0], f"not written within {limit_s:g} s of the end")
             self._left = True
 
     def keep(self, learned: TrainedSamples) -> None:
-        """Have the samples of a step written; waits for earlier ones where the disk is slower than training."""
+        """Queue the samples of a step for writing. Wait for earlier ones if the disk is slower than training."""
         if not self._settings.store or not any(map(len, learned.batches)):
             return
-        held = replace(learned, batches=tuple(batch.as_generated() for batch in learned.batches))
+        generated = replace(learned, batches=tuple(batch.as_generated() for batch in learned.batches))
         with self._changed:
             if self._changed.wait_for(self._has_room, 0.0 if self._stuck else _PATIENCE_S):
-                self._waiting.append(held)
+                self._waiting.append(generated)
                 self._changed.notify_all()
             else:
                 self._stuck = True
@@ -136,14 +142,18 @@ class SampleStore:
             self._thread.start()
 
     def written(self, step: int) -> bool:
-        """Whether the samples of the steps up to this one are on the disk, or it is too slow or too full for them."""
+        """True if the samples of the steps up to this one are on the disk, or the disk is too slow or too full for
+        them.
+        """
         with self._changed:
             late = self._writing is not None and time.monotonic() - self._began > _PATIENCE_S
-            under_way = [each for each in (self._writing, *self._waiting) if each is not None and each.step <= step]
-            return not under_way or late or self._stuck
+            in_flight = [
+                samples for samples in (self._writing, *self._waiting) if samples is not None and samples.step <= step
+            ]
+            return not in_flight or late or self._stuck
 
-    def take_figures(self) -> dict[str, float]:
-        """What was written since the last call, by metric name; nothing where nothing was."""
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the steps written since the last call, by name; none if none was."""
         with self._changed:
             written, self._written = self._written, []
         if not written:
@@ -211,43 +221,52 @@ class SampleStore:
 
 
 def write_samples(file: BinaryIO, learned: TrainedSamples, *, most_tokens: int = _MOST_TOKENS) -> None:
-    """Write the samples of a step as Parquet, with so many tokens in memory at a time (but for a longer sample).
+    """Write the samples of a step as Parquet, with a bounded number of tokens in memory (but for a longer sample).
 
     Raises:
         OSError: they could not be written.
     """
     by_name = _with_baselines(learned)
     schema = sample_schema(tuple(by_name))
-    facts = {
+    metadata = {
         "format": FORMAT,
         "step": learned.step,
         "version": learned.version,
         "batches": list(map(len, learned.batches)),
     }
-    schema = schema.with_metadata({"hybridflow": json.dumps(facts)})
+    schema = schema.with_metadata({"hybridflow": json.dumps(metadata)})
     with pq.ParquetWriter(file, schema, use_dictionary=_REPEATED, **_COMPRESSED) as writer:
         for batch in learned.batches:
-            for rows in _pieces(batch.lengths.tolist(), most_tokens):
+            for rows in _chunks(_weighted_lengths(batch), most_tokens):
                 few = batch.select(rows)
-                shared = few.facts.get("advantages")
-                advantages = None if shared is None else ByName(few.facts["sample_ids"], shared.float())
+                shared = few.per_sample.get("advantages")
+                advantages = None if shared is None else ByName(few.per_sample["sample_ids"], shared.float())
                 table = table_of(
-                    few.fetch(), Scored(by_name, advantages, learned.data_rows, learned.answers), learned.step
+                    few.fetch(), ScoreColumns(by_name, advantages, learned.data_rows, learned.answers), learned.step
                 )
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
 
 
+def _weighted_lengths(batch: RemoteBatch) -> list[int]:
+    """Tokens of each sample, and as many more as its routes take the memory of."""
+    lengths = batch.lengths
+    if (nbytes := batch.per_sample.get(ROUTE_BYTES)) is not None:
+        lengths = lengths + nbytes * _ROUTE_COPIES // _TOKEN_BYTES
+    weighted: list[int] = lengths.tolist()
+    return weighted
+
+
 def _with_baselines(learned: TrainedSamples) -> Mapping[str, ByName]:
-    """Figures by name, and what the reward of each sample was compared with, where that is none of its group's."""
+    """Columns by name, and what the reward of each sample was compared with, where that is none of its group's."""
     if not learned.baselines:
         return learned.by_name
-    ids = torch.cat([batch.facts["sample_ids"] for batch in learned.batches])
-    groups = [group for batch in learned.batches for group in batch.facts["group_ids"].tolist()]
+    ids = torch.cat([batch.per_sample["sample_ids"] for batch in learned.batches])
+    groups = [group for batch in learned.batches for group in batch.per_sample["group_ids"].tolist()]
     values = torch.tensor([learned.baselines[group] for group in groups])
     return {**learned.by_name, BASELINE: ByName(ids, values)}
 
 
-def _pieces(lengths: list[int], most_tokens: int) -> Iterator[torch.Tensor]:
+def _chunks(lengths: list[int], most_tokens: int) -> Iterator[torch.Tensor]:
     """Consecutive samples that have no more tokens together, or one that has more."""
     first, tokens = 0, 0
     for row, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""From the tokens of some samples to their texts."""
+"""Texts of some samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sample_texts(
     count = min(count, len(batch))
     if not count:
         return []
-    rows = [place * len(batch) // count for place in range(count)]
+    rows = [number * len(batch) // count for number in range(count)]
     few = batch.as_generated().select(rows).fetch()
     prompts = tokenizer.batch_decode(few.prompts(), skip_special_tokens=True)
     responses = tokenizer.batch_decode(few.responses(), skip_special_tokens=True)

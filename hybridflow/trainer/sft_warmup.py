@@ -9,8 +9,8 @@ from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.worker_output import COUNTED
-from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up, seal_warmed_up
+from hybridflow.batch.worker_output import LOSS_TOKENS
+from hybridflow.checkpoint.resume import WARMED_UP, seal_warmed_up
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import names as metrics
@@ -29,8 +29,8 @@ def warm_up(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile, sinks: Me
     assert settings is not None
     prompts, answers, masks = run.sft, run.answers, run.masks
     kept = recipe.train.optimizer  # where its state lies, and as what, is of the model and not of a phase
-    own = settings.optimizer.model_copy(update={name: getattr(kept, name) for name in STATE_SETTINGS})
-    actor.reset_optimizer(own).result()
+    optimizer = settings.optimizer.model_copy(update={name: getattr(kept, name) for name in STATE_SETTINGS})
+    actor.reset_optimizer(optimizer).result()
     sampler = PromptSampler(len(prompts), recipe.order_seed)
     sinks.begin("sft", f"warm-up: {settings.steps:,} steps of {settings.batch_size:,} examples")
     for step in range(1, settings.steps + 1):
@@ -45,8 +45,8 @@ def warm_up(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile, sinks: Me
             )
         )
         with Timer(values, metrics.TRAIN_UPDATE_TIME):
-            weights = sequence_weights(batch.facts[COUNTED], "token-mean")
-            update = actor.supervise(batch.with_facts(weights=weights)).result()
+            weights = sequence_weights(batch.per_sample[LOSS_TOKENS], "token-mean")
+            update = actor.supervise(batch.with_per_sample(weights=weights)).result()
         sinks.log(step, values | update_metrics([update]), phase="sft")
     actor.reset_optimizer(recipe.train.optimizer).result()
     if followers := [role for role, model in recipe.models.items() if model.path is None]:
@@ -56,7 +56,7 @@ def warm_up(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile, sinks: Me
         if directory.exists():
             move_aside(directory)  # an earlier run's, which had its checkpoints in the same place
         actor.export(directory).result()
-        if recipe.checkpoint.save_interval is not None and needs_warmed_up(recipe):
+        if recipe.checkpoint.save_interval is not None and recipe.reference_is_warmed_up:
             seal_warmed_up(directory)
         wait_for(roles, *followers)
         for loading in [roles.models[role].load(directory) for role in followers]:

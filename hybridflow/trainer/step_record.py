@@ -13,11 +13,13 @@ from torch import Tensor
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.sample_table import ByName
-from hybridflow.batch.worker_output import joined_facts
+from hybridflow.batch.worker_output import MISSING_ROUTES, ROUTE_BYTES, joined_per_sample
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
+from hybridflow.metrics.expert_loads import ExpertLoads
 from hybridflow.metrics.sample_file import SampleText
 from hybridflow.rewards.result import RewardResult, join_results, reward_metrics
+from hybridflow.roles.model import Update, routings
 from hybridflow.rollout.source import Rollout
 from hybridflow.trainer.event_log import Event
 from hybridflow.trainer.sample_store import TrainedSamples
@@ -31,18 +33,22 @@ def rollout_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, floa
         rollouts: of the step.
         version: of the weights before the step's.
     """
-    facts = joined_facts([each.batch.facts for each in rollouts])
-    lengths, values = facts["response_lengths"], {}
-    seconds = [each.seconds for each in rollouts if each.seconds is not None]
+    per_sample = joined_per_sample([rollout.batch.per_sample for rollout in rollouts])
+    lengths, values = per_sample["response_lengths"], {}
+    seconds = [rollout.seconds for rollout in rollouts if rollout.seconds is not None]
     if len(seconds) == len(rollouts):
         values[metrics.ROLLOUT_TIME] = 1000 * sum(seconds)
         values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / sum(seconds)
-    if (newest := facts.get("newest_versions")) is not None:
-        values[metrics.STREAM_STALENESS_MAX] = int((version - facts["policy_versions"]).max())
-        values[metrics.STREAM_MIXED_SHARE] = float((newest > facts["policy_versions"]).double().mean())
-    values[metrics.ROLLOUT_STALENESS] = float((version - facts["policy_versions"]).double().mean())
+    if (newest := per_sample.get("newest_versions")) is not None:
+        values[metrics.STREAM_STALENESS_MAX] = int((version - per_sample["policy_versions"]).max())
+        values[metrics.STREAM_MIXED_SHARE] = float((newest > per_sample["policy_versions"]).double().mean())
+    if (missing := per_sample.get(MISSING_ROUTES)) is not None:
+        tokens = per_sample["prompt_lengths"] + lengths - 1
+        values[metrics.ROUTES_MISSING_SHARE] = int(missing.sum()) / max(1, int(tokens.sum()))
+        values[metrics.ROUTES_MB] = int(per_sample[ROUTE_BYTES].sum()) / 1e6
+    values[metrics.ROLLOUT_STALENESS] = float((version - per_sample["policy_versions"]).double().mean())
     values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
-    values[metrics.ROLLOUT_TRUNCATED] = float((facts["finish_reasons"] == FinishReason.LENGTH).double().mean())
+    values[metrics.ROLLOUT_TRUNCATED] = float((per_sample["finish_reasons"] == FinishReason.LENGTH).double().mean())
     return values
 
 
@@ -67,12 +73,12 @@ class Scores:
     @staticmethod
     def join(scores: Sequence[Scores]) -> Scores:
         """Scores of several batches, in order; all have the same functions and models."""
-        results = [each.result for each in scores if each.result is not None]
-        models = [each.model for each in scores if each.model is not None]
+        results = [scored.result for scored in scores if scored.result is not None]
+        models = [scored.model for scored in scores if scored.model is not None]
         return Scores(
-            torch.cat([each.sample_ids for each in scores]),
-            torch.cat([each.total for each in scores]),
-            torch.cat([each.kept for each in scores]),
+            torch.cat([scored.sample_ids for scored in scores]),
+            torch.cat([scored.total for scored in scores]),
+            torch.cat([scored.kept for scored in scores]),
             join_results(results) if results else None,
             torch.cat(models) if models else None,
         )
@@ -150,6 +156,8 @@ class StepRecord:
     """Batches that the step has trained on."""
     baselines: dict[int, float] = field(default_factory=dict)
     """Baseline reward of each group that is no reward of the group's samples."""
+    expert_loads: dict[str, ExpertLoads] = field(default_factory=dict)
+    """Loads of the experts of each role's model that has some."""
     events: list[Event] = field(default_factory=list)
     """Decisions on what is trained on; see `event_log`."""
     recalled: set[int] = field(default_factory=set)
@@ -231,6 +239,12 @@ class StepRecord:
         """Share of passing responses of each prompt, for a curriculum by difficulty."""
         return {prompt: passed / drawn for prompt, (passed, drawn) in self._passes.items()}
 
+    def add_expert_loads(self, updates: Mapping[str, list[list[Update]]]) -> None:
+        """Keep the loads of experts in the updates of each role."""
+        for role, of_role in updates.items():
+            if (loads := ExpertLoads.of(routings(of_role))) is not None:
+                self.expert_loads[role] = loads
+
     def trained_samples(self, number: int, version: int, prompts: Prompts | None) -> TrainedSamples:
         """The samples that the step has trained on, for the run's sample store.
 
@@ -240,7 +254,7 @@ class StepRecord:
             prompts: of training, which may have to be read from the data's files; None stores no prompts.
         """
         named = {what: Scores.join(scores).by_name(what) for what, scores in self.scores.items()}
-        by_name = {name: columns for each in named.values() for name, columns in each.items()}
+        by_name = {name: columns for by_score in named.values() for name, columns in by_score.items()}
         rows, answers = dict[int, str](), dict[int, str]()
         if prompts is not None:
             indices = dict.fromkeys(_prompt_indices(self.trained))
@@ -258,4 +272,4 @@ class StepRecord:
 
 def _prompt_indices(batches: Iterable[RemoteBatch]) -> Iterable[int]:
     for batch in batches:
-        yield from batch.facts["prompt_indices"].tolist()
+        yield from batch.per_sample["prompt_indices"].tolist()

@@ -1,4 +1,4 @@
-"""A call on the ranks of a group: waiting for the ranks, and the end of the groups that a failure of it ends."""
+"""Calls on the ranks of a group: the wait for the ranks, and the end of the groups that a failure ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.errors.rank_failure import Failure
-from hybridflow.metrics.timeline import Span, timeline
-from hybridflow.workers.context import Answer
+from hybridflow.metrics.timeline import TimelineSpan, timeline
+from hybridflow.workers.context import RankAnswer
 from hybridflow.workers.failure_diagnosis import (
     DIED_WITHOUT_A_WORD,
     ENDED_FOR_MEMORY,
@@ -22,8 +22,8 @@ from hybridflow.workers.failure_diagnosis import (
     INPUT_LOST,
     CallState,
     Kind,
+    diagnose,
     error_of,
-    findings,
     kind_of,
 )
 from hybridflow.workers.ranks import Ranks
@@ -33,15 +33,15 @@ _LOOK_S = 0.2  # at what has happened already
 _LOOK_EVERY_S = 1.0  # at earlier calls, while ranks wait for their turn
 
 
-class Call:
-    """A call on the ranks of a group, answered or not: what there is to wait for, apart from the results.
+class GroupCall:
+    """A call on the ranks of a group, answered or pending, without its results.
 
     Args:
         ranks, method: what was called.
-        limit_s: for an answer, in seconds, unless who waits says otherwise.
-        statuses: one a rank: an `Answer`, a `Failure`, or anything else for success.
-        inputs: the calls that make what it needs: one that failed, or has not answered either, is the cause.
-        earlier: the calls after whose end it has its turn: one that failed is the cause, one that is slow is not.
+        limit_s: for an answer, in seconds, unless the wait has a limit of its own.
+        statuses: one a rank: a `RankAnswer`, a `Failure`, or anything else for success.
+        inputs: the calls that make its inputs. One that failed, or has not answered either, is the cause of a failure.
+        earlier: the calls whose end it waits for before its turn. One that failed is the cause, a slow one is not.
         members: the ranks that are called, in the order of their numbers; all of the group if None.
     """
 
@@ -51,18 +51,18 @@ class Call:
         method: str,
         limit_s: float,
         statuses: Sequence[ray.ObjectRef],
-        inputs: Sequence[Call] = (),
-        earlier: Sequence[Call] = (),
+        inputs: Sequence[GroupCall] = (),
+        earlier: Sequence[GroupCall] = (),
         members: Sequence[int] | None = None,
     ) -> None:
         self.ranks, self.method, self.statuses = ranks, method, list(statuses)
         self.limit_s = limit_s
         self.members = range(len(self.statuses)) if members is None else members
         self._actors = tuple(ranks.actors)  # the group has none any more once it is dead
-        self._inputs: Sequence[Call] = inputs
-        self.earlier: Sequence[Call] = earlier
+        self._inputs: Sequence[GroupCall] = inputs
+        self.earlier: Sequence[GroupCall] = earlier
         self._answered = False
-        self.spans: tuple[Span, ...] = ()
+        self.spans: tuple[TimelineSpan, ...] = ()
         """When each rank computed, once all have answered."""
 
     def __str__(self) -> str:
@@ -77,17 +77,17 @@ class Call:
         with waits.on(self.ranks, self.method, self.members) as wait, termination.waiting():
             try:
                 failures, silent = self._outcome(limit, wait)
-            except StandsStillError as found:
-                self._end_of_standstill(found)
+            except StandsStillError as error:
+                end_of_standstill(error, self.ranks, self.method)
         if (failures or silent) and self.ranks.failure is not None:
             raise self.ranks.failure  # which another call has met, and ended the group for
         if failures or silent:
-            calls: dict[CallState, Call] = {}
+            calls: dict[CallState, GroupCall] = {}
             _end(self._state(failures, silent, calls), limit, calls)
         self._answer()
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed."""
+        """True once every rank has answered or failed."""
         ready, _ = ray.wait(self.statuses, num_returns=len(self.statuses), timeout=0)
         return len(ready) == len(self.statuses)
 
@@ -97,88 +97,78 @@ class Call:
             self.ranks.kill()
 
     def ended(self) -> bool:
-        """Whether no rank is at it any more: all have answered or failed, or the group is gone."""
+        """True once every rank has returned, failed or been killed."""
         return not self.ranks.is_alive or self.done()
 
     def is_over(self) -> bool:
-        """Whether nobody need look at it any more: it has ended, and what it failed of is told to whoever made it."""
+        """True once the call has ended and its failure, if any, was reported to its caller."""
         return self.ended() and (self._answered or not self._moves_memory or not self.ranks.is_alive)
 
     @property
     def _moves_memory(self) -> bool:
-        """Whether only those wait for it whose turn it lets in."""
+        """True if only the calls whose turn it precedes wait for it."""
         return self.method in self.ranks.memory_methods
 
-    def _end_of_standstill(self, found: StandsStillError) -> NoReturn:
-        """End the group that keeps this one waiting, and this one, and raise why."""
-        place, verdict = found.verdict.place, found.verdict
-        # What it said last may be of before this call.
-        method = self.method if place.role == self.ranks.role else verdict.method or "idle"
-        failure = Failure(place.role, place.rank, method, verdict.reason, False, verdict.since, stack="")
-        error = error_of(failure, found.ranks.log_path(place.rank))
-        waits.collect_stacks()
-        for ranks in (found.ranks, self.ranks):
-            ranks.fail(error)
-        raise error
-
     def _outcome(self, limit: float, wait: Wait) -> tuple[list[Failure], list[int]]:
-        """Wait for the statuses. Raises if an earlier call fails meanwhile, by which ranks only get their turn."""
+        """Wait for the statuses. Raises if an earlier call fails meanwhile, whose end the ranks wait for."""
         deadline = time.monotonic() + limit
-        while earlier := [each for each in self.earlier if not each.ended()]:
+        while earlier := [call for call in self.earlier if not call.ended()]:
             look = min(deadline - time.monotonic(), _LOOK_EVERY_S)
             failures, silent = self._statuses_within(look, wait)
             if failures or not silent or look < _LOOK_EVERY_S:
                 return failures, silent
-            for each in earlier:
-                calls: dict[CallState, Call] = {}
-                state = each._looked_at(calls, silence_counts=False)
+            for call in earlier:
+                calls: dict[CallState, GroupCall] = {}
+                state = call._looked_at(calls, silence_counts=False)
                 if state is not None and state.failures:
                     _end(state, 0.0, calls)
         return self._statuses_within(deadline - time.monotonic(), wait)
 
     def _statuses_within(self, timeout_s: float, wait: Wait | None = None) -> tuple[list[Failure], list[int]]:
-        told = {"silent": wait.progress} if wait is not None else {}
+        progress = {"silent": wait.progress} if wait is not None else {}
         return _wait_for_statuses(
-            self.ranks.role, self.method, self.statuses, self._actors, timeout_s, numbers=self.members, **told
+            self.ranks.role, self.method, self.statuses, self._actors, timeout_s, numbers=self.members, **progress
         )
 
     def _answer(self) -> None:
         self._answered = True
-        self.spans = tuple(value.span for value in ray.get(self.statuses) if isinstance(value, Answer))
+        self.spans = tuple(value.span for value in ray.get(self.statuses) if isinstance(value, RankAnswer))
         timeline.record(self.spans)
-        for each in (*self._inputs, *self.earlier):  # for which nobody need wait
-            if each._answered or not each.ranks.is_alive:
+        for call in (*self._inputs, *self.earlier):  # nobody need wait for these
+            if call._answered or not call.ranks.is_alive:
                 continue
-            failures, silent = each._statuses_within(_LOOK_S)
-            if failures and each._moves_memory:
-                calls: dict[CallState, Call] = {}
-                _end(each._state(failures, silent, calls), 0.0, calls)
+            failures, silent = call._statuses_within(_LOOK_S)
+            if failures and call._moves_memory:
+                calls: dict[CallState, GroupCall] = {}
+                _end(call._state(failures, silent, calls), 0.0, calls)
             if not failures and not silent:
-                each._answer()
+                call._answer()
         self._inputs = self.earlier = ()
 
-    def _state(self, failures: Sequence[Failure], silent: Sequence[int], calls: dict[CallState, Call]) -> CallState:
-        """What is known of it and of the calls that it depends on; `calls` gets the call of each state."""
-        inputs = [each._looked_at(calls, silence_counts=not failures) for each in self._inputs]
-        earlier = [each._looked_at(calls, silence_counts=False) for each in self.earlier]
+    def _state(
+        self, failures: Sequence[Failure], silent: Sequence[int], calls: dict[CallState, GroupCall]
+    ) -> CallState:
+        """Return the state of the call and of the calls that it depends on. `calls` gets the call of each state."""
+        inputs = [call._looked_at(calls, silence_counts=not failures) for call in self._inputs]
+        earlier = [call._looked_at(calls, silence_counts=False) for call in self.earlier]
         state = CallState(
             self.ranks.role,
             self.method,
             tuple(failures),
             tuple(silent),
-            inputs=tuple(each for each in inputs if each is not None),
-            earlier=tuple(each for each in earlier if each is not None),
+            inputs=tuple(call for call in inputs if call is not None),
+            earlier=tuple(call for call in earlier if call is not None),
             log_dir=self.ranks.log_dir,
         )
         calls[state] = self
         return state
 
-    def _looked_at(self, calls: dict[CallState, Call], *, silence_counts: bool) -> CallState | None:
-        """As `_state`, of a call on which another depends; None if it went well or its group is gone.
+    def _looked_at(self, calls: dict[CallState, GroupCall], *, silence_counts: bool) -> CallState | None:
+        """Return the state of a call on which another depends; None if it went well or its group is gone.
 
         Args:
             calls: gets the call of each state.
-            silence_counts: whether what it depends on itself matters where it has failed nowhere.
+            silence_counts: True if the calls that it depends on matter while no rank of it has failed.
         """
         if self._answered or not self.ranks.is_alive:
             return None
@@ -192,13 +182,26 @@ class Call:
         return state
 
 
-def _end(state: CallState, limit_s: float, calls: dict[CallState, Call]) -> NoReturn:
-    """End the groups that a failed call ends, each with its own error, and raise the cause."""
-    found = findings(state, limit_s)
+def end_of_standstill(standstill: StandsStillError, waiting: Ranks, method: str) -> NoReturn:
+    """End the group that keeps another one waiting, and that one, and raise why. `method`: that is waited for."""
+    location, verdict = standstill.verdict.location, standstill.verdict
+    # What it said last may be of before this call.
+    method = method if location.role == waiting.role else verdict.method or "idle"
+    failure = Failure(location.role, location.rank, method, verdict.reason, False, verdict.since, stack="")
+    error = error_of(failure, standstill.ranks.log_path(location.rank))
     waits.collect_stacks()
-    for each in found:
-        calls[each.call].ranks.fail(each.error)
-    raise found[-1].error
+    for ranks in (standstill.ranks, waiting):
+        ranks.fail(error)
+    raise error
+
+
+def _end(state: CallState, limit_s: float, calls: dict[CallState, GroupCall]) -> NoReturn:
+    """End the groups that a failed call ends, each with its own error, and raise the cause."""
+    ended = diagnose(state, limit_s)
+    waits.collect_stacks()
+    for diagnosis in ended:
+        calls[diagnosis.call].ranks.fail(diagnosis.error)
+    raise ended[-1].error
 
 
 def _wait_for_statuses(
@@ -217,7 +220,7 @@ def _wait_for_statuses(
         statuses: one a rank that was called: a `Failure`, or anything else for success.
         actors: all ranks of the group, to tell a rank's own death from that of a process that made its input.
         timeout_s: limit in seconds.
-        silent: is called with the ranks that have not answered, again and again.
+        silent: is called repeatedly with the ranks that have not answered.
         numbers: of the ranks that were called; all of the group if None.
 
     Returns:

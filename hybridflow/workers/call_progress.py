@@ -44,7 +44,7 @@ _STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class ProgressLimits:
-    """Limits of the time in which a call comes no further, in seconds.
+    """Limits of the time without progress of a call, in seconds.
 
     Args:
         progress_s: ordinarily.
@@ -60,13 +60,13 @@ class Standstill:
     """The rank that keeps the others waiting.
 
     Args:
-        place: of the rank.
+        location: of the rank.
         method: that it runs; "" for none.
         reason: one line without the rank.
         since: in seconds since the epoch.
     """
 
-    place: RankPlace
+    location: RankPlace
     method: str
     reason: str
     since: float
@@ -83,15 +83,15 @@ class Usage:
 
     @classmethod
     def of(cls, looks: Sequence[RankLook], time_s: float) -> Usage:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         cpu_s, read_bytes = sum(look.cpu_s for look in looks), sum(look.read_bytes for look in looks)
         return cls(time_s, cpu_s, read_bytes, len(looks))
 
     @classmethod
     def of_descendants(cls, time_s: float) -> Usage:
-        """All that this process has started, Ray on this machine included, while ranks have no processes yet."""
-        own = psutil.Process()
-        cpu_s, read_bytes = used_by(each for each in family([own]) if each.pid != own.pid)
+        """Sum over all descendants of this process, Ray on this machine included, while ranks have no processes yet."""
+        this = psutil.Process()
+        cpu_s, read_bytes = used_by(process for process in family([this]) if process.pid != this.pid)
         return cls(time_s, cpu_s, read_bytes, _OF_RAY)
 
     def is_busy_since(self, before: Usage) -> bool:
@@ -102,7 +102,7 @@ class Usage:
 
 
 def moving(awaited: Sequence[RankLook], others: Sequence[RankLook], window_s: float) -> list[RankLook]:
-    """The ranks at work for a call; none where one of them made no progress, cannot say, or is stopped.
+    """Return the ranks at work for a call; none where one of them made no progress, cannot say, or is stopped.
 
     Args:
         awaited: the ranks that have not answered.
@@ -118,11 +118,11 @@ def moving(awaited: Sequence[RankLook], others: Sequence[RankLook], window_s: fl
 def is_first_part(awaited: Sequence[RankLook]) -> bool:
     """True if all ranks are in their first call of the method and have done no part: they may compile kernels."""
     beats = [look.beat for look in awaited if _is_at_work(look)]
-    return bool(beats) and all(beat is not None and beat.usual_s is None and not beat.parts for beat in beats)
+    return bool(beats) and all(beat is not None and beat.usual_s is None and not beat.completed for beat in beats)
 
 
 def amount_done(role: Sequence[RankLook], method: str, since: float) -> str:
-    """The work that the ranks of a role have done in a call, such as "312 of 1,024 responses".
+    """Return the work that the ranks of a role have done in a call, such as "312 of 1,024 responses".
 
     Args:
         role: all ranks of it. Those that have answered are idle.
@@ -134,8 +134,8 @@ def amount_done(role: Sequence[RankLook], method: str, since: float) -> str:
     if total := sum(beat.total for beat in beats):
         unit = next(beat.unit for beat in beats if beat.total)
         return f"{sum(beat.done for beat in beats):,} of {total:,} {unit}"
-    most = max(beats, key=lambda beat: beat.parts, default=None)
-    return f"{_amount(most.parts, most.unit or 'parts')} done" if most is not None else ""
+    most = max(beats, key=lambda beat: beat.completed, default=None)
+    return f"{_amount(most.completed, most.unit or 'parts')} done" if most is not None else ""
 
 
 def _amount(count: int, units: str) -> str:
@@ -144,7 +144,7 @@ def _amount(count: int, units: str) -> str:
 
 
 def starting_stage(log_dir: Path | None, role: str, ranks: Sequence[int]) -> str:
-    """The stage that the log of the first engine that still starts names last; "starting" where none is named."""
+    """Return the last stage in the log of the first engine that still starts; "starting" where none is named."""
     name = _ENGINE_LOGS.get(role)
     if log_dir is None or name is None or not ranks:
         return "starting"
@@ -153,8 +153,8 @@ def starting_stage(log_dir: Path | None, role: str, ranks: Sequence[int]) -> str
     for line in reversed(lines):
         text = line.rpartition(b"\r")[2].decode(errors="replace")
         for pattern, stage in _STAGES:
-            if (found := pattern.search(text)) is not None:
-                return f"engine {ranks[0]}: {stage.format(*found.groups())}"
+            if (match := pattern.search(text)) is not None:
+                return f"engine {ranks[0]}: {stage.format(*match.groups())}"
     return f"engine {ranks[0]}: starting"
 
 
@@ -165,13 +165,13 @@ def standstill(
     limits: ProgressLimits,
     stopped_before: Collection[tuple[str, int]] = (),
 ) -> Standstill | None:
-    """The rank that keeps a call waiting; None while somebody who is waited for makes progress, or may.
+    """Return the rank that keeps a call waiting; None while an awaited rank makes progress, or may.
 
     Args:
         awaited: the ranks that have not answered.
         others: all others of the run.
-        silence_s: how long no rank has answered, in seconds.
-        limits: of what is a standstill.
+        silence_s: seconds since a rank answered.
+        limits: of a standstill.
         stopped_before: address and id of the processes that were stopped at the last look already.
     """
     if silence_s < limits.progress_s:
@@ -183,23 +183,23 @@ def standstill(
     for look in awaited:
         if pids := stopped(look):
             return _stopped(look, pids, silence_s)
-    # Where none of them has begun, they wait for what others make, or for their turn.
+    # Where none of them has begun, they wait for inputs from others, or for their turn.
     at_work = [look for look in awaited if _is_at_work(look)] or [look for look in others if _is_at_work(look)]
     if not all(stopped(look) or _stands_still(look, limits) for look in at_work):
         return None
-    for look in others:  # of which some may be members of a collective operation that the awaited are in
+    for look in others:  # some may be members of a collective operation of the awaited ranks
         if pids := stopped(look):
             return _stopped(look, pids, silence_s)
     if not at_work:
         return None
     silent = [look for look in at_work if look.beat_age_s >= _limit_s(look, limits)]
     if silent:
-        look = max(silent, key=lambda each: each.beat_age_s)
+        look = max(silent, key=lambda look: look.beat_age_s)
         return _standing(look, "no heartbeat", look.beat_age_s)
-    behind = min(at_work, key=lambda each: (_parts_done(each), -each.pause_s))
-    own, most = _parts_done(behind), max(map(_parts_done, at_work))
-    others_did = f", by another rank: {most}" if most > own else ""
-    return _standing(behind, "no progress", behind.pause_s, f"; parts done: {own}{others_did}")
+    behind = min(at_work, key=lambda look: (_parts_done(look), -look.pause_s))
+    done, most = _parts_done(behind), max(map(_parts_done, at_work))
+    others_did = f", by another rank: {most}" if most > done else ""
+    return _standing(behind, "no progress", behind.pause_s, f"; parts done: {done}{others_did}")
 
 
 def _is_at_work(look: RankLook) -> bool:
@@ -208,7 +208,7 @@ def _is_at_work(look: RankLook) -> bool:
 
 def _moves(look: RankLook, window_s: float) -> bool:
     beat = look.beat
-    if beat is None or not beat.counts or not beat.parts:
+    if beat is None or not beat.counts or not beat.completed:
         return False
     return max(look.beat_age_s, look.pause_s) < max(window_s, _UNUSUAL * (beat.usual_s or 0.0))
 
@@ -243,4 +243,4 @@ def _standing(look: RankLook, what: str, for_s: float, more: str = "") -> Stands
 
 
 def _parts_done(look: RankLook) -> int:
-    return look.beat.parts if look.beat is not None else 0
+    return look.beat.completed if look.beat is not None else 0

@@ -1,18 +1,24 @@
-"""Rank context of a worker, and what its rank answers."""
+"""Rank context of a worker, and the answers of a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine3d.layout import Coordinates, Layout
-from hybridflow.metrics.timeline import Span
+from hybridflow.metrics.timeline import TimelineSpan
+
+
+def _unwatched(method: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a worker is told about itself; the first argument of its constructor."""
+    """Rank context of a worker, the first argument of its constructor."""
 
     role: str
     rank: int
@@ -23,8 +29,10 @@ class WorkerContext:
     devices: tuple[int, ...]
     """Indices of the rank's devices among those that its process sees; a rank of a training role has one."""
     store: str
-    """Where the ranks of the role meet, as an address of `engine3d.stores`; empty for one that was not to have any."""
+    """Address of the store that the role's ranks meet at, for `engine3d.stores`; empty for a role without one."""
     log_path: Path | None
+    at_work: Callable[[str], AbstractContextManager[None]] = _unwatched
+    """Makes a block count as a call of this method, for those who watch the rank."""
 
     @property
     def world_size(self) -> int:
@@ -32,9 +40,9 @@ class WorkerContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the driver is told of a call that went well on one rank."""
+class RankAnswer:
+    """Status of a call that went well on one rank, for the driver."""
 
-    span: Span
+    span: TimelineSpan
     summary: Any
-    """Of the result (`columns.Summary`), None if it has none."""
+    """Summary of the result (`columns.Summary`); None without one."""

@@ -2,8 +2,8 @@
 
 Only methods that are registered as exclusive take turns. A rank waits for calls that were made before its own, so that
 no two wait for one another; what is registered otherwise neither waits nor is waited for, as calls of two groups that
-only end together must not. When the turn goes to another group, the one that had it gives device memory back: its
-`give_back` is called, where its worker has one; and its `take_back` before its next turn.
+only end together must not. When the turn goes to another group, the previous one releases device memory: its
+`offload` is called, where its worker has one; and its `onload` before its next turn.
 
 `Turns.send` is the one place from which calls go to ranks. Under a lock it first decides what has to be sent before the
 call (`memory_calls`), then sends all of it in that order. What holds the order, so that no call waits for ever:
@@ -25,27 +25,27 @@ from typing import Literal
 
 import ray
 
-from hybridflow.workers.call import Call
+from hybridflow.workers.call import GroupCall
 from hybridflow.workers.methods import Arguments
 from hybridflow.workers.ranks import Ranks
 
-GIVE_BACK = "give_back"
-"""The method that is called of a group when its turn is over."""
-TAKE_BACK = "take_back"
-"""The method that is called of a group that gave memory back, when it has its turn again."""
+OFFLOAD = "offload"
+"""Method of a group that is called when its turn is over."""
+ONLOAD = "onload"
+"""Method of an offloaded group that is called before its next turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRequest:
-    """A call that is to be sent.
+    """A call to send.
 
     Args:
         ranks, method: what is called.
         limit_s: for an answer, in seconds.
         arguments: of each rank that is called, each stored already where it is large.
-        wanted: the ranks whose results are wanted.
-        exclusive: whether it takes turns with groups that share its devices.
-        inputs: the calls that make what it needs.
+        collected: the ranks whose results are kept.
+        exclusive: True if it takes turns with groups that share its devices.
+        inputs: the calls that make its inputs.
         members: the ranks that are called, in the order of their numbers; all of the group if None.
     """
 
@@ -53,100 +53,100 @@ class RankRequest:
     method: str
     limit_s: float
     arguments: Sequence[Arguments]
-    wanted: Collection[int] = ()
+    collected: Collection[int] = ()
     exclusive: bool = False
-    inputs: Sequence[Call] = ()
+    inputs: Sequence[GroupCall] = ()
     members: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCall:
-    """A call by which a group releases device memory or has it again."""
+    """A call that offloads a group or onloads it."""
 
     ranks: Ranks
     method: str
 
 
-def memory_calls(ranks: Ranks, memory: Iterable[tuple[Ranks, Literal["held", "given back"]]]) -> list[MemoryCall]:
-    """What has to be sent before a group has its turn, in order: others release memory, then it has its own again.
+def memory_calls(ranks: Ranks, memory: Iterable[tuple[Ranks, Literal["resident", "offloaded"]]]) -> list[MemoryCall]:
+    """Return the calls before a group's turn, in order: others offload, then it onloads.
 
     Args:
         ranks: of the group.
         memory: of the groups that have computed, the group itself among them.
     """
-    memory = [(each, state) for each, state in memory if each.is_alive and each.failure is None]
-    releasing = [
-        MemoryCall(other, GIVE_BACK)
+    memory = [(group, state) for group, state in memory if group.is_alive and group.failure is None]
+    offloading = [
+        MemoryCall(other, OFFLOAD)
         for other, state in memory
-        if other is not ranks and state == "held" and _share(ranks, other) and GIVE_BACK in other.memory_methods
+        if other is not ranks and state == "resident" and _share(ranks, other) and OFFLOAD in other.memory_methods
     ]
-    gave_back = any(each is ranks and state == "given back" for each, state in memory)
-    return releasing + ([MemoryCall(ranks, TAKE_BACK)] if gave_back and TAKE_BACK in ranks.memory_methods else [])
+    offloaded = any(group is ranks and state == "offloaded" for group, state in memory)
+    return offloading + ([MemoryCall(ranks, ONLOAD)] if offloaded and ONLOAD in ranks.memory_methods else [])
 
 
 class Turns:
-    """Who computes on which devices. Threads may share it."""
+    """Turns of groups on shared devices. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: list[Call] = []
-        self._memory: weakref.WeakKeyDictionary[Ranks, Literal["held", "given back"]] = weakref.WeakKeyDictionary()
+        self._calls: list[GroupCall] = []
+        self._memory: weakref.WeakKeyDictionary[Ranks, Literal["resident", "offloaded"]] = weakref.WeakKeyDictionary()
 
-    def send(self, request: RankRequest) -> tuple[Call, list[ray.ObjectRef]]:
-        """Send a call to every rank, and before it what its turn needs; the call, and where the results will lie.
+    def send(self, request: RankRequest) -> tuple[GroupCall, list[ray.ObjectRef]]:
+        """Send a call to every rank after the memory calls of its turn. Return the call and references to its results.
 
         Raises:
-            RankError, RankUserError: the group has died of that.
+            RankError, RankUserError: the group has died of this error.
             EngineError: it has been shut down.
         """
         with self._lock:
-            if request.exclusive and request.method not in (GIVE_BACK, TAKE_BACK):
-                for each in memory_calls(request.ranks, self._memory.items()):
-                    call, _ = self._sent(_request(each))
-                    if each.ranks is request.ranks:
+            if request.exclusive and request.method not in (OFFLOAD, ONLOAD):
+                for memory_call in memory_calls(request.ranks, self._memory.items()):
+                    call, _ = self._sent(_request(memory_call))
+                    if memory_call.ranks is request.ranks:
                         request = replace(request, inputs=(*request.inputs, call))
             return self._sent(request)
 
-    def leave(self, ranks: Ranks) -> None:
-        """The ranks of a group are gone: its turns are over."""
+    def remove(self, ranks: Ranks) -> None:
+        """Remove a group whose ranks are gone."""
         with self._lock:
             self._memory.pop(ranks, None)
             self._calls = [call for call in self._calls if call.ranks is not ranks]
 
-    def gave_back(self, ranks: Ranks) -> bool:
-        """Whether a group has given memory back, and not computed since."""
+    def is_offloaded(self, ranks: Ranks) -> bool:
+        """True if a group was offloaded and has not computed since."""
         with self._lock:
-            return self._memory.get(ranks) == "given back"
+            return self._memory.get(ranks) == "offloaded"
 
-    def _sent(self, request: RankRequest) -> tuple[Call, list[ray.ObjectRef]]:
+    def _sent(self, request: RankRequest) -> tuple[GroupCall, list[ray.ObjectRef]]:
         """Send this call alone. The lock is held."""
         if not request.exclusive:
             return _send(request)
         call, results = _send(request, self._earlier(request.ranks))
         self._calls.append(call)
-        self._memory[call.ranks] = "given back" if call.method == GIVE_BACK else "held"
+        self._memory[call.ranks] = "offloaded" if call.method == OFFLOAD else "resident"
         return call, results
 
-    def _earlier(self, ranks: Ranks) -> list[Call]:
-        """The calls after whose end a group's next call has its turn, in the order in which they were sent.
+    def _earlier(self, ranks: Ranks) -> list[GroupCall]:
+        """Return the calls whose end a group's next call waits for, in the order in which they were sent.
 
-        Calls that those wait for in turn are among them, so that what fails can be told whoever waits.
+        Calls that those wait for in turn are among them, so that every waiting caller gets the cause of a failure.
         """
         self._calls = [call for call in self._calls if not call.is_over()]
         before = [call for call in self._calls if call.ranks is not ranks and _share(ranks, call.ranks)]
-        needed = {id(each) for call in before for each in (call, *call.earlier)}
+        needed = {id(earlier_call) for call in before for earlier_call in (call, *call.earlier)}
         return [call for call in self._calls if id(call) in needed]
 
 
-def _send(request: RankRequest, earlier: Sequence[Call] = ()) -> tuple[Call, list[ray.ObjectRef]]:
-    """Send a call to the ranks: the call, and where each rank's result will lie. Waits for nobody.
+def _send(request: RankRequest, earlier: Sequence[GroupCall] = ()) -> tuple[GroupCall, list[ray.ObjectRef]]:
+    """Send a call to the ranks without a wait. Return the call and a reference to each rank's result.
 
     Args:
         request: the call.
-        earlier: after whose end it has its turn.
+        earlier: calls whose end it waits for before its turn.
 
     Raises:
-        RankError, RankUserError: the group has died of that.
+        RankError, RankUserError: the group has died of this error.
         EngineError: it has been shut down.
     """
     ranks, method = request.ranks, request.method
@@ -159,11 +159,11 @@ def _send(request: RankRequest, earlier: Sequence[Call] = ()) -> tuple[Call, lis
     answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
         actors[rank]
         .call.options(num_returns=2)
-        .remote(method, rank in request.wanted, statuses, *arguments.positional, **arguments.keyword)
+        .remote(method, rank in request.collected, statuses, *arguments.positional, **arguments.keyword)
         for rank, arguments in zip(members, request.arguments, strict=True)
     ]
-    own, results = ([each[place] for each in answers] for place in (0, 1))
-    return Call(ranks, method, request.limit_s, own, request.inputs, earlier, request.members), results
+    own_statuses, results = ([answer[index] for answer in answers] for index in (0, 1))
+    return GroupCall(ranks, method, request.limit_s, own_statuses, request.inputs, earlier, request.members), results
 
 
 def _request(call: MemoryCall) -> RankRequest:
@@ -177,4 +177,4 @@ def _share(one: Ranks, other: Ranks) -> bool:
 
 
 turns = Turns()
-"""Those of this process."""
+"""Turns of this process's groups."""

@@ -1,4 +1,4 @@
-"""Which failure is the cause where several ranks and calls report one: a pure function of what the calls know.
+"""Diagnosis of the cause where several ranks and calls report a failure: a pure function of the calls' states.
 
 A rank that fails takes others with it: its neighbours lose their connection in the middle of a collective, calls that
 were to read its result have no input, ranks of another group wait for it until their limit. `findings` goes from the
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from engine3d.errors import LOST_PART, EngineError, UserError
+from engine3d.errors import LOST_RANKS, EngineError, UserError
 from engine3d.out_of_memory import OUT_OF_MEMORY
 from engine3d.stacks import stacks_path
 from hybridflow.errors.rank_failure import Failure
@@ -23,11 +23,11 @@ GRACE_S = 3.0
 
 _DIED = "the process died"
 DIED_WITHOUT_A_WORD = f"{_DIED} without a word, as by a signal, a crash or a lack of memory"
-"""Of a rank whose process is gone."""
+"""Error of a rank whose process is gone."""
 ENDED_FOR_MEMORY = f"{_DIED}: Ray ended it because the machine was running out of memory"
-"""Of a rank that Ray's memory monitor killed."""
+"""Error of a rank that Ray's memory monitor killed."""
 INPUT_LOST = "broken pipe: the process that was to make its input died"
-"""Of a rank that was to read what a rank of another call was to make."""
+"""Error of a rank whose input, from a rank of another call, is lost."""
 
 _ENGINE_DIED = "EngineError: rollout engine died"  # whatever its last words were, but for those of a lost part
 
@@ -42,7 +42,7 @@ _LOST_NEIGHBOUR = re.compile(
 _LESS_SERVING = "a smaller rollout.engine.mem_fraction_static, max_total_tokens or max_running_requests"
 _LESS_TRAINING = (
     "a smaller train.micro_batch_tokens, train.recompute=full, train.optimizer.precision_aware=true, "
-    "rollout.engine.memory_saver=true, more of tp, pp and ep in train.layout, or more GPUs"
+    "rollout.engine.memory_saver=true, more of tp, pp, cp and ep in train.layout, or more GPUs"
 )
 
 
@@ -64,7 +64,7 @@ class RankUserError(UserError):
 
 
 class Kind(IntEnum):
-    """What a failure says of the cause; that which says most comes first."""
+    """Kinds of failures, the most telling of the cause first."""
 
     RAISED = 0
     """The rank found it itself, such as a wrong value or a lack of GPU memory."""
@@ -77,22 +77,22 @@ class Kind(IntEnum):
 
 
 def kind_of(failure: Failure) -> Kind:
-    """What a failure is, by its line."""
+    """Classify a failure by its line."""
     if failure.error.startswith((_DIED, _ENGINE_DIED)):
-        return Kind.LOST if LOST_PART in failure.error else Kind.DIED
+        return Kind.LOST if LOST_RANKS in failure.error else Kind.DIED
     return Kind.LOST if not failure.user_error and _LOST_NEIGHBOUR.search(failure.error) else Kind.RAISED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """What is known of a call at one time.
+    """State of a call at one time.
 
     Args:
         role, method: what was called.
         failures: of the ranks that failed.
         silent: the ranks that have not answered.
-        inputs: the calls that make what it needs, without those that went well or whose group is gone.
-        earlier: the calls after whose end it has its turn, in their order, without those likewise.
+        inputs: the calls that make its inputs, without those that went well or whose group is gone.
+        earlier: the calls whose end it waits for before its turn, in their order, without the same.
         log_dir: where the logs of its ranks are.
     """
 
@@ -105,12 +105,12 @@ class CallState:
     log_dir: Path | None = None
 
     def log_path(self, rank: int) -> Path | None:
-        """Where a rank's output goes."""
+        """Return the log file of a rank."""
         return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """A call whose group is to end.
 
     Args:
@@ -122,35 +122,37 @@ class Finding:
     error: RankError | RankUserError
 
 
-def findings(call: CallState, limit_s: float, ended: frozenset[str] = frozenset()) -> list[Finding]:
-    """The calls whose groups end, from the one that was waited for to the one that failed first: the cause.
+def diagnose(call: CallState, limit_s: float, ended: frozenset[str] = frozenset()) -> list[Diagnosis]:
+    """Return the calls whose groups end, from the awaited one to the one that failed first: the cause.
 
     An input that has failed is the cause; so is one that has not answered, of a call that has not either. An earlier
     call, whose end a call only needs to have its turn, is the cause where it has failed; one that is slow is named, and
-    goes on. Another call of a group that ends already is no cause: the call that was waited for says more.
+    continues. Another call of a group that ends already is no cause: the call that was waited for says more.
 
     Args:
         call: which has failures or silent ranks.
-        limit_s: how long it was waited for, in seconds.
+        limit_s: seconds of the wait for it.
         ended: roles whose groups end already.
     """
-    found, ended = [_finding(call, limit_s)], ended | {call.role}
-    for each in call.inputs:
-        if each.role not in ended and (each.failures or (each.silent and not call.failures)):
-            return found + findings(each, limit_s, ended)
-    for each in call.earlier:
-        if each.role not in ended and each.failures:
-            return found + findings(each, 0.0, ended)
-    return found
+    diagnoses, ended = [_diagnosis(call, limit_s)], ended | {call.role}
+    for needed in call.inputs:
+        if needed.role not in ended and (needed.failures or (needed.silent and not call.failures)):
+            return diagnoses + diagnose(needed, limit_s, ended)
+    for needed in call.earlier:
+        if needed.role not in ended and needed.failures:
+            return diagnoses + diagnose(needed, 0.0, ended)
+    return diagnoses
 
 
 def most_telling(failures: Sequence[Failure]) -> Failure:
-    """The cause among failures: what a rank raised itself, else a death, else a lost neighbour; the first in time."""
+    """Return the cause among failures: what a rank raised itself, else a death, else a lost neighbour; the first in
+    time.
+    """
     return min(failures, key=lambda failure: (kind_of(failure), failure.time, failure.rank))
 
 
 def most_telling_error(errors: Sequence[BaseException]) -> BaseException:
-    """The same among the errors of several groups; one that came without a rank's report tells least."""
+    """Return the same of the errors of several groups. An error without a rank's report tells least."""
 
     def order(error: BaseException) -> tuple[Kind, float]:
         failure: Failure | None = getattr(error, "failure", None)
@@ -160,43 +162,43 @@ def most_telling_error(errors: Sequence[BaseException]) -> BaseException:
 
 
 def error_of(failure: Failure, log_path: Path | None) -> RankError | RankUserError:
-    """The exception for the caller."""
+    """Make the exception for the caller."""
     log = f" (log: {log_path})" if log_path else ""
-    told = f"{where(failure.role, failure.method, [failure.rank])}: {failure.error}{_advice(failure)}"
-    return RankUserError(told, failure) if failure.user_error else RankError(f"{told}{log}", failure)
+    line = f"{where(failure.role, failure.method, [failure.rank])}: {failure.error}{_advice(failure)}"
+    return RankUserError(line, failure) if failure.user_error else RankError(f"{line}{log}", failure)
 
 
 def where(role: str, method: str, ranks: Sequence[int]) -> str:
-    """Ranks at a call, as errors name them."""
+    """Describe ranks at a call, for errors."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return f"{role} {which}, {method}"
 
 
-def _finding(call: CallState, limit_s: float) -> Finding:
-    """What the call itself met."""
+def _diagnosis(call: CallState, limit_s: float) -> Diagnosis:
+    """Diagnose the call itself."""
     if call.failures:
         failure = most_telling(call.failures)
         # A failed input is reported as that of the rank that was to make it, whose log is another group's.
-        return Finding(call, error_of(failure, call.log_path(failure.rank) if failure.role == call.role else None))
+        return Diagnosis(call, error_of(failure, call.log_path(failure.rank) if failure.role == call.role else None))
     late = where(call.role, call.method, call.silent)
     # Those before it have ended, so that the first that has not is at work.
-    holder = next((each for each in call.earlier if each.silent), None)
+    holder = next((earlier for earlier in call.earlier if earlier.silent), None)
     if holder is not None:
         stacks = _stacks(holder)
         at_work = where(holder.role, holder.method, holder.silent)
         error = RankError(f"{late}: no turn within {limit_s:g} s, since {at_work} has not ended{stacks}")
-        return Finding(call, error)
-    return Finding(call, RankError(f"{late}: no answer within {limit_s:g} s{_stacks(call)}"))
+        return Diagnosis(call, error)
+    return Diagnosis(call, RankError(f"{late}: no answer within {limit_s:g} s{_stacks(call)}"))
 
 
 def _stacks(call: CallState) -> str:
-    """Where those of the first rank are that has not answered."""
+    """Name the file with the stacks of the first silent rank."""
     log = call.log_path(call.silent[0])
     return f"; the stacks of its threads are in {stacks_path(log)}" if log else ""
 
 
 def _advice(failure: Failure) -> str:
-    """What to do where a GPU's memory was full."""
+    """Advise how to need less memory where a GPU's was full."""
     if OUT_OF_MEMORY not in failure.error:
         return ""
     less = _LESS_SERVING if failure.role == "rollout" else _LESS_TRAINING

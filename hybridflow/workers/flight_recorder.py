@@ -23,7 +23,7 @@ _LIMIT_S = 3.0
 
 
 class FlightRecorder:
-    """That of this process.
+    """Flight recorder of this process's collectives.
 
     Args:
         role, rank: whose process this is.
@@ -32,16 +32,16 @@ class FlightRecorder:
 
     def __init__(self, role: str, rank: int, log_path: Path) -> None:
         self._name, self._directory = f"{role}_{rank}", _directory(log_path.parent)
-        self._asked = self._asked_at()  # by an earlier start of the run
+        self._requested = self._requested_at()  # by an earlier start of the run
         # Where torch writes it by itself at the timeout of an operation; otherwise among the user's or temporary files.
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(log_path.absolute().parent / f"nccl-timeout-{role}_"))
 
-    def is_wanted(self) -> bool:
-        """Whether the driver has asked for it since this process began: the run fails."""
-        return self._asked_at() not in (None, self._asked)
+    def is_requested(self) -> bool:
+        """True if the driver requested a recording since this process began: the run fails."""
+        return self._requested_at() not in (None, self._requested)
 
     def write(self) -> None:
-        """Write what is recorded. Raises OSError."""
+        """Write the recordings. Raises OSError."""
         for kind, read in _recordings():
             target = self._directory / kind / self._name
             target.parent.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ class FlightRecorder:
             scratch.write_bytes(read())
             scratch.replace(target)
 
-    def _asked_at(self) -> float | None:
+    def _requested_at(self) -> float | None:
         try:
             return self._directory.stat().st_mtime
         except OSError:
@@ -57,7 +57,7 @@ class FlightRecorder:
 
 
 def request_recordings(log_dir: Path) -> Path | None:
-    """Have the ranks that log into a directory write what they have recorded; where. None if that is impossible."""
+    """Request recordings from the ranks that log into a directory. Return their directory; None if impossible."""
     directory = _directory(log_dir)
     with contextlib.suppress(OSError):
         shutil.rmtree(directory, ignore_errors=True)
@@ -70,8 +70,8 @@ def wait_for_recordings(directory: Path, ranks: int) -> None:
     """Wait until all ranks have written, or nobody has anything more to write; remove the directory if nobody had.
 
     Args:
-        directory: that was asked for.
-        ranks: how many might write.
+        directory: the requested one.
+        ranks: number of ranks that might write.
     """
     deadline, seen, since = time.monotonic() + _LIMIT_S, 0, time.monotonic()
     while time.monotonic() < deadline:
@@ -82,7 +82,7 @@ def wait_for_recordings(directory: Path, ranks: int) -> None:
             break
         time.sleep(0.1)
     with contextlib.suppress(OSError):
-        directory.rmdir()  # which it is not while something is in it
+        directory.rmdir()  # fails while something is in it
 
 
 def _directory(log_dir: Path) -> Path:
@@ -90,7 +90,7 @@ def _directory(log_dir: Path) -> Path:
 
 
 def _recordings() -> list[tuple[str, Callable[[], bytes]]]:
-    """Of the kinds of process groups that this process has."""
+    """Return each kind of process group that this process has, with a function that reads its recording."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []

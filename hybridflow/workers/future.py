@@ -1,8 +1,8 @@
 """The result of a call on a group, there or not yet.
 
 T is what the protocol makes of the ranks' results. The samples of a `Future[SampleBatch]` and the columns of a
-`Future[Columns]` stay where they were made: `batch` refers to the ones, `facts` and `notes` fetch what is small of the
-others, whose `result` raises.
+`Future[Columns]` stay where they were made. `batch` refers to the samples. `per_sample` and `notes` fetch the small
+parts of `Columns`, whose `result` raises.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from engine3d.errors import EngineError
-from hybridflow.batch.remote_batch import Asked, RemoteBatch, in_order
+from hybridflow.batch.remote_batch import RemoteBatch, SampleAssignment, in_order
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.worker_output import Columns, Summary, joined_facts, unpack
-from hybridflow.metrics.timeline import Span
-from hybridflow.workers.call import Call
+from hybridflow.batch.worker_output import Columns, Summary, joined_per_sample, unpack
+from hybridflow.metrics.timeline import TimelineSpan
+from hybridflow.workers.call import GroupCall
 from hybridflow.workers.failure_diagnosis import GRACE_S, RankError, most_telling_error
-from hybridflow.workers.shards import Shards, concatenate
+from hybridflow.workers.shards import ShardedData, concatenate
 
 
 class Future[T]:
     """The result of a call on a group, once all ranks have answered.
 
     Args:
-        call: what to wait for.
-        results: where the result of each rank lies.
+        call: the call to wait for.
+        results: reference to the result of each rank.
         collected: the ranks whose results make up that of the call, in order.
-        joined: whether these are joined into one; their list otherwise.
-        asked: what the call was about, if it was made with a `RemoteBatch`.
+        joined: True if these are joined into one; their list otherwise.
+        assignment: samples of the ranks, if the call was made with a `RemoteBatch`.
     """
 
     def __init__(
         self,
-        call: Call,
+        call: GroupCall,
         results: Sequence[ray.ObjectRef],
         collected: Sequence[int],
         *,
         joined: bool,
-        asked: Asked | None = None,
+        assignment: SampleAssignment | None = None,
     ) -> None:
         self.call, self._joined = call, joined
-        places = [call.members.index(rank) for rank in collected]
-        self._statuses = [call.statuses[place] for place in places]
-        self.refs = [results[place] for place in places]
-        """The result of each collected rank, where it lies."""
-        self.nodes = [call.ranks.places[rank].node for rank in collected]
-        """Ray's id of the node of each."""
-        self.parts = [asked.parts[rank].indices for rank in collected] if asked is not None else None
-        """The samples of each, if the call was made with a `RemoteBatch`."""
-        self.sample_ids = asked.sample_ids if asked is not None else None
-        """Of that batch."""
+        indices = [call.members.index(rank) for rank in collected]
+        self._statuses = [call.statuses[index] for index in indices]
+        self.refs = [results[index] for index in indices]
+        """Reference to the result of each collected rank."""
+        self.nodes = [call.ranks.locations[rank].node for rank in collected]
+        """Ray's id of the node of each collected rank."""
+        self.shard_indices = None if assignment is None else [assignment.shards[rank].indices for rank in collected]
+        """Samples of each collected rank, if the call was made with a `RemoteBatch`."""
+        self.sample_ids = None if assignment is None else assignment.sample_ids
+        """Sample ids of that batch."""
 
     def __str__(self) -> str:
         return str(self.call)
@@ -73,61 +73,61 @@ class Future[T]:
             RankError: a rank failed, died, or did not answer in time; the group is dead. Or one of an earlier call
                 failed, after whose end this one has its turn; that group is dead.
             RankUserError: a rank refused its input; the group is dead.
-            EngineError: the ranks returned `Columns`, which `facts`, `notes` and `RemoteBatch.with_columns` are for.
+            EngineError: the ranks returned `Columns`. Use `per_sample`, `notes` or `RemoteBatch.with_columns`.
         """
         self.wait(timeout_s)
         values = [unpack(value) for value in self._fetched()]
         if any(isinstance(value, Columns) for value in values):
-            raise EngineError(f"{self}: returned columns, which are joined to a batch; ask for their facts or notes")
+            raise EngineError(f"{self}: returned columns, which are joined to a batch; ask for `per_sample` or `notes`")
         collected: Any = values  # a T by the method's protocol
-        if self._joined and self.parts is not None and _by_sample(values, self.parts):
-            collected = in_order(concatenate(values), self.parts)
+        if self._joined and self.shard_indices is not None and _by_sample(values, self.shard_indices):
+            collected = in_order(concatenate(values), self.shard_indices)
         elif self._joined:
             collected = concatenate(values)
         return collected  # type: ignore[no-any-return]
 
     def batch(self: Future[SampleBatch]) -> RemoteBatch:
-        """Wait for all ranks; the samples that they made as one batch, whose tokens stay where they are.
+        """Wait for all ranks. Return their samples as one batch, whose tokens stay where they are.
 
         Raises as `result` does.
         """
         return RemoteBatch.of_results(self._summaries(), self.refs, self.nodes)
 
-    def facts(self: Future[Columns]) -> dict[str, Tensor]:
-        """Wait for all ranks; the facts of the `Columns` that they returned, in the order of the call's batch."""
-        joined = joined_facts([summary.facts for summary in self._summaries()])
-        assert self.parts is not None
-        return {name: in_order(fact, self.parts) for name, fact in joined.items()}
+    def per_sample(self: Future[Columns]) -> dict[str, Tensor]:
+        """Wait for all ranks. Return the per-sample columns of their `Columns` in the order of the call's batch."""
+        joined = joined_per_sample([summary.per_sample for summary in self._summaries()])
+        assert self.shard_indices is not None
+        return {name: in_order(column, self.shard_indices) for name, column in joined.items()}
 
     def notes(self: Future[Columns]) -> list[Any]:
-        """Wait for all ranks; the note of each part's `Columns`."""
+        """Wait for all ranks. Return the note of each shard's `Columns`."""
         return [summary.note for summary in self._summaries()]
 
     def _summaries(self) -> list[Summary]:
         self.wait()
         summaries: list[Summary | None] = [answer.summary for answer in ray.get(self._statuses)]
-        found = [summary for summary in summaries if summary is not None]
-        if len(found) < len(summaries):
+        present = [summary for summary in summaries if summary is not None]
+        if len(present) < len(summaries):
             raise EngineError(f"{self}: returned neither a batch nor columns, expected one of them")
-        return found
+        return present
 
     def _fetched(self) -> list[Any]:
         limit_s = self.call.ranks.call_timeout_s
         try:
-            found: list[Any] = ray.get(self.refs, timeout=limit_s)
+            values: list[Any] = ray.get(self.refs, timeout=limit_s)
         except GetTimeoutError:
             raise RankError(
                 f"{self}: all ranks answered, and their results did not arrive within {limit_s:g} s"
             ) from None
-        return found
+        return values
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all ranks and leave the results where they are. Raises as `result` does."""
         self.call.wait(timeout_s)
 
     @property
-    def spans(self) -> tuple[Span, ...]:
-        """When each rank computed; none before all have answered."""
+    def spans(self) -> tuple[TimelineSpan, ...]:
+        """Compute span of each rank; none before all have answered."""
         return self.call.spans
 
     def abandon(self) -> None:
@@ -135,42 +135,43 @@ class Future[T]:
         self.call.abandon()
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed."""
+        """True once every rank has answered or failed."""
         return self.call.done()
 
-    def shards(self) -> Shards:
-        """The results as references, one a collected rank, to pass on without fetching them."""
-        return Shards(tuple(self.refs))
+    def shards(self) -> ShardedData:
+        """Return the results as references, one a collected rank, to pass on without a fetch."""
+        return ShardedData(tuple(self.refs))
 
 
-def _by_sample(values: Sequence[Any], parts: Sequence[Sequence[int]]) -> bool:
-    """Whether each part's result has an entry for each of its samples, and no sample is in two parts."""
-    apart = len({sample for part in parts for sample in part}) == sum(map(len, parts))
+def _by_sample(values: Sequence[Any], shards: Sequence[Sequence[int]]) -> bool:
+    """True if each shard's result has an entry for each of its samples, and no sample is in two shards."""
+    apart = len({sample for shard in shards for sample in shard}) == sum(map(len, shards))
     return apart and all(
-        isinstance(value, Tensor | list) and len(value) == len(part) for value, part in zip(values, parts, strict=True)
+        isinstance(value, Tensor | list) and len(value) == len(shard)
+        for value, shard in zip(values, shards, strict=True)
     )
 
 
 def as_they_answer(futures: Sequence[Future[Any]]) -> Generator[int, None, None]:
-    """Which of some calls has been answered, by its place, one after another; waits for each.
+    """Wait for calls, and yield the index of each as it is answered.
 
     Raises:
         RankError, RankUserError: a call failed; the group of every other that is unfinished is dead then, as it is
-            when the caller does not go on to the last.
+            when the caller stops before the last.
     """
     with ThreadPoolExecutor(len(futures), thread_name_prefix="wait") as threads:
-        waiting = {threads.submit(future.wait): place for place, future in enumerate(futures)}
+        waiting = {threads.submit(future.wait): index for index, future in enumerate(futures)}
         try:
-            for each in as_completed(waiting):
-                each.result()
-                yield waiting[each]
+            for answered in as_completed(waiting):
+                answered.result()
+                yield waiting[answered]
         finally:
             for future in futures:
                 future.abandon()
 
 
 def wait_together(*futures: Future[Any]) -> None:
-    """Wait for calls of several groups whose ranks wait for one another.
+    """Wait for calls of several groups whose ranks wait for each other.
 
     Raises:
         RankError, RankUserError: what failed first for a reason of its own; every group whose call is unfinished is
@@ -181,10 +182,10 @@ def wait_together(*futures: Future[Any]) -> None:
         waiting = [threads.submit(future.wait) for future in futures]
         try:
             wait(waiting, return_when=FIRST_EXCEPTION)
-            if all(each.done() for each in waiting) and not any(each.exception() for each in waiting):
+            if all(waiter.done() for waiter in waiting) and not any(waiter.exception() for waiter in waiting):
                 return
             wait(waiting, timeout=GRACE_S)
-            errors = [error for each in waiting if each.done() and (error := each.exception()) is not None]
+            errors = [error for waiter in waiting if waiter.done() and (error := waiter.exception()) is not None]
         finally:
             for future in futures:
                 future.abandon()

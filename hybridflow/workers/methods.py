@@ -47,7 +47,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class RankGrid:
     """The ranks of a role: its layout, and the tensor and pipeline sizes that it generates with, where it does both."""
 
     layout: Layout
@@ -75,16 +75,16 @@ class Protocol:
         collect: the ranks whose results make up that of the call, in order.
         concatenate: join their results into one (tensors, lists, batches); otherwise the result is their list.
         splits: positional arguments are data that `distribute` splits.
-        cuts_into: into how many parts it splits them. A future of as many is passed on from rank to rank; any other,
+        cuts_into: the number of shards of data. A future of as many is passed on from rank to rank; any other,
             and every one where this is None, is fetched and split again.
     """
 
     name: str
-    distribute: Callable[[Grid, Arguments], list[Arguments]]
-    collect: Callable[[Grid], list[int]]
+    distribute: Callable[[RankGrid, Arguments], list[Arguments]]
+    collect: Callable[[RankGrid], list[int]]
     concatenate: bool = True
     splits: bool = True
-    cuts_into: Callable[[Grid], int] | None = None
+    cuts_into: Callable[[RankGrid], int] | None = None
 
 
 class ToAll(Protocol):
@@ -107,12 +107,13 @@ class Splitting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What `@register` noted on a method."""
+    """Arguments of `@register` on a method."""
 
     protocol: Protocol
     blocking: bool
     exclusive: bool
     timeout_s: float | None = None
+    routes: bool = False
 
 
 class Caller(ABC):
@@ -158,14 +159,14 @@ class Method[**W, R, **G, F]:
 
 
 class Fetchable[D](Structure):
-    """What stands for data that lies elsewhere, such as a `RemoteBatch` for a `SampleBatch`."""
+    """A stand-in for data elsewhere, such as a `RemoteBatch` for a `SampleBatch`."""
 
     def fetch(self) -> D:
-        """All of it."""
+        """Fetch all of it."""
 
 
 type Given[D] = D | Future[D] | Fetchable[D]
-"""What a caller may give where ranks get their parts of a D."""
+"""Argument types of a caller where ranks get their shards of a D."""
 
 
 class _MarkToAll(Structure):
@@ -211,25 +212,41 @@ def register(
 ) -> _MarkOneEach: ...
 @overload
 def register(
-    protocol: Splitting, *, blocking: Literal[False] = False, exclusive: bool = False, timeout_s: float | None = None
+    protocol: Splitting,
+    *,
+    blocking: Literal[False] = False,
+    exclusive: bool = False,
+    timeout_s: float | None = None,
+    routes: bool = False,
 ) -> _MarkSplitting: ...
 @overload
 def register(
-    protocol: Protocol, *, blocking: bool = False, exclusive: bool = False, timeout_s: float | None = None
+    protocol: Protocol,
+    *,
+    blocking: bool = False,
+    exclusive: bool = False,
+    timeout_s: float | None = None,
+    routes: bool = False,
 ) -> Any: ...
 def register(
-    protocol: Protocol, *, blocking: bool = False, exclusive: bool = False, timeout_s: float | None = None
+    protocol: Protocol,
+    *,
+    blocking: bool = False,
+    exclusive: bool = False,
+    timeout_s: float | None = None,
+    routes: bool = False,
 ) -> Any:
     """Mark a worker's method as a method of its group.
 
     Args:
         protocol: one of `hybridflow.workers.protocols`, or your own.
-        blocking: the group's method returns the result; otherwise a `Future` of it, and the caller goes on.
+        blocking: the group's method returns the result; otherwise a `Future` of it, without a wait.
         exclusive: the method computes on its devices: calls of groups that share one run in the order in which they
             were made. Not for a method that waits for one of another group, since that one may come later.
         timeout_s: limit of a call, in seconds, unless `Future.result` is given another; the group's if None.
+        routes: its samples have the column `routes`, which is far larger than all others.
     """
-    registration = Registration(protocol, blocking, exclusive, timeout_s)
+    registration = Registration(protocol, blocking, exclusive, timeout_s, routes)
 
     def mark(method: Callable[..., Any]) -> Method[..., Any, ..., Any]:
         return Method(method, registration)
@@ -238,6 +255,6 @@ def register(
 
 
 def registrations(worker_class: type) -> dict[str, Registration]:
-    """The registered methods of a class, inherited ones included."""
-    found = {name: getattr(worker_class, name) for name in dir(worker_class)}
-    return {name: method.registration for name, method in found.items() if isinstance(method, Method)}
+    """Return the registered methods of a class, inherited ones included."""
+    attributes = {name: getattr(worker_class, name) for name in dir(worker_class)}
+    return {name: method.registration for name, method in attributes.items() if isinstance(method, Method)}

@@ -23,15 +23,15 @@ from collections.abc import Callable
 from engine3d.errors import UserError
 from hybridflow.workers.methods import (
     Arguments,
-    Grid,
     OneEach,
     Protocol,
+    RankGrid,
     Splitting,
     ToAll,
     register,
     registrations,
 )
-from hybridflow.workers.shards import Shards, split
+from hybridflow.workers.shards import ShardedData, split
 
 __all__ = [
     "ALL_TO_ALL",
@@ -41,22 +41,22 @@ __all__ = [
     "THREE_D_PP_ONLY",
     "THREE_D_PROTO",
     "Arguments",
-    "Grid",
     "Protocol",
-    "Shards",
+    "RankGrid",
+    "ShardedData",
     "register",
     "registrations",
     "split",
 ]
 
 
-def _same_to_all(grid: Grid, arguments: Arguments) -> list[Arguments]:
+def _same_to_all(grid: RankGrid, arguments: Arguments) -> list[Arguments]:
     return [arguments] * grid.layout.world_size
 
 
-def _one_each(grid: Grid, arguments: Arguments) -> list[Arguments]:
+def _one_each(grid: RankGrid, arguments: Arguments) -> list[Arguments]:
     world = grid.layout.world_size
-    named = [(f"argument {place}", value) for place, value in enumerate(arguments.positional, start=1)]
+    named = [(f"argument {position}", value) for position, value in enumerate(arguments.positional, start=1)]
     for name, value in [*named, *arguments.keyword.items()]:
         if not isinstance(value, list | tuple) or len(value) != world:
             size = len(value) if isinstance(value, list | tuple) else type(value).__name__
@@ -72,54 +72,54 @@ def _one_each(grid: Grid, arguments: Arguments) -> list[Arguments]:
 
 def _splitting(
     name: str,
-    replica: Callable[[Grid, int], int],
-    replicas: Callable[[Grid], int],
-    collect: Callable[[Grid], list[int]],
+    replica: Callable[[RankGrid, int], int],
+    replicas: Callable[[RankGrid], int],
+    collect: Callable[[RankGrid], list[int]],
 ) -> Splitting:
-    """Split data over replicas and give every rank of a replica the same part."""
+    """Split data over replicas and give every rank of a replica the same shard."""
 
-    def distribute(grid: Grid, arguments: Arguments) -> list[Arguments]:
-        parts = [split(value, replicas(grid)) for value in arguments.positional]
+    def distribute(grid: RankGrid, arguments: Arguments) -> list[Arguments]:
+        shards = [split(value, replicas(grid)) for value in arguments.positional]
         return [
-            Arguments(tuple(part[replica(grid, rank)] for part in parts), arguments.keyword)
+            Arguments(tuple(shard[replica(grid, rank)] for shard in shards), arguments.keyword)
             for rank in range(grid.layout.world_size)
         ]
 
     return Splitting(name, distribute, collect, cuts_into=replicas)
 
 
-def _every_rank(grid: Grid) -> list[int]:
+def _every_rank(grid: RankGrid) -> list[int]:
     return list(range(grid.layout.world_size))
 
 
-def _last_stages(grid: Grid) -> list[int]:
+def _last_stages(grid: RankGrid) -> list[int]:
     layout = grid.layout
     return [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
 
 
-def _stages(grid: Grid) -> list[int]:
+def _stages(grid: RankGrid) -> list[int]:
     return [grid.layout.rank(pp=pp) for pp in range(grid.layout.pp)]
 
 
-def _micro_replicas(grid: Grid) -> int:
-    """Copies of the model while generating: micro data parallelism within each of the dp * cp training copies."""
+def _micro_replicas(grid: RankGrid) -> int:
+    """Count the model's copies while generating: micro data parallelism within each of the dp * cp training copies."""
     layout = grid.layout
     return layout.dp * layout.cp * (layout.tp // grid.generation_tp) * (layout.pp // grid.generation_pp)
 
 
-def _micro_replica(grid: Grid, rank: int) -> int:
-    """Which generation copy a rank belongs to.
+def _micro_replica(grid: RankGrid, rank: int) -> int:
+    """Return the generation copy that a rank belongs to.
 
     Neighbouring tp ranks belong to different copies, and so do neighbouring stages (the paper's section 5.3): the
     weights that a rank holds for training are then always part of those that it needs for generating.
     """
-    layout, place = grid.layout, grid.layout.coordinates(rank)
+    layout, coordinates = grid.layout, grid.layout.coordinates(rank)
     tp_copies, pp_copies = layout.tp // grid.generation_tp, layout.pp // grid.generation_pp
-    training_copy = place.dp * layout.cp + place.cp
-    return (training_copy * pp_copies + place.pp % pp_copies) * tp_copies + place.tp % tp_copies
+    training_copy = coordinates.dp * layout.cp + coordinates.cp
+    return (training_copy * pp_copies + coordinates.pp % pp_copies) * tp_copies + coordinates.tp % tp_copies
 
 
-def _micro_leaders(grid: Grid) -> list[int]:
+def _micro_leaders(grid: RankGrid) -> list[int]:
     leaders: dict[int, int] = {}
     for rank in range(grid.layout.world_size):
         leaders.setdefault(_micro_replica(grid, rank), rank)

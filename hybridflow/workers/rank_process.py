@@ -14,26 +14,27 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.out_of_memory import in_short
 from engine3d.progress import progress
-from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_when_asked
+from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_on_request
 from engine3d.startup.imports import quick_imports
 from engine3d.stores import KEY_VARIABLE, STORE_VARIABLE, StoreServer, keep_key, listen, serve
 from hybridflow.errors.rank_failure import Failure
-from hybridflow.metrics.timeline import Span
+from hybridflow.metrics.timeline import TimelineSpan
 from hybridflow.rundir.heartbeat import BEAT_S, Heartbeat, HeartbeatFile, heartbeat_path
 from hybridflow.rundir.private import take_umask
-from hybridflow.workers.context import Answer, WorkerContext
+from hybridflow.workers.context import RankAnswer, WorkerContext
 from hybridflow.workers.flight_recorder import FlightRecorder
 
 _START = "start"
 """Method of a rank until its worker is built."""
-BESIDE = "beside"
-"""Ray's name of the threads that take calls beside those of the group."""
+CONCURRENT = "concurrent"
+"""Ray's concurrency group of calls that run concurrently with the group's."""
 
 
 class RankProcess:
@@ -58,11 +59,12 @@ class RankProcess:
             os.environ[STACKS_VARIABLE] = str(stacks_path(log_path.absolute()))
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(file=2)
-        write_stacks_when_asked()
+        write_stacks_on_request()
         self._pulse = _Pulse(role, rank, log_path)
 
     def identify(self, listens: bool) -> tuple[int, str, str, int]:
-        """Process id, id and address of the node, and the port of the store at which the ranks meet, if it is here.
+        """Return process id, id and address of the node, and the port of the store at which the ranks meet, if it is
+        here.
 
         Args:
             listens: whether the store is to be here.
@@ -82,6 +84,7 @@ class RankProcess:
         """Build the worker from positional and keyword arguments."""
         os.environ[STORE_VARIABLE] = context.store
         args, kwargs = arguments
+        context = replace(context, at_work=self._pulse.at)
 
         def build() -> None:
             self._worker = factory(context, *args, **kwargs)
@@ -92,7 +95,7 @@ class RankProcess:
 
     def call(
         self, method: str, keep: bool, earlier: Sequence[Any], /, *args: Any, **kwargs: Any
-    ) -> tuple[Answer | Failure, Any]:
+    ) -> tuple[RankAnswer | Failure, Any]:
         """Run a method of the worker.
 
         An argument that is itself a failure, of the call that was to make it, is passed on as this call's.
@@ -105,7 +108,7 @@ class RankProcess:
             An answer or a failure; and the result as it is kept, None where nobody wants it, or the failure.
         """
 
-        def run() -> tuple[Answer | Failure, Any]:
+        def run() -> tuple[RankAnswer | Failure, Any]:
             positional = [_unpacked(value) for value in args]
             keyword = {name: _unpacked(value) for name, value in kwargs.items()}
             for value in (*positional, *keyword.values()):
@@ -117,13 +120,13 @@ class RankProcess:
             begin = time.time()
             result = getattr(self._worker, method)(*positional, **keyword)
             summary, kept = _packed(result, positional) if keep else (None, None)
-            return Answer(Span(self._role, self._rank, method, begin, time.time()), summary), kept
+            return RankAnswer(TimelineSpan(self._role, self._rank, method, begin, time.time()), summary), kept
 
         failure, answer = self._run(method, run)
         return answer if failure is None else (failure, failure)
 
-    def call_beside(self, method: str, results: int, /, *args: Any) -> Any:
-        """Run a method of the worker beside its calls, in a thread of its own, for whoever has this actor's handle.
+    def call_concurrently(self, method: str, results: int, /, *args: Any) -> Any:
+        """Run a method of the worker concurrently with its calls, in its own thread, for a holder of the handle.
 
         Args:
             method: of the worker.
@@ -134,17 +137,17 @@ class RankProcess:
             Its results, batches packed; a failure in place of the first where there was one.
         """
         try:
-            found = getattr(self._worker, method)(*map(_unpacked, args))
+            result = getattr(self._worker, method)(*map(_unpacked, args))
         except Exception as error:
             stack = traceback.format_exc()
             print(stack, file=sys.stderr, flush=True)
             line = " ".join(str(error).split()) or type(error).__name__
             failure = Failure(self._role, self._rank, method, line, isinstance(error, UserError), time.time(), stack)
             return failure if results == 1 else (failure, *[None] * (results - 1))
-        return found
+        return result
 
     def close(self) -> None:
-        """Let the worker put its own processes and files away: its `shutdown()`, if it has one."""
+        """Call the worker's `shutdown()`, if it has one, to end its own processes and files."""
         if hasattr(self._worker, "shutdown"):
             self._worker.shutdown()
 
@@ -161,61 +164,87 @@ class RankProcess:
             return Failure(self._role, self._rank, method, line, user_error, time.time(), stack), None
 
 
+@dataclass(eq=False)
+class _Call:
+    """A call of a method.
+
+    Args:
+        method: empty if there is none.
+        has_turn: False while it waits for the devices.
+        since: time from which it computes, or waits for the devices.
+    """
+
+    method: str
+    has_turn: bool = True
+    since: float = field(default_factory=time.time)
+
+
 class _Pulse:
-    """The heartbeat of this process: a thread reports once a second what its main thread is at.
+    """The heartbeat of this process: a thread reports once a second the call that its main thread runs.
 
     Args:
         role, rank: whose process this is.
-        log_path: of its log, beside which the file is; no heartbeat if None.
+        log_path: of its log, next to which the file is; no heartbeat if None.
     """
 
     def __init__(self, role: str, rank: int, log_path: Path | None) -> None:
         self._role, self._rank, self._host = role, rank, socket.gethostname()
-        self._method, self._has_turn, self._since = _START, True, time.time()
+        self._calls: list[_Call] = []
+        """Calls in progress: concurrent ones end in any order."""
+        self._idle = _Call(_START)
         self._usual_s: dict[str, float] = {}
         self._counting: set[str] = set()
         progress.begin()
         if log_path is not None:
             file, recorder = HeartbeatFile(heartbeat_path(log_path)), FlightRecorder(role, rank, log_path)
             file.write(self._beat())
-            threading.Thread(target=self._go_on, args=(file, recorder), name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._keep_beating, args=(file, recorder), name="heartbeat", daemon=True).start()
 
     @contextlib.contextmanager
     def at(self, method: str) -> Iterator[None]:
-        """The block is a call of a method."""
+        """Mark the block as a call of a method."""
         progress.begin()
-        self._method, self._has_turn, self._since = method, True, time.time()
+        call = _Call(method)
+        self._calls.append(call)
         try:
             yield
         finally:
-            if progress.parts:
+            if progress.batches:
                 self._counting.add(method)
             if method != _START:  # a worker's own comes after that of its process, and loads and compiles as well
                 self._usual_s[method] = max(self._usual_s.get(method, 0.0), progress.longest_pause_s)
-            self._method, self._since = "", time.time()
+            self._idle = _Call("")
+            self._calls.remove(call)
+
+    @property
+    def _call(self) -> _Call:
+        """The call that began last of those in progress."""
+        return next(reversed(self._calls), self._idle)
 
     @contextlib.contextmanager
     def waiting_for_turn(self) -> Iterator[None]:
-        """The block waits until the devices are free."""
-        self._has_turn = False
+        """Mark the block as a wait for the devices."""
+        call = self._call
+        call.has_turn = False
         try:
             yield
         finally:
             progress.begin()
-            self._has_turn, self._since = True, time.time()
+            call.has_turn, call.since = True, time.time()
 
-    def _go_on(self, file: HeartbeatFile, recorder: FlightRecorder) -> None:
+    def _keep_beating(self, file: HeartbeatFile, recorder: FlightRecorder) -> None:
         while True:
             time.sleep(BEAT_S)
-            with contextlib.suppress(OSError):  # a file system that fails is told of by what needs it
-                if recorder.is_wanted():
+            with contextlib.suppress(OSError):  # whatever needs a failing file system reports it
+                if recorder.is_requested():
                     recorder.write()
-                    return  # what it said last is what it was at when the run failed
+                    return  # its last report is from when the run failed
                 file.write(self._beat())
 
     def _beat(self) -> Heartbeat:
-        method, parts = self._method, progress.parts
-        if parts:
+        call, parts_done = self._call, progress.batches
+        method = call.method
+        if parts_done:
             self._counting.add(method)
         now = time.time()
         return Heartbeat(
@@ -224,9 +253,9 @@ class _Pulse:
             host=self._host,
             pid=os.getpid(),
             method=method,
-            has_turn=self._has_turn,
-            since=self._since,
-            parts=parts,
+            has_turn=call.has_turn,
+            since=call.since,
+            completed=parts_done,
             progressed=now - (time.monotonic() - progress.at),
             usual_s=self._usual_s.get(method),
             counts=method in self._counting,
@@ -252,11 +281,11 @@ def _unpacked(value: Any) -> Any:
     return unpack(value)
 
 
-def _packed(result: Any, asked: Sequence[Any]) -> tuple[Any, Any]:
+def _packed(result: Any, arguments: Sequence[Any]) -> tuple[Any, Any]:
     if "torch" not in sys.modules:
         return None, result
     from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 
     send_tensors_as_arrays()
-    kept, summary = pack(result, asked)
+    kept, summary = pack(result, arguments)
     return summary, kept

@@ -26,11 +26,11 @@ class Ranks:
         role: names them in errors and log files.
         devices: on which they compute.
         log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
-        quiet_s: without an answer, after which a line on stderr says who is waited for.
-        progress: how long a call may come no further; None for as long as it may take.
+        quiet_s: seconds without an answer, after which a line on stderr names the awaited ranks.
+        progress: limits of a call without progress; None for no limit.
         call_timeout_s: limit of every call whose method or caller has no other, in seconds.
         ending: is called once they are to end, before they are killed.
-        memory_methods: limits in seconds of `give_back` and `take_back` (`device_turns`), of those that the worker has.
+        memory_methods: limits in seconds of `offload` and `onload` (`device_turns`), of those that the worker has.
     """
 
     def __init__(
@@ -52,24 +52,24 @@ class Ranks:
         self.memory_methods = dict(memory_methods or {})
         self.actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
         self.processes: list[psutil.Process] = []
-        """Of the ranks on this machine."""
-        self.places: list[RankPlace] = []
-        """Where each rank is, once all have said so."""
+        """Processes of the ranks on this machine."""
+        self.locations: list[RankPlace] = []
+        """Location of each rank, once all have reported it."""
         self.failure: RankError | RankUserError | None = None
-        """What they died of."""
+        """Error that they died of."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether there are processes."""
+        """True if there are processes."""
         return bool(self.actors)
 
     @property
     def nodes(self) -> list[str]:
         """Ray's id of the node that each rank runs on."""
-        return [place.node for place in self.places]
+        return [location.node for location in self.locations]
 
     def log_path(self, rank: int) -> Path | None:
-        """Where a rank's output goes."""
+        """Return the log file of a rank."""
         return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
 
     def check(self, method: str) -> None:

@@ -1,4 +1,4 @@
-"""Data that is cut into one part a rank, and results of ranks that are joined."""
+"""Split of data over ranks, and the join of their results."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from hybridflow.batch.load_balance import even_ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
-    """Data split already: one part for each piece that a protocol would make."""
+class ShardedData:
+    """Data split already, one shard for each that a protocol would make."""
 
-    parts: tuple[Any, ...]
+    shards: tuple[Any, ...]
 
 
-def split(data: Any, parts: int) -> list[Any]:
-    """Cut data into consecutive parts whose sizes differ by one at most.
+def split(data: Any, count: int) -> list[Any]:
+    """Split data into `count` consecutive shards whose sizes differ by one at most.
 
     Raises:
-        UserError: fewer rows than parts, shards of another number, or something that cannot be split.
+        UserError: fewer rows than shards, shards of another number, or something that cannot be split.
     """
     import torch  # here: every rank imports this module, and not every rank needs torch
 
-    if isinstance(data, Shards):
-        if len(data.parts) != parts:
-            raise UserError(f"data comes in {len(data.parts)} shards, expected {parts}")
-        return list(data.parts)
+    if isinstance(data, ShardedData):
+        if len(data.shards) != count:
+            raise UserError(f"data comes in {len(data.shards)} shards, expected {count}")
+        return list(data.shards)
     if isinstance(data, torch.Tensor | list):
-        if len(data) < parts:
-            raise UserError(f"cannot split {len(data)} rows of data into {parts} parts")
-        return [data[part.start : part.stop] for part in even_ranges(len(data), parts)]
+        if len(data) < count:
+            raise UserError(f"cannot split {len(data)} rows of data into {count} shards")
+        return [data[rows.start : rows.stop] for rows in even_ranges(len(data), count)]
     if hasattr(data, "split") and not isinstance(data, str | bytes):
         try:
-            return list(data.split(parts))
+            return list(data.split(count))
         except ValueError as error:
             raise UserError(str(error)) from None
     raise UserError(

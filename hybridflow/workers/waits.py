@@ -44,15 +44,15 @@ _UNUSUAL = 2.0
 _START = "start"
 _JUDGE_EVERY_S = 5.0
 DRIVER_STACKS = "driver.stacks"
-"""Of the driver, among the logs."""
+"""File with the driver's stacks, among the logs."""
 
 
 class StandsStillError(Exception):
-    """A call comes no further.
+    """A call makes no progress.
 
     Args:
-        verdict: why.
-        ranks: the group of the rank that keeps it waiting.
+        verdict: the rank that keeps it waiting, and the reason.
+        ranks: the group of that rank.
     """
 
     def __init__(self, verdict: Standstill, ranks: Ranks) -> None:
@@ -65,12 +65,12 @@ class Wait:
     """A wait for the ranks of a call.
 
     Args:
-        ranks, method: what is waited for.
+        ranks, method: the call.
         silent: the ranks that have not answered.
-        begin: since when, in seconds since the epoch.
-        answered: when a rank answered last, or the wait began, by the monotonic clock.
+        begin: begin of the wait, in seconds since the epoch.
+        answered: last answer of a rank, or begin of the wait, by the monotonic clock.
         limit_s: without an answer, after which it is reported (again).
-        verdict: why it comes no further, and the group of the rank that is to blame.
+        verdict: reason of a standstill, and the group of the rank that causes it.
         usage: of the silent ranks at the last look.
         reported: seconds from the begin to the last line about its progress.
     """
@@ -86,10 +86,10 @@ class Wait:
     reported: float = 0.0
 
     def progress(self, silent: Sequence[int]) -> None:
-        """Take note of who has not answered.
+        """Note the ranks that have not answered.
 
         Raises:
-            StandsStillError: the call comes no further.
+            StandsStillError: the call makes no progress.
         """
         if self.verdict is not None:
             raise StandsStillError(*self.verdict)
@@ -112,16 +112,16 @@ class Waits:
         self._has_collected = False
 
     def add(self, ranks: Ranks) -> None:
-        """A group whose processes write their stacks when the run waits for long, whoever it waits for."""
+        """Add a group whose processes write their stacks when the run waits for long, for any group."""
         with self._changed:
             self._groups.add(ranks)
             self._has_collected = False
 
     def collect_stacks(self, *, again: bool = True) -> None:
-        """Have every process of the run write its stacks, on all hosts, before the run ends by a failure.
+        """Make every process of the run write its stacks, on all hosts, before a failure ends the run.
 
         Args:
-            again: also where they have, since the last group was added.
+            again: also if they wrote them since the last group was added.
         """
         with self._changed:
             if self._has_collected and not again:
@@ -129,19 +129,19 @@ class Waits:
             self._has_collected = True
         groups = self._there()
         directories = {group.log_dir for group in groups if group.log_dir is not None}
-        wanted = [request_recordings(directory) for directory in directories]
+        requested = [request_recordings(directory) for directory in directories]
         request_on_others()
-        for directory in filter(None, wanted):
+        for directory in filter(None, requested):
             wait_for_recordings(directory, sum(len(group.actors) for group in groups))
-        self._write_stacks(wake=True)  # those that were stopped go on from here, and others perhaps with them
+        self._write_stacks(wake=True)  # stopped processes continue from here, and others perhaps with them
         gather_logs()
 
     def _write_stacks(self, *, wake: bool) -> list[Path]:
-        """Where they are."""
+        """Write the stacks of all processes. Return the directories."""
         groups = self._there()
-        rank_watch.collect_stacks([place for group in groups for place in group.places], wake=wake)
+        rank_watch.collect_stacks([location for group in groups for location in group.locations], wake=wake)
         directories = sorted({group.log_dir for group in groups if group.log_dir is not None})
-        with contextlib.suppress(OSError):  # where it cannot be written, a line still says who is waited for
+        with contextlib.suppress(OSError):  # without the file, a line still names the awaited ranks
             for directory in directories:
                 _write_own_stacks(directory / DRIVER_STACKS)
         return directories
@@ -179,7 +179,7 @@ class Waits:
             unseen = [wait for wait in waits if wait.usage is None and now - wait.answered >= wait.limit_s / 2]
             self._judge(waits)
             if late or unseen:
-                looks = rank_watch.look_at([place for group in self._there() for place in group.places])
+                looks = rank_watch.look_at([location for group in self._there() for location in group.locations])
                 for wait in unseen:
                     wait.usage = _usage(wait, looks)
                 if late:
@@ -187,7 +187,7 @@ class Waits:
             time.sleep(_LOOK_EVERY_S)
 
     def _judge(self, waits: Sequence[Wait]) -> None:
-        """Look at the ranks where calls have been silent for long, and at which keeps them waiting."""
+        """Look for the rank that keeps calls waiting, where they have been silent for long."""
         now = time.monotonic()
         due = [
             (wait, limits)
@@ -199,16 +199,16 @@ class Waits:
         if not due or now < self._look_at:
             return
         groups = self._there()
-        looks = rank_watch.look_at([place for group in groups for place in group.places])
+        looks = rank_watch.look_at([location for group in groups for location in group.locations])
         now = time.monotonic()
         for wait, limits in due:
-            awaited = [each for each in looks if _is_of(each, wait)]
-            others = [each for each in looks if not _is_of(each, wait)]
+            awaited = [look for look in looks if _is_of(look, wait)]
+            others = [look for look in looks if not _is_of(look, wait)]
             verdict = standstill(awaited, others, now - wait.answered, limits, self._stopped)
-            found = [group for group in groups if verdict is not None and group.role == verdict.place.role]
-            if verdict is not None and found:
-                wait.verdict = verdict, found[0]
-        self._stopped = {(each.place.address, pid) for each in looks for pid in each.stopped}
+            blamed = [group for group in groups if verdict is not None and group.role == verdict.location.role]
+            if verdict is not None and blamed:
+                wait.verdict = verdict, blamed[0]
+        self._stopped = {(look.place.address, pid) for look in looks for pid in look.stopped}
         self._look_at = now + min(_JUDGE_EVERY_S, min(limits.progress_s for _, limits in due) / 8)
 
     def _report(self, late: Sequence[Wait], looks: Sequence[RankLook]) -> None:
@@ -216,7 +216,7 @@ class Waits:
         still = [wait for wait in late if not self._progresses(wait, looks)]
         if not still:
             return
-        stopped = "".join(f"; {each}" for look in looks for each in _stopped(look))
+        stopped = "".join(f"; {process}" for look in looks for process in _stopped(look))
         directories = self._write_stacks(wake=False)
         stacks = f"; stacks: {directories[0]}" if directories else ""
         for wait in still:
@@ -239,7 +239,7 @@ class Waits:
         wait.usage = usage
         if wait.method == _START and busy:
             text = "waiting for its processes to start"
-            if wait.ranks.places:
+            if wait.ranks.locations:
                 text = starting_stage(wait.ranks.log_dir, role, wait.silent)
             wait.answered = now  # as long as they are busy, a start takes as long as it takes
         elif at_work := moving(awaited, others, wait.ranks.quiet_s):
@@ -255,27 +255,27 @@ class Waits:
         waited_s = time.time() - wait.begin
         if waited_s >= 2 * wait.reported:
             wait.reported = waited_s
-            place = where_now()
-            named = "" if place.endswith(role) or text.startswith("engine ") else f"{role}: "
-            log.info(f"{place}: {named}{text}, {waited_s:.0f} s")
+            position = where_now()
+            named = "" if position.endswith(role) or text.startswith("engine ") else f"{role}: "
+            log.info(f"{position}: {named}{text}, {waited_s:.0f} s")
         return True
 
 
 def _usage(wait: Wait, looks: Sequence[RankLook]) -> Usage:
-    """The usage of the silent ranks of a call, or of all that might become their processes."""
+    """Return the usage of the silent ranks of a call, or of all that might become their processes."""
     now = time.monotonic()
-    if wait.ranks.places:
+    if wait.ranks.locations:
         return Usage.of([look for look in looks if _is_of(look, wait)], now)
     return Usage.of_descendants(now)
 
 
 def _is_of(look: RankLook, wait: Wait) -> bool:
-    """Whether it is of a rank that has not answered."""
+    """True if a look is of a rank that has not answered."""
     return look.place.role == wait.ranks.role and look.place.rank in wait.silent
 
 
 def _stopped(look: RankLook) -> Iterator[str]:
-    """Which processes of a rank, or of what it has started, stand still."""
+    """Describe the stopped processes of a rank and of its descendants."""
     host = f" on {look.beat.host}" if look.beat is not None and look.beat.host != socket.gethostname() else ""
     for pid in look.stopped:
         yield f"process {pid} of {look.place.role} is stopped{host} (kill -CONT {pid})"
@@ -288,4 +288,4 @@ def _write_own_stacks(path: Path) -> None:
 
 
 waits = Waits()
-"""Those of this process."""
+"""Waits of this process."""

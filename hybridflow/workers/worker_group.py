@@ -10,17 +10,17 @@
         update = Actor.update
 
     group = ActorGroup("actor", Actor, pool, layout, config)
-    future = group.update(batch)      # every rank works on its part; the caller goes on
+    future = group.update(batch)      # every rank works on its shard; the caller continues
     statistics = future.result()
 
 A group class gives each registered method its type (`hybridflow.workers.methods`). A plain `WorkerGroup` has them too,
 by name alone: `group.call("update", batch)`, or `group.update(batch)` where no type checker looks.
 
-A future may be passed as data to another group: each part goes from rank to rank, not through the caller, where both
-groups cut it into the same number of parts.
+A future may be passed as data to another group: each shard goes from rank to rank, not through the caller, where both
+groups split it into the same number of shards.
 
 Groups run at the same time as soon as their inputs are there. Where two share a device, calls of their exclusive
-methods run one after another, in the order in which they were made, and each gives back what its ranks only cache.
+methods run one after another, in the order in which they were made, and each releases what its ranks only cache.
 
 When a rank fails, the group is killed at once and every later call raises the one error that says which rank failed
 first, in which method and why; errors of ranks that only lost their neighbour do not hide it.
@@ -38,21 +38,30 @@ import ray
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.stores import file_address, tcp_address
-from hybridflow.batch.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
+from hybridflow.batch.remote_batch import RemoteBatch, SampleAssignment, SampleCosts, SampleIndices
 from hybridflow.cluster.processes.process_tree import find_process
 from hybridflow.cluster.processes.rank_look import RankPlace
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool
 from hybridflow.rundir.heartbeat import heartbeat_path
 from hybridflow.rundir.private import umask_environment
-from hybridflow.workers.call import Call
+from hybridflow.workers.call import GroupCall
 from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.context import WorkerContext
-from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, RankRequest, turns
+from hybridflow.workers.device_turns import OFFLOAD, ONLOAD, RankRequest, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 from hybridflow.workers.future import Future, wait_together
-from hybridflow.workers.methods import Arguments, Caller, Grid, OneEach, Protocol, Registration, ToAll, registrations
-from hybridflow.workers.rank_process import BESIDE, RankProcess
+from hybridflow.workers.methods import (
+    Arguments,
+    Caller,
+    OneEach,
+    Protocol,
+    RankGrid,
+    Registration,
+    ToAll,
+    registrations,
+)
+from hybridflow.workers.rank_process import CONCURRENT, RankProcess
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.waits import waits
 
@@ -66,12 +75,12 @@ class WorkerGroup(Caller):
         role: names the group in errors and log files.
         worker_class: built on every rank as `worker_class(context, *args, **kwargs)`. Its methods marked with
             `@register` are methods of the group. A method `shutdown()` is called before the processes end. An exclusive
-            method `give_back()` is called when the devices are another group's turn: to give back device memory that
-            is not needed until the next call. With `threads_beside` ranks take so many calls at a time of whoever has
-            their handle (`RankProcess.call_beside`).
+            method `offload()` is called when the devices are another group's turn: to release device memory that
+            is not needed until the next call. `concurrent_threads` is the number of concurrent calls
+            of holders of a rank's handle (`RankProcess.call_concurrently`).
         pool: the devices; rank r has the r-th `devices_per_rank` of them.
         layout: sizes and coordinates; its world size is the number of ranks.
-        sample_costs: the cost of samples of so many tokens, by which a `RemoteBatch` is dealt to the ranks.
+        sample_costs: costs of samples by their tokens, for the balance of a `RemoteBatch` over the ranks.
         devices_per_rank: devices of each rank, all on one node; for an engine that runs several devices itself.
         generation: tensor and pipeline sizes while generating, for 3D_ALL_MICRO_DP.
         ranks_per_store: how many ranks, one after the other, meet at a store of theirs, for a process group; all of
@@ -79,8 +88,8 @@ class WorkerGroup(Caller):
         log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
         environment: further environment variables of the ranks.
         call_timeout_s: limit of every call unless `Future.result` is given another, in seconds.
-        quiet_s: without an answer, after which a line on stderr says who is waited for.
-        progress: how long a call may come no further; None for as long as it may take.
+        quiet_s: seconds without an answer, after which a line on stderr names the awaited ranks.
+        progress: limits of a call without progress; None for no limit.
         start_timeout_s: limit of starting the processes and building the workers, in seconds.
 
     Raises:
@@ -108,12 +117,12 @@ class WorkerGroup(Caller):
         **kwargs: Any,
     ) -> None:
         self.role, self.layout, self.pool = role, layout, pool
-        self.grid = Grid(layout, *generation)
+        self.grid = RankGrid(layout, *generation)
         self._devices_per_rank = devices_per_rank
         self._ranks_per_store = layout.world_size if ranks_per_store is None else ranks_per_store
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
-        memory = {name: each for name, each in self._registrations.items() if name in (GIVE_BACK, TAKE_BACK)}
+        memory = {name: method for name, method in self._registrations.items() if name in (OFFLOAD, ONLOAD)}
         self.ranks = Ranks(
             role,
             frozenset(bundle.device for bundle in pool.bundles),
@@ -121,13 +130,13 @@ class WorkerGroup(Caller):
             quiet_s=quiet_s,
             call_timeout_s=call_timeout_s,
             progress=progress,
-            ending=turns.leave,
-            memory_methods={name: _limit_s(each, call_timeout_s) for name, each in memory.items()},
+            ending=turns.remove,
+            memory_methods={name: _limit_s(method, call_timeout_s) for name, method in memory.items()},
         )
         if layout.world_size * devices_per_rank != len(pool):
-            each = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
+            of_devices = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
             raise UserError(
-                f"{role}: the layout ({layout}) has {layout.world_size} ranks{each}, "
+                f"{role}: the layout ({layout}) has {layout.world_size} ranks{of_devices}, "
                 f"and its pool has {len(pool)} devices; expected as many"
             )
         waits.add(self.ranks)
@@ -149,7 +158,7 @@ class WorkerGroup(Caller):
         Raises:
             AttributeError: no method of that name is registered.
             UserError: data that cannot be spread over the ranks.
-            RankError, RankUserError: the group has died of that.
+            RankError, RankUserError: the group has died of this error.
             EngineError: it has been shut down.
         """
         registration = self._registration(method)
@@ -176,7 +185,7 @@ class WorkerGroup(Caller):
         return known[name]
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
-        """End the group: let each worker put its own things away, then end its process and all that it started."""
+        """End the group: call each worker's `shutdown()`, then end its process and its descendants."""
         if self.is_alive and self.ranks.failure is None and ray_runtime.ray_answers():
             closing = [actor.close.remote() for actor in self.ranks.actors]
             ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
@@ -188,14 +197,14 @@ class WorkerGroup(Caller):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has processes."""
+        """True if it has processes."""
         return self.ranks.is_alive
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Shut down; after an exception, without waiting for what the ranks are at."""
+        """Shut down. After an exception, do not wait for the ranks' calls."""
         if error is None:
             self.shutdown()
         else:
@@ -211,8 +220,8 @@ class WorkerGroup(Caller):
         timeout_s: float,
     ) -> None:
         ranks, local_ranks = self.ranks, self._local_ranks()
-        threads = getattr(worker_class, "threads_beside", 0)
-        limits: dict[str, Any] = {"concurrency_groups": {BESIDE: threads}} if threads else {}
+        threads = getattr(worker_class, "concurrent_threads", 0)
+        limits: dict[str, Any] = {"concurrency_groups": {CONCURRENT: threads}} if threads else {}
         actor_class: Any = ray.remote(num_cpus=0, max_restarts=0, **limits)(RankProcess)
         for rank, local_rank in enumerate(local_ranks):
             variables = {**environment, **self._environment(rank, local_rank), **umask_environment()}
@@ -221,9 +230,9 @@ class WorkerGroup(Caller):
         files = {first: ray_runtime.store_file(f"{self.role}-{first}") for first in self._first_ranks()}
         listening = {first for first, file in files.items() if file is None}
         identifying = [actor.identify.remote(rank in listening) for rank, actor in enumerate(ranks.actors)]
-        Call(ranks, "start", timeout_s, identifying).wait()
+        GroupCall(ranks, "start", timeout_s, identifying).wait()
         identities: list[tuple[int, str, str, int]] = ray.get(identifying)
-        ranks.places = [
+        ranks.locations = [
             RankPlace(self.role, rank, node, address, pid, _heartbeat(ranks.log_path(rank)))
             for rank, (pid, node, address, _) in enumerate(identities)
         ]
@@ -249,17 +258,17 @@ class WorkerGroup(Caller):
                 log_path=ranks.log_path(rank),
             )
             constructing.append(actor.construct.remote(worker_class, context, arguments))
-        Call(ranks, "start", timeout_s, constructing).wait()
+        GroupCall(ranks, "start", timeout_s, constructing).wait()
 
     def _first_ranks(self) -> range:
-        """The first of the ranks that meet at each store."""
+        """Return the first of the ranks that meet at each store."""
         return range(0, self.layout.world_size, self._ranks_per_store) if self._ranks_per_store else range(0)
 
     def _bundles(self, rank: int) -> Sequence[Bundle]:
         return self.pool.bundles[rank * self._devices_per_rank : (rank + 1) * self._devices_per_rank]
 
     def _local_ranks(self) -> list[int]:
-        """Position of each rank among those of its node."""
+        """Return position of each rank among those of its node."""
         seen: dict[int, int] = {}
         positions = []
         for rank in range(self.layout.world_size):
@@ -274,7 +283,7 @@ class WorkerGroup(Caller):
         return positions
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        """What torchrun would set, but for where the ranks meet, which is known later.
+        """Return the variables that torchrun would set, except the address of the store, which is known later.
 
         Every rank sees the devices of its role on its node first and then the others that the run holds there, so that
         it can map the memory of another's.
@@ -313,11 +322,11 @@ class WorkerGroup(Caller):
             spread = protocol.distribute(self.grid, given)
         except UserError as error:
             raise UserError(f"{self.role}.{method}: {error}") from None
-        asked = None
+        assignment = None
         if batches:
             inputs += [made.call for made in batches[0].inputs if isinstance(made, Future)]
-            spread, parts = self._deal(batches[0], spread)
-            asked = Asked(batches[0].facts["sample_ids"], parts)
+            spread, shards = self._shard(batches[0], spread, registration)
+            assignment = SampleAssignment(batches[0].per_sample["sample_ids"], shards)
         collected = protocol.collect(self.grid)
         if members is not None:
             spread, collected = [spread[rank] for rank in members], [rank for rank in collected if rank in members]
@@ -333,33 +342,41 @@ class WorkerGroup(Caller):
                 members,
             )
         )
-        return Future(call, results, collected, joined=protocol.concatenate, asked=asked)
+        return Future(call, results, collected, joined=protocol.concatenate, assignment=assignment)
 
-    def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
-        """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""
-        chosen = [next(value for value in arguments.positional if isinstance(value, Samples)) for arguments in spread]
-        nodes: dict[Samples, set[str]] = {}
+    def _shard(
+        self, batch: RemoteBatch, spread: list[Arguments], registration: Registration
+    ) -> tuple[list[Arguments], list[SampleIndices]]:
+        """Shard a batch: replace each rank's samples by references. Return those samples too."""
+        chosen = [
+            next(value for value in arguments.positional if isinstance(value, SampleIndices)) for arguments in spread
+        ]
+        nodes: dict[SampleIndices, set[str]] = {}
         for rank, samples in enumerate(chosen):
-            nodes.setdefault(samples, set()).add(self.ranks.places[rank].node)
-        dealt = batch.deal([samples.indices for samples in nodes], [frozenset(each) for each in nodes.values()])
-        sent = dict(zip(nodes, dealt, strict=True))
+            nodes.setdefault(samples, set()).add(self.ranks.locations[rank].node)
+        shards = batch.shard(
+            [samples.indices for samples in nodes],
+            [frozenset(names) for names in nodes.values()],
+            routes=registration.routes,
+        )
+        sent = dict(zip(nodes, shards, strict=True))
         return [
             Arguments(
-                tuple(sent[value] if isinstance(value, Samples) else value for value in arguments.positional),
+                tuple(sent[value] if isinstance(value, SampleIndices) else value for value in arguments.positional),
                 arguments.keyword,
             )
             for arguments in spread
         ], chosen
 
     def _data(self, value: Any, protocol: Protocol) -> Any:
-        """A future as data: its parts as they are where this call cuts into as many, else its result."""
+        """Return a future's data: its shards as they are where this call splits into as many, else its result."""
         if isinstance(value, RemoteBatch):
-            return Samples.all_of(value, self.sample_costs)
+            return SampleIndices.all_of(value, self.sample_costs)
         if not isinstance(value, Future):
             return value
-        if value.parts is None and protocol.splits and protocol.cuts_into is not None:  # else in another order
+        if value.shard_indices is None and protocol.splits and protocol.cuts_into is not None:  # else in another order
             shards = value.shards()
-            if protocol.cuts_into(self.grid) == len(shards.parts):
+            if protocol.cuts_into(self.grid) == len(shards.shards):
                 return shards
         return value.result()
 
@@ -384,12 +401,14 @@ def _heartbeat(log_path: Path | None) -> str | None:
 
 
 def _limit_s(registration: Registration, call_timeout_s: float) -> float:
-    """How long a call of a method may take, in seconds, unless a caller says otherwise."""
+    """Return the limit of a call of a method in seconds, unless the caller has another."""
     return call_timeout_s if registration.timeout_s is None else registration.timeout_s
 
 
 def _stored(spread: Sequence[Arguments]) -> list[Arguments]:
-    """The arguments with each value in the object store once, however many ranks get it; small ones as they are."""
+    """Put each value of the arguments into the object store once, for all ranks that get it. Small ones stay as they
+    are.
+    """
     stored: dict[int, ray.ObjectRef] = {}
 
     def store(value: Any) -> Any:
@@ -416,6 +435,6 @@ def _check_batches(args: tuple[Any, ...], kwargs: Mapping[str, Any], protocol: P
         raise UserError(f"{count} batches in one call, expected one; join their columns first")
     if count and protocol.splits and len(args) > 1:
         raise UserError(
-            "data beside a batch would be split otherwise than its samples; make it a fact of the batch, or pass it by "
-            "keyword to give it to every rank whole"
+            "data next to a batch would be split differently from its samples; make it a per-sample column of the "
+            "batch, or pass it by keyword to give it to every rank whole"
         )

@@ -1,4 +1,4 @@
-"""What the benchmark of decoding's attention refuses."""
+"""Refusals of the benchmark of decoding's attention."""
 
 from __future__ import annotations
 

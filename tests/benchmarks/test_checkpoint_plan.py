@@ -26,24 +26,24 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_no_rank_has_more_to_do_than_its_share(name: str) -> None:
     train, ranks = CASES[name]
-    figures = plan_figures(named_model(name), parse_layout(train))
-    assert figures["ranks"] == ranks and figures["nodes"] == ranks / 8
-    assert figures["bytes_written"] == figures["state_bytes"] <= figures["bytes_read"] < 1.001 * figures["state_bytes"]
-    assert figures["state_bytes"] == pytest.approx(12 * figures["parameters"], rel=1e-6)
+    sizes = plan_figures(named_model(name), parse_layout(train))
+    assert sizes["ranks"] == ranks and sizes["nodes"] == ranks / 8
+    assert sizes["bytes_written"] == sizes["state_bytes"] <= sizes["bytes_read"] < 1.001 * sizes["state_bytes"]
+    assert sizes["state_bytes"] == pytest.approx(12 * sizes["parameters"], rel=1e-6)
     for share in ("written", "read", "host"):
-        assert 0.999 < figures[f"max_{share}_of_state"] <= 1
+        assert 0.999 < sizes[f"max_{share}_of_state"] <= 1
     # Stages differ in their layers and in the embeddings.
-    assert figures["state_bytes"] / ranks <= figures["max_rank_bytes_written"] < 1.1 * figures["state_bytes"] / ranks
-    assert figures["mean_rank_bytes_written"] == round(figures["state_bytes"] / ranks)
-    assert figures["max_node_host_bytes"] <= 8 * figures["max_rank_host_bytes"]
-    assert figures["files"] == 4 * ranks and figures["max_rank_files"] == 4
-    assert figures["plan_seconds"] < 60
-    _same_as_kept(name, figures)
+    assert sizes["state_bytes"] / ranks <= sizes["max_rank_bytes_written"] < 1.1 * sizes["state_bytes"] / ranks
+    assert sizes["mean_rank_bytes_written"] == round(sizes["state_bytes"] / ranks)
+    assert sizes["max_node_host_bytes"] <= 8 * sizes["max_rank_host_bytes"]
+    assert sizes["files"] == 4 * ranks and sizes["max_rank_files"] == 4
+    assert sizes["plan_seconds"] < 60
+    _same_as_kept(name, sizes)
 
 
-def _same_as_kept(name: str, figures: dict[str, Any]) -> None:
+def _same_as_kept(name: str, sizes: dict[str, Any]) -> None:
     kept = json.loads((RESULTS / f"plan-{name}.json").read_text())
-    assert {key: value for key, value in figures.items() if key != "plan_seconds"}.items() <= kept.items()
+    assert {key: value for key, value in sizes.items() if key != "plan_seconds"}.items() <= kept.items()
 
 
 def test_bf16_moments_take_two_thirds() -> None:
@@ -75,9 +75,9 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, capsys: 
 @pytest.mark.processes
 def test_the_command_prints_one_json_object() -> None:
     command = "--plan-only --model llama-3-70b --train tp=8,pp=4,dp=2 --gpus-per-node 4 --threads 2"
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, checkpoint.__file__, *command.split()], capture_output=True, text=True, timeout=120, check=True
     )
-    figures = json.loads(found.stdout)
-    assert (figures["model"], figures["train"]) == ("llama-3-70b", "tp=8 pp=4 dp=2")
-    assert figures["nodes"] == 16 and figures["files"] == 128 and figures["versions"]["megatron-core"]
+    sizes = json.loads(done.stdout)
+    assert (sizes["model"], sizes["train"]) == ("llama-3-70b", "tp=8 pp=4 dp=2")
+    assert sizes["nodes"] == 16 and sizes["files"] == 128 and sizes["versions"]["megatron-core"]

@@ -43,13 +43,13 @@ def test_all_ways_have_the_same_token_ids(made: Path, texts: str, monkeypatch: p
     names = ["jsonl", "parquet", "datasets", *(["list"] if texts == "raw" else [])]
     # In this process: seconds of imports in another are none of the test's.
     monkeypatch.setattr(data_rows, "in_own_process", data_rows.read_once)
-    found: dict[str, Any] = {name: data_rows.measure(Way(name, made, 200, texts, 50)) for name in names}
-    data_rows.check_same(found)
-    for each in found.values():
-        assert each["encode"]["rows_per_second"] > 0
-        assert each["encode"]["anonymous_peak_bytes"] >= each["encode"]["anonymous_held_bytes"] > 0
-        assert "checksums" not in each["encode"]
-    assert [name for name in names if "open" in found[name]] == [name for name in names if name != "list"]
+    by_reader: dict[str, Any] = {name: data_rows.measure(Way(name, made, 200, texts, 50)) for name in names}
+    data_rows.check_same(by_reader)
+    for measurement in by_reader.values():
+        assert measurement["encode"]["rows_per_second"] > 0
+        assert measurement["encode"]["anonymous_peak_bytes"] >= measurement["encode"]["anonymous_held_bytes"] > 0
+        assert "checksums" not in measurement["encode"]
+    assert [name for name in names if "open" in by_reader[name]] == [name for name in names if name != "list"]
     assert not list((made / "cache").iterdir())
 
 

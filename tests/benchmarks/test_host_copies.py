@@ -11,9 +11,9 @@ from engine3d.platform import platform
 
 @pytest.mark.processes
 def test_all_devices_copy_both_ways_at_once() -> None:
-    found = host_copies.measured("page_locked", 2, 4, part_bytes=1 << 20)
-    assert found.keys() == {"in", "out", "both", "taken_s"}
-    assert all(found[way] > 0 for way in ("in", "out", "both"))
+    rates = host_copies.measured("page_locked", 2, 4, part_bytes=1 << 20)
+    assert rates.keys() == {"in", "out", "both", "taken_s"}
+    assert all(rates[way] > 0 for way in ("in", "out", "both"))
 
 
 @pytest.mark.processes
@@ -25,7 +25,7 @@ def test_what_fails_in_one_of_them_is_told() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--gb", "1"], "host_copies.py: --gb 1.0: expected at least 1.07, two parts"),
+        (["--gb", "1"], "host_copies.py: --gb 1.0: expected at least 1.07, two chunks"),
         pytest.param(
             [],
             "host_copies.py: this machine has no GPU, whose copies are measured",

@@ -1,4 +1,4 @@
-"""What a GPU's kernels in a trace are summed up to."""
+"""Sums over a GPU's kernels in a trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_kernels_are_of_a_kind_by_their_name(name: str, kind: str) -> None:
 
 
 def test_what_runs_beside_each_other_counts_once_in_what_is_busy() -> None:
-    found = summarise(
+    summary = summarise(
         [
             Kernel("nvjet_a", 1000, 3000),
             Kernel("ncclDevKernel_AllGather", 2000, 5000),  # 1 ms beside the product, 2 alone
@@ -47,13 +47,13 @@ def test_what_runs_beside_each_other_counts_once_in_what_is_busy() -> None:
             Kernel("fused_moe_kernel", 7000, 8000),
         ]
     )
-    assert (found.span, found.busy, found.idle, found.communication_alone) == (7, 5, 2, 2)
-    assert found.kinds == {
+    assert (summary.span, summary.busy, summary.idle, summary.communication_alone) == (7, 5, 2, 2)
+    assert summary.kinds == {
         "communication": (3, 1),
         "other products": (pytest.approx(2.1), 2),
         "products of experts": (1, 1),
     }
-    assert list(found.longest) == ["ncclDevKernel_AllGather", "nvjet_a", "fused_moe_kernel"]
+    assert list(summary.longest) == ["ncclDevKernel_AllGather", "nvjet_a", "fused_moe_kernel"]
 
 
 def _trace(path: Path, events: list[dict[str, Any]]) -> Path:
@@ -73,9 +73,9 @@ def test_times_are_told_for_one_step(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert kernels.main([str(path), "--steps", "2"]) == 0
     printed = capsys.readouterr().out
     assert "  other products               1.500 ms   75.0%" in printed
-    figures = json.loads(printed[printed.index("{") :])[path.name]
-    assert (figures["steps"], figures["step_ms"], figures["idle_ms"]) == (2, 2.0, 0.0)
-    assert figures["kinds"]["copies"] == {"ms": 0.5, "kernels": 0.5}
+    summary = json.loads(printed[printed.index("{") :])[path.name]
+    assert (summary["steps"], summary["step_ms"], summary["idle_ms"]) == (2, 2.0, 0.0)
+    assert summary["kinds"]["copies"] == {"ms": 0.5, "kernels": 0.5}
 
 
 @pytest.mark.parametrize(

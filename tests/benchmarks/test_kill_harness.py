@@ -1,4 +1,4 @@
-"""What a killed stream of rollouts is found to have learned from."""
+"""Accounts of the draws that a killed stream of rollouts was trained on."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ OF_STEPS = {1: {0: 2, 1: 0, 3: 1}, 2: {2: 3, 4: 1, 5: 0}}
 """The prompt of each draw that a step learns from: an epoch of four, and half of the next."""
 
 
-def _kept(directory: Path, steps: Mapping[int, Mapping[int, int]], told: list[int]) -> KilledRun:
+def _kept(directory: Path, steps: Mapping[int, Mapping[int, int]], logged: list[int]) -> KilledRun:
     run = KilledRun(directory, ["recipe.yaml", "name=killed"])
     (run.run_directory / "samples").mkdir(parents=True)
     for step, draws in steps.items():
         rows = [(step, draw, prompt) for draw, prompt in draws.items() for _ in range(SAMPLES)]
         names = ("step", "group_id", "prompt_index")
-        columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+        columns = {name: [row[column] for row in rows] for column, name in enumerate(names)}
         columns |= {"policy_version": [0] * len(rows), "newest_version": [0, 1] * (len(rows) // 2)}
         pq.write_table(pa.table(columns), run.run_directory / "samples" / f"step-{step:08d}.parquet")
-    lines = [json.dumps({"phase": "train", "step": step}) + "\n" for step in told]
+    lines = [json.dumps({"phase": "train", "step": step}) + "\n" for step in logged]
     (run.run_directory / "metrics.jsonl").write_text("".join(lines))
     return run
 
 
 @pytest.mark.parametrize(
-    ("steps", "told", "expected"),
+    ("steps", "logged", "expected"),
     [
         pytest.param(OF_STEPS, [1, 2], Account(6, 0, 0, 6), id="all once"),
         # The draw, and its prompt of the epoch.
@@ -53,9 +53,9 @@ def _kept(directory: Path, steps: Mapping[int, Mapping[int, int]], told: list[in
     ],
 )
 def test_every_draw_is_accounted_for(
-    steps: Mapping[int, Mapping[int, int]], told: list[int], expected: Account, tmp_path: Path
+    steps: Mapping[int, Mapping[int, int]], logged: list[int], expected: Account, tmp_path: Path
 ) -> None:
-    run = _kept(tmp_path, steps, told)
+    run = _kept(tmp_path, steps, logged)
     assert account(run, steps=STEPS, groups=GROUPS, samples=SAMPLES, prompts=PROMPTS) == expected
 
 
@@ -68,13 +68,13 @@ time.sleep(600)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("of_this_run", [False, True])
 def test_a_semaphore_that_a_kill_leaves_is_the_runs_own_or_anothers(
-    tmp_path: Path, own: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, of_this_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kill_harness, "_LOOK_S", 1e6)  # a new file makes it look
     run = KilledRun(tmp_path / "run", ["recipe.yaml", "name=small"])
-    environment = os.environ | ({kill_harness._MARK: str(run.directory)} if own else {})
+    environment = os.environ | ({kill_harness._MARK: str(run.directory)} if of_this_run else {})
     command = [sys.executable, "-c", HOLDS]
     with (
         run.watching_others(),
@@ -82,11 +82,11 @@ def test_a_semaphore_that_a_kill_leaves_is_the_runs_own_or_anothers(
     ):
         assert holder.stdout is not None
         name = f"sem.{holder.stdout.readline().decode().strip().lstrip('/')}"
-        number, deadline = Path(f"/dev/shm/{name}").stat().st_ino, time.monotonic() + (1 if own else 30)
+        number, deadline = Path(f"/dev/shm/{name}").stat().st_ino, time.monotonic() + (1 if of_this_run else 30)
         while number not in run._of_others and time.monotonic() < deadline:
             time.sleep(0.01)
         os.killpg(holder.pid, signal.SIGKILL)  # with the process that would remove it
     try:
-        assert (f"shared memory {name}" in run.left_over(0.0)) == own
+        assert (f"shared memory {name}" in run.left_over(0.0)) == of_this_run
     finally:
         Path(f"/dev/shm/{name}").unlink()

@@ -1,4 +1,4 @@
-"""What is kept of a run that learned, and the curve that is drawn of it."""
+"""Results that are kept of a run, and the learning curve that is drawn of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.learning import RESULTS, Learned, curve, draw_curves, figures, learned, learners, read, table
+from benchmarks.learning import RESULTS, Learned, curve, draw_curves, evaluation_values, learned, learners, read, table
 from hybridflow.config.actors import load_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +28,12 @@ def test_what_is_kept_is_what_the_metrics_say(tmp_path: Path) -> None:
         {"phase": "eval", "step": 2, "eval/reward_mean": 0.9, "eval/accuracy": 0.5},
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert figures(path, "demo") == {"demo": "eval/accuracy"}
-    found = learned(path, "demo", 3, 60.0, "hybridflow train", "eval/accuracy")
-    assert (found.evaluations, found.figure, found.rewards) == ([(0, 0.25), (2, 0.5)], "eval/accuracy", [0.5, 0.75])
+    assert evaluation_values(path, "demo") == {"demo": "eval/accuracy"}
+    run = learned(path, "demo", 3, 60.0, "hybridflow train", "eval/accuracy")
+    assert (run.evaluations, run.figure, run.rewards) == ([(0, 0.25), (2, 0.5)], "eval/accuracy", [0.5, 0.75])
     path.write_text(json.dumps(records[0]) + "\n")
     with pytest.raises(ValueError, match="no evaluation"):
-        figures(path, "demo")
+        evaluation_values(path, "demo")
 
 
 def test_each_actor_of_a_run_is_a_learner(tmp_path: Path) -> None:
@@ -53,16 +53,16 @@ def test_a_run_without_engines_is_measured_by_its_preferences(tmp_path: Path) ->
             "step": step,
             "eval/prompts": 8,
             "eval/preference_loss": 0.6,
-            "eval/preference_accuracy": each,
+            "eval/preference_accuracy": accuracy,
         }
-        for step, each in ((0, 0.5), (2, 0.75))
+        for step, accuracy in ((0, 0.5), (2, 0.75))
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = learned(path, "dpo", 1, 60.0, "hybridflow train", figures(path, "dpo")["dpo"])
-    assert (found.evaluations, found.figure, found.rewards) == ([(0, 0.5), (2, 0.75)], "eval/preference_accuracy", [])
+    run = learned(path, "dpo", 1, 60.0, "hybridflow train", evaluation_values(path, "dpo")["dpo"])
+    assert (run.evaluations, run.figure, run.rewards) == ([(0, 0.5), (2, 0.75)], "eval/preference_accuracy", [])
     (tmp_path / "kept/dpo").mkdir(parents=True)
     (tmp_path / "kept/demo").mkdir()
-    (tmp_path / "kept/dpo/seed-1.json").write_text(json.dumps(found.__dict__))
+    (tmp_path / "kept/dpo/seed-1.json").write_text(json.dumps(run.__dict__))
     (tmp_path / "kept/demo/seed-1.json").write_text(json.dumps(_learned(1, (0, 0.25), (2, 0.5)).__dict__))
     _, dpo = draw_curves(tmp_path / "kept", tmp_path / "curves")
     text = "".join(ElementTree.parse(dpo).getroot().itertext())
@@ -70,7 +70,7 @@ def test_a_run_without_engines_is_measured_by_its_preferences(tmp_path: Path) ->
     assert "grpo" not in text  # whose accuracy is another figure
     path.write_text(json.dumps({"phase": "eval", "step": 0, "eval/prompts": 8}) + "\n")
     with pytest.raises(ValueError, match="expected one of eval/accuracy, "):
-        figures(path, "dpo")
+        evaluation_values(path, "dpo")
 
 
 def test_each_held_out_set_is_kept_by_its_name(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_each_held_out_set_is_kept_by_its_name(tmp_path: Path) -> None:
         {"phase": "eval", "step": 4, "eval/plain/mean@4": 0.75, "eval/carry/mean@8": 1.0},
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in evaluations))
-    found = figures(path, "chat")
-    assert found == {"chat.plain": "eval/plain/mean@4", "chat.carry": "eval/carry/mean@8"}
-    plain, carry = (learned(path, name, 1, 60.0, "hybridflow train", figure) for name, figure in found.items())
+    by_learner = evaluation_values(path, "chat")
+    assert by_learner == {"chat.plain": "eval/plain/mean@4", "chat.carry": "eval/carry/mean@8"}
+    plain, carry = (learned(path, name, 1, 60.0, "hybridflow train", figure) for name, figure in by_learner.items())
     assert plain.evaluations == [(0, 0.25), (2, 0.5), (4, 0.75)]
     assert carry.evaluations == [(0, 0.5), (4, 1.0)] and carry.recipe == "chat.carry"
 
@@ -97,8 +97,8 @@ def test_a_curve_is_over_the_evaluations_that_all_seeds_have() -> None:
 def test_a_table_says_what_every_recipe_has_learned(tmp_path: Path) -> None:
     (tmp_path / "stale-4").mkdir()
     for seed, last in ((1, 0.5), (2, 0.75)):
-        found = _learned(seed, (0, 0.25), (20, last), recipe="stale-4")
-        (tmp_path / f"stale-4/seed-{seed}.json").write_text(json.dumps(found.__dict__))
+        run = _learned(seed, (0, 0.25), (20, last), recipe="stale-4")
+        (tmp_path / f"stale-4/seed-{seed}.json").write_text(json.dumps(run.__dict__))
     *_, row = table(tmp_path)
     assert row == "| stale-4 | 2 | 0.250 (0.250 to 0.250) | 0.625 (0.500 to 0.750) | 1 |"
 
@@ -107,8 +107,8 @@ def test_every_recipe_is_drawn_beside_grpo(tmp_path: Path) -> None:
     for recipe in ("demo", "remax"):
         (tmp_path / "kept" / recipe).mkdir(parents=True)
         for seed in (1, 2):
-            found = _learned(seed, (0, 0.25), (20, 0.5), recipe=recipe)
-            (tmp_path / "kept" / recipe / f"seed-{seed}.json").write_text(json.dumps(found.__dict__))
+            run = _learned(seed, (0, 0.25), (20, 0.5), recipe=recipe)
+            (tmp_path / "kept" / recipe / f"seed-{seed}.json").write_text(json.dumps(run.__dict__))
     drawn = list(draw_curves(tmp_path / "kept", tmp_path / "curves"))
     assert [path.name for path in drawn] == ["demo.svg", "remax.svg"]
     demo, remax = (ElementTree.parse(path).getroot() for path in drawn)
@@ -124,7 +124,7 @@ def test_what_is_kept_is_of_a_recipe_that_is_there_and_of_three_seeds(folder: st
     for run in runs:
         path = ROOT / run.command.split()[2]
         assert folder == run.recipe
-        recipe, _, part = folder.partition(".")
+        recipe, _, learner = folder.partition(".")
         assert path.stem == recipe
         recipes = load_recipes(path)
-        assert not part or part in recipes or any(part in each.evaluation for each in recipes.values())
+        assert not learner or learner in recipes or any(learner in settings.evaluation for settings in recipes.values())

@@ -35,13 +35,13 @@ def test_each_token_is_compared_with_its_version_and_the_one_before(monkeypatch:
         return float((logits / 0.5).log_softmax(0)[token])
 
     response = StoredResponse(7, (0, 3, 3, 1), 1, (exact(2, 3), exact(3, 3), exact(3, 1) + 0.5), (2, 3, 3))
-    found = {
-        (each.place, each.kind): round(each.distance, 5)
-        for each in distances(
+    by_token = {
+        (distance.position, distance.kind): round(distance.distance, 5)
+        for distance in distances(
             [response], {2: Path("2"), 3: Path("3"), 9: Path("9")}, Drawing("float32", temperature=0.5), "cpu"
         )
     }
-    assert found == {
+    assert by_token == {
         (0, FIRST): 0.0,  # of version 1 there is no checkpoint
         (1, LATER): 0.0,
         (2, LATER): 0.5,
@@ -51,11 +51,11 @@ def test_each_token_is_compared_with_its_version_and_the_one_before(monkeypatch:
 
 
 def test_the_furthest_are_told() -> None:
-    found = [logprobs.Distance(sample, 0, 1, FIRST, sample / 1000) for sample in range(200)]
-    told = summary(found)
-    assert (told["tokens"], told["p99"], told["most"]) == (200, 0.197, 0.199)
-    assert told["mean"] == pytest.approx(0.0995)
-    assert [each["sample"] for each in told["furthest"]] == [199, 198, 197, 196, 195]
+    measured = [logprobs.Distance(sample, 0, 1, FIRST, sample / 1000) for sample in range(200)]
+    summarised = summary(measured)
+    assert (summarised["tokens"], summarised["p99"], summarised["most"]) == (200, 0.197, 0.199)
+    assert summarised["mean"] == pytest.approx(0.0995)
+    assert [token["sample"] for token in summarised["furthest"]] == [199, 198, 197, 196, 195]
     assert summary([]) == {}
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark of exchanges between GPUs refuses."""
+"""Refusals of the benchmark of exchanges between GPUs."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ def test_every_way_between_two_gpus(
         verify=True,
     )
     result = measure(case)
-    for way, figures in result["ways"].items():
-        assert figures["serves_what_was_sent"], way
+    for way, rates in result["ways"].items():
+        assert rates["serves_what_was_sent"], way
         if way != "baseline":
-            assert figures["verified"], way
-            assert figures["bytes_moved"] == figures["bytes_needed"], way
-            assert figures["staging_bytes"] <= 256 * 10**6, way
+            assert rates["verified"], way
+            assert rates["bytes_moved"] == rates["bytes_needed"], way
+            assert rates["staging_bytes"] <= 256 * 10**6, way
     if "share" in ways:
         shared = result["ways"]["share"]
         assert shared["bytes_aliased"] > 20 * shared["bytes_moved"]

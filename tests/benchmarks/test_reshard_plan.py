@@ -68,7 +68,7 @@ def test_places() -> None:
         (["--train", "pp=49"], "reshard.py: layout: pp=49: expected at most num_hidden_layers=48"),
         (
             ["--train", "tp=two"],
-            "reshard.py: --train: found 'tp=two', expected name=number with each name once, of tp, pp, ep, etp, cp, dp",
+            "reshard.py: --train: found 'tp=two', expected name=number with each name once, of tp, pp, vpp, ep,",
         ),
         (["--train", "tp=2,tp=4"], "reshard.py: --train: found 'tp=4', expected"),
         (
@@ -96,15 +96,15 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, capsys: 
 
 @pytest.mark.processes
 def test_the_command_prints_one_json_object() -> None:
-    """With SGLang's own loader, as a user runs it."""
+    """Run the command as a user does, with SGLang's own loader."""
     script = Path(reshard.__file__)
     command = "--model qwen3-30b-a3b --train ep=4,dp=4,pp=3 --rollout tp=4,ep=4,engines=2 --plan-only"
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, str(script), *command.split()], capture_output=True, text=True, timeout=300, check=True
     )
-    figures = json.loads(found.stdout)
-    assert figures["model"] == "qwen3-30b-a3b" and figures["train"] == "pp=3 ep=4 dp=4"
-    assert figures["rollout"] == "tp=4,ep=4,engines=2" and figures["versions"]["sglang"]
+    stats = json.loads(done.stdout)
+    assert stats["model"] == "qwen3-30b-a3b" and stats["train"] == "pp=3 ep=4 dp=4"
+    assert stats["rollout"] == "tp=4,ep=4,engines=2" and stats["versions"]["sglang"]
     # Two engines hold the model, and what is whole on each rank four times.
-    assert 4.0 < figures["bytes_held"] / PARAMETERS["qwen3-30b-a3b"] < 4.1
-    assert figures["bytes_moved"] == figures["bytes_needed"] == figures["bytes_held"]
+    assert 4.0 < stats["bytes_held"] / PARAMETERS["qwen3-30b-a3b"] < 4.1
+    assert stats["bytes_moved"] == stats["bytes_needed"] == stats["bytes_held"]

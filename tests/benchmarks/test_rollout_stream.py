@@ -12,7 +12,7 @@ import pytest
 from benchmarks.controller_load import measure_controller
 from benchmarks.response_lengths import LONGEST, PUBLISHED, Lengths
 from benchmarks.rollout_stream import cases, main, transfers
-from benchmarks.stream_load import Lending, Workload, measure_batch, measure_stream
+from benchmarks.stream_load import DeviceLease, Workload, measure_batch, measure_stream
 from hybridflow.rollout.ledger import StreamLimits
 
 _SMALL = Workload(engines=4, slots=16, groups=16, samples=4, warm_up=3, steps=8)
@@ -27,7 +27,7 @@ def test_each_group_is_learned_from_once_and_is_not_too_old(case) -> None:  # ty
     assert len(measured.learned) == 11 and {len(step.groups) for step in measured.learned} == {16}
     assert len(set(groups)) == len(groups)
     assert measured.most_staleness <= case.limits.max_staleness
-    assert max(each for step in measured.learned for each in step.staleness) <= case.limits.max_staleness
+    assert max(age for step in measured.learned for age in step.staleness) <= case.limits.max_staleness
     assert 0 < measured.slots <= measured.busy <= 1 + 1e-9
     assert measured.step_s >= 20.0 and measured.trainer <= 1 + 1e-9
     if not (case.limits.extra or case.limits.late == "evict"):
@@ -51,48 +51,50 @@ def test_a_synchronous_stream_has_the_responses_of_the_batch_call_and_running_ah
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_rolling_transfers_keep_engines_at_work_and_samples_as_fresh(staleness: int) -> None:
-    limits, found = StreamLimits(_SMALL.groups, staleness), {}
+    limits, by_transfer = StreamLimits(_SMALL.groups, staleness), {}
     for name, transfer in transfers(0.5, 0.25).items():
-        found[name] = measured = measure_stream(_SMALL, 20.0, limits, transfer)
+        by_transfer[name] = measured = measure_stream(_SMALL, 20.0, limits, transfer)
         groups = [number for step in measured.learned for number in step.groups]
         assert len(set(groups)) == len(groups) == 11 * _SMALL.groups
-        assert max(each for step in measured.learned for each in step.staleness) <= staleness
+        assert max(age for step in measured.learned for age in step.staleness) <= staleness
         assert measured.evicted == measured.dropped == 0
-    assert found["in no time"].sync_s == found["in no time"].pause_s == 0
+    assert by_transfer["in no time"].sync_s == by_transfer["in no time"].pause_s == 0
     for policy in ("wait", "go on"):
-        one, some, all_ = (found[f"{policy}, {name}"] for name in ("rolling, 1", "rolling, 2", "all at once"))
+        one, some, all_ = (by_transfer[f"{policy}, {name}"] for name in ("rolling, 1", "rolling, 2", "all at once"))
         assert one.pause_s < some.pause_s + 1e-6 < all_.pause_s and all_.pause_s <= all_.longest_pause_s
-    assert found["go on, all at once"].pause_s == pytest.approx(4 * 0.25) == found["go on, all at once"].sync_s
-    assert found["go on, rolling, 1"].pause_s == pytest.approx(0.5)
-    assert found["go on, rolling, 1"].sync_s == pytest.approx(4 * 0.5)
-    assert found["go on, rolling, 2"].sync_s == pytest.approx(2 * 0.5)
-    assert found["wait, rolling, 1"].tokens_per_s > found["wait, all at once"].tokens_per_s
+    assert (
+        by_transfer["go on, all at once"].pause_s == pytest.approx(4 * 0.25) == by_transfer["go on, all at once"].sync_s
+    )
+    assert by_transfer["go on, rolling, 1"].pause_s == pytest.approx(0.5)
+    assert by_transfer["go on, rolling, 1"].sync_s == pytest.approx(4 * 0.5)
+    assert by_transfer["go on, rolling, 2"].sync_s == pytest.approx(2 * 0.5)
+    assert by_transfer["wait, rolling, 1"].tokens_per_s > by_transfer["wait, all at once"].tokens_per_s
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_engines_that_are_lent_make_steps_shorter(staleness: int) -> None:
+def test_engines_on_leased_devices_make_steps_shorter(staleness: int) -> None:
     limits = StreamLimits(_SMALL.groups, staleness)
     full = replace(_SMALL, engines=2, slots=4, steps=24)  # steps wait for engines, not for one response
     more = replace(full, engines=4)
     alone = measure_stream(full, 5.0, limits)
-    lent = measure_stream(more, 5.0, limits, lending=Lending(2, after_s=0.1, turn_s=0.1))
-    groups = [number for step in lent.learned for number in step.groups]
+    leased = measure_stream(more, 5.0, limits, lease=DeviceLease(2, after_s=0.1, turn_s=0.1))
+    groups = [number for step in leased.learned for number in step.groups]
     assert len(set(groups)) == len(groups) == 27 * full.groups
-    assert max(each for step in lent.learned for each in step.staleness) <= staleness
-    assert lent.tokens_per_s > 1.15 * alone.tokens_per_s
-    assert (lent.withdrawn > 0) == (staleness > 0) and alone.withdrawn == 0
-    assert abs(lent.given_up) < 0.02  # what was withdrawn went on with what it had
+    assert max(age for step in leased.learned for age in step.staleness) <= staleness
+    assert leased.tokens_per_s > 1.15 * alone.tokens_per_s
+    assert (leased.reclaimed > 0) == (staleness > 0) and alone.reclaimed == 0
+    assert abs(leased.given_up) < 0.02  # what was reclaimed went on with what it had
 
 
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--engines", "2", "--slots", "8", "--groups", "4", "--samples", "2", "--warm-up", "2", "--steps", "3"]
-    found = []
+    results = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert main([*small, "--train-share", "0.1", "--seed", seed, "--output", str(tmp_path / name)]) == 0
-        found.append(json.loads((tmp_path / name).read_text()))
-    assert [case.name for case in _CASES] == list(found[0]["measured"][0]["cases"])
-    assert found[0]["measured"] == found[1]["measured"] != found[2]["measured"]
-    assert str(tmp_path) not in json.dumps(found)
+        results.append(json.loads((tmp_path / name).read_text()))
+    assert [case.name for case in _CASES] == list(results[0]["measured"][0]["cases"])
+    assert results[0]["measured"] == results[1]["measured"] != results[2]["measured"]
+    assert str(tmp_path) not in json.dumps(results)
     assert "stream, staleness 4" in capsys.readouterr().out
 
 

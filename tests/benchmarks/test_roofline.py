@@ -1,4 +1,4 @@
-"""What a step of decoding reads at least."""
+"""Lower bound of the bytes that a step of decoding reads."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def _two_layers() -> ModelSpec:
     return model_spec(dict(named_model("qwen3-30b-a3b").hf_config) | {"num_hidden_layers": 2})
 
 
-def _bytes_of(spec: ModelSpec, *parts: str) -> int:
+def _bytes_of(spec: ModelSpec, *names: str) -> int:
     named = spec.hf_tensors.items()
-    return _BF16 * sum(prod(tensor.shape) for name, tensor in named if any(part in name for part in parts))
+    return _BF16 * sum(prod(tensor.shape) for name, tensor in named if any(fragment in name for fragment in names))
 
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_step_reads_weights_and_cache_once(tp: int) -> None:
     spec, config = _two_layers(), RolloutConfig(tp=tp, ep=tp, dtype="bfloat16")
-    found = decode_bytes(spec, Rollout(tp=tp, ep=tp), config, requests=1024, prompt=1000, response=99)
+    read = decode_bytes(spec, Rollout(tp=tp, ep=tp), config, requests=1024, prompt=1000, response=99)
     # All 128 experts are read; what is not cut over ranks is small.
-    whole = _bytes_of(spec, "layers.", "lm_head", "model.norm")
-    assert found.weights == pytest.approx(whole / tp, rel=2e-3 * tp)
-    assert found.weights > whole / tp * (1 - 1e-9)
+    weights = _bytes_of(spec, "layers.", "lm_head", "model.norm")
+    assert read.weights == pytest.approx(weights / tp, rel=2e-3 * tp)
+    assert read.weights > weights / tp * (1 - 1e-9)
     head_bytes = 2 * 2 * 128 * _BF16  # of keys and values in both layers
-    assert found.cache == 1024 * 1050 * (4 // tp) * head_bytes
-    assert found.step == found.weights + found.cache
+    assert read.cache == 1024 * 1050 * (4 // tp) * head_bytes
+    assert read.step == read.weights + read.cache
     # A prompt that eight of them have in common is read once.
     eighth = decode_bytes(spec, Rollout(tp=tp, ep=tp), config, requests=1024, prompt=1000, response=99, samples=8)
     assert eighth.cache == 1024 * (1000 // 8 + 50) * (4 // tp) * head_bytes
@@ -62,18 +62,18 @@ def _case(directory: Path, *, requests: int, running: int) -> Case:
 
 def test_a_round_is_as_many_steps_as_tokens(tmp_path: Path) -> None:
     case = _case(tmp_path, requests=8, running=8)
-    figures = decode_figures(case, 1e12, {"engine": 0.5, "sglang": 1.0})
-    least_ms = (figures["weights_bytes"] + figures["cache_bytes"]) / 1e9
-    assert figures["bandwidth_gb_s"] == 1000 and figures["least_step_ms"] == pytest.approx(least_ms)
-    assert figures["engine"] == {"step_ms": 10.0, "of_roofline": pytest.approx(least_ms / 10)}
-    assert figures["sglang"] == {"step_ms": 20.0, "of_roofline": pytest.approx(least_ms / 20)}
+    stats = decode_figures(case, 1e12, {"engine": 0.5, "sglang": 1.0})
+    least_ms = (stats["weights_bytes"] + stats["cache_bytes"]) / 1e9
+    assert stats["bandwidth_gb_s"] == 1000 and stats["least_step_ms"] == pytest.approx(least_ms)
+    assert stats["engine"] == {"step_ms": 10.0, "of_roofline": pytest.approx(least_ms / 10)}
+    assert stats["sglang"] == {"step_ms": 20.0, "of_roofline": pytest.approx(least_ms / 20)}
 
 
 @pytest.mark.parametrize(("running", "too_few", "expected"), [(8, 0, True), (7, 0, False), (8, 1, False), (9, 0, True)])
 def test_no_bound_is_told_of_requests_that_wait(running: int, too_few: int, expected: bool, tmp_path: Path) -> None:
     page_tokens = PAGE_TOKENS[platform.device_type]
-    room = tokens_needed(requests=8, sequence_tokens=150, page_tokens=page_tokens)
-    assert decoded_at_once(_case(tmp_path, requests=8, running=running), room - too_few) == expected
+    needed = tokens_needed(requests=8, sequence_tokens=150, page_tokens=page_tokens)
+    assert decoded_at_once(_case(tmp_path, requests=8, running=running), needed - too_few) == expected
 
 
 @pytest.mark.processes

@@ -25,16 +25,17 @@ def test_all_are_of_one_length_where_the_longest_is_the_mean() -> None:
 @pytest.mark.processes
 def test_both_ways_end_with_the_same_sequences(ray_cluster: None) -> None:
     case = samples.make_case(samples=40, mean=20, longest=200, prompt=5)
-    found = samples.measure(case, ranks=3, repeats=1)  # raises where they differ
+    measurement = samples.measure(case, ranks=3, repeats=1)  # raises where they differ
     # Tokens, log-probs and masks, and two columns of responses that ranks added; rows of their longest.
     tokens, responses = sum(case.lengths), sum(map(len, case.responses))
     ragged = 8 * tokens + (1 + 4 + 2 * 4) * responses
-    assert 0 <= found["ragged"]["stored_bytes"] - ragged < 100 * len(case.prompts)
-    assert found["padded"]["stored_bytes"] > 40 * 200 * 13
+    assert 0 <= measurement["ragged"]["stored_bytes"] - ragged < 100 * len(case.prompts)
+    assert measurement["padded"]["stored_bytes"] > 40 * 200 * 13
     assert (
-        found["ragged_of_padded"]["stored_bytes"] == found["ragged"]["stored_bytes"] / found["padded"]["stored_bytes"]
+        measurement["ragged_of_padded"]["stored_bytes"]
+        == measurement["ragged"]["stored_bytes"] / measurement["padded"]["stored_bytes"]
     )
-    assert all(found[way]["host_seconds"] > 0 for way in ("ragged", "padded"))
+    assert all(measurement[way]["host_seconds"] > 0 for way in ("ragged", "padded"))
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,12 @@ def test_both_samplers_draw(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     process.join(120)
     assert process.exitcode == 0
     out, err = capfd.readouterr()
-    found: dict[str, Any] = json.loads(out[out.index("{") :])
-    assert found["requests"].keys() == {"3", "8"}
-    for each in found["requests"].values():
-        assert each.keys() == {"sglang", "fused"} and all(figures["ms"] > 0 for figures in each.values())
+    printed: dict[str, Any] = json.loads(out[out.index("{") :])
+    assert printed["requests"].keys() == {"3", "8"}
+    for by_sampler in printed["requests"].values():
+        assert by_sampler.keys() == {"sglang", "fused"} and all(
+            measurement["ms"] > 0 for measurement in by_sampler.values()
+        )
     assert "8 requests: sglang" in err
 
 

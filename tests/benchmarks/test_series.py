@@ -24,8 +24,8 @@ def written(directory: Path, *measurements: dict[str, Any]) -> Path:
 
 def run(path: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     code = series.main([str(path), "--out", str(out), *options])
-    found: dict[str, Any] = json.loads((out / "series.json").read_text())["measurements"]
-    return code, found
+    measurements: dict[str, Any] = json.loads((out / "series.json").read_text())["measurements"]
+    return code, measurements
 
 
 def test_each_has_what_it_printed_and_what_those_before_it_left(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_each_has_what_it_printed_and_what_those_before_it_left(tmp_path: Path) 
         {"name": "one", "command": "echo 7 > {scratch}/made; echo said; echo told >&2", "limit_s": 20},
         {"name": "two", "command": "cp {scratch}/made {here}/copy; echo '{a: 1}'", "limit_s": 20, "needs": "one"},
     )
-    code, found = run(path, tmp_path / "out")
-    assert (code, [each["exit_code"] for each in found.values()]) == (0, [0, 0])
+    code, measurements = run(path, tmp_path / "out")
+    assert (code, [measurement["exit_code"] for measurement in measurements.values()]) == (0, [0, 0])
     assert (tmp_path / "out/one/stdout").read_text() == "said\n"
     assert (tmp_path / "out/one/stderr").read_text() == "told\n"
     assert (tmp_path / "out/two/copy").read_text() == "7\n"
@@ -57,9 +57,9 @@ def test_one_that_takes_too_long_is_ended_with_all_that_it_started_and_others_go
         {"name": "fails", "command": "exit 3", "limit_s": 20},
         {"name": "other", "command": "true", "limit_s": 20},
     )
-    code, found = run(path, tmp_path / "out")
-    assert (code, [each["exit_code"] for each in found.values()]) == (1, [124, None, None, 3, 0])
-    assert found["after"]["why"] == "slow has not ended well"
+    code, measurements = run(path, tmp_path / "out")
+    assert (code, [measurement["exit_code"] for measurement in measurements.values()]) == (1, [124, None, None, 3, 0])
+    assert measurements["after"]["why"] == "slow has not ended well"
     assert (tmp_path / "out/slow/stdout").read_text() == "ended\n"
     pid = int((tmp_path / "out/slow/pid").read_text())
     deadline = time.monotonic() + 10
@@ -74,9 +74,9 @@ def test_none_is_begun_that_could_not_end_in_time(tmp_path: Path) -> None:
         {"name": "long", "command": "true", "limit_s": 100},
         {"name": "short", "command": "true", "limit_s": 20},
     )
-    code, found = run(path, tmp_path / "out", "--within", "30")
-    assert (code, [each["exit_code"] for each in found.values()]) == (1, [None, 0])
-    assert found["long"]["why"] == "30 s were left of 100"
+    code, measurements = run(path, tmp_path / "out", "--within", "30")
+    assert (code, [measurement["exit_code"] for measurement in measurements.values()]) == (1, [None, 0])
+    assert measurements["long"]["why"] == "30 s were left of 100"
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_what_is_no_series_is_refused(
 @pytest.mark.parametrize("path", sorted(SERIES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_series_that_are_kept_name_programs_and_recipes_that_are_there(path: Path) -> None:
     root = SERIES.parents[1]
-    found = series.read_series(path)
-    assert found
-    for each in found:
-        words = each.command.split()
+    measurements = series.read_series(path)
+    assert measurements
+    for measurement in measurements:
+        words = measurement.command.split()
         program = next(word for word in words if word.endswith(".py"))
         gpus = path.stem.split("-")[1].removesuffix("gpu")
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", gpus]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from figures and spans that were made by hand."""
+"""Shares of a step's time, from metrics and spans made by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import drawn_reward, step
 from hybridflow.config.recipe import load_recipe
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.metrics.device_samples import DeviceSample
-from hybridflow.metrics.timeline import Span
+from hybridflow.metrics.timeline import TimelineSpan
 from hybridflow.report.run_data import Phase, RunData, Series
 
 
@@ -23,7 +23,7 @@ def _run() -> RunData:
     def series(first: float, *others: float) -> Series:
         return Series(np.array([1.0, 2.0, 3.0]), np.array([first, *others]))
 
-    figures = {
+    by_metric = {
         "train/step_time_ms": series(100_000, 10_000, 10_000),
         "rollout/time_ms": series(60_000, 5_000, 5_000),
         "reward/latency_ms": series(1_000, 100, 300),
@@ -33,20 +33,22 @@ def _run() -> RunData:
         "step/device_tokens_per_sec": series(1.0, 10.0, 30.0),
         "device/power_mean_w": series(1.0, 500.0, 600.0),
     }
-    served = [Span("rollout", 0, "commit_weights", at - 0.1, at) for at in (0.0, 100.0, 110.0, 120.0)]
+    served = [TimelineSpan("rollout", 0, "commit_weights", at - 0.1, at) for at in (0.0, 100.0, 110.0, 120.0)]
     moves = [
-        Span("actor", rank, "give_back", at, at + 0.3 + 0.1 * rank) for at in (50.0, 100.5, 110.5) for rank in (0, 1)
+        TimelineSpan("actor", rank, "offload", at, at + 0.3 + 0.1 * rank)
+        for at in (50.0, 100.5, 110.5)
+        for rank in (0, 1)
     ]
-    moves += [Span("rollout", 0, "take_back", at, at + 0.6) for at in (51.0, 101.0, 111.0)]
-    moves += [Span("rollout", 0, "give_back", at, at + 1.0) for at in (60.0, 106.0, 116.0)]
-    work = [Span("rollout", 0, "generate", at, at + 3.0) for at in (1.0, 101.6, 111.6)]
-    work += [Span("actor", 0, "update", at, at + 2.0) for at in (70.0, 107.0, 117.0)]
+    moves += [TimelineSpan("rollout", 0, "onload", at, at + 0.6) for at in (51.0, 101.0, 111.0)]
+    moves += [TimelineSpan("rollout", 0, "offload", at, at + 1.0) for at in (60.0, 106.0, 116.0)]
+    work = [TimelineSpan("rollout", 0, "generate", at, at + 3.0) for at in (1.0, 101.6, 111.6)]
+    work += [TimelineSpan("actor", 0, "update", at, at + 2.0) for at in (70.0, 107.0, 117.0)]
     samples = [
         DeviceSample(at, "node", 0, 50.0, memory, 400.0, 1000.0)
         for at, memory in ((2.0, 999), (102.0, 40), (105.0, 7), (107.5, 80), (118.0, 90), (119.5, 3))
     ]
     spans = sorted(served + moves + work, key=lambda span: span.begin)
-    return RunData("run", {"train": Phase(3, figures)}, spans=spans, samples=samples)
+    return RunData("run", {"train": Phase(3, by_metric)}, spans=spans, samples=samples)
 
 
 def test_phases_add_up_to_the_step_and_leave_the_first_out() -> None:
@@ -59,17 +61,17 @@ def test_phases_add_up_to_the_step_and_leave_the_first_out() -> None:
             "log-probs": 0.0,
             "training": 3.0 - 1.0,
             "weight transfer": 0.5,
-            "memory give-back": 1.4,
-            "memory take-back": 0.6,
+            "offload": 1.4,
+            "onload": 0.6,
             "everything else": 10.0 - 4.0 - 0.2 - 2.0 - 0.5 - 2.0,
         }
     )
     assert steps.device_throughput == 20.0 and steps.mfu is None
     assert steps.devices == {"device/power_mean_w": 550.0}
     assert steps.peak_bytes == {"rollout": 40, "training": 90, "everything else": 7}
-    told = step.figures(steps)
-    assert told["neither_rollout_nor_training"] == pytest.approx(0.4)
-    assert told["bound_tokens_per_s_per_device"] == pytest.approx(20.0 * 10 / 6)
+    stats = step.measurements(steps)
+    assert stats["neither_rollout_nor_training"] == pytest.approx(0.4)
+    assert stats["bound_tokens_per_s_per_device"] == pytest.approx(20.0 * 10 / 6)
     assert step.lines(steps)[0].split() == ["rollout", "4.000", "s", "40.0%"]
     assert step.lines(steps)[-1].split() == ["step", "10.000", "s", "100.0%"]
 
@@ -77,7 +79,7 @@ def test_phases_add_up_to_the_step_and_leave_the_first_out() -> None:
 def test_rates_are_over_the_time_of_all_steps() -> None:
     """Tokens in the seconds of all steps, where a mean of the steps' rates would be 30."""
     run = _run()
-    figures = run.phases["train"].series
+    by_metric = run.phases["train"].series
     steps = np.array([1.0, 2.0, 3.0])
     changed = {
         "train/step_time_ms": Series(steps, np.array([1e5, 10_000, 30_000])),
@@ -87,18 +89,18 @@ def test_rates_are_over_the_time_of_all_steps() -> None:
         "device/power_mean_w": Series(steps, np.array([1.0, 400.0, 600.0])),
         "device/energy_j": Series(steps, np.array([1.0, 4000.0, 18000.0])),
     }
-    found = step.measure(replace(run, phases={"train": Phase(3, {**figures, **changed})}), 1)
-    assert found.device_throughput == (50 * 10 + 10 * 30) / 40
-    assert found.mfu == pytest.approx((0.4 * 1 + 0.2 * 3) / 4)
-    assert found.devices == {"device/power_mean_w": 550.0, "device/energy_j": 11000.0}
+    measured = step.measure(replace(run, phases={"train": Phase(3, {**by_metric, **changed})}), 1)
+    assert measured.device_throughput == (50 * 10 + 10 * 30) / 40
+    assert measured.mfu == pytest.approx((0.4 * 1 + 0.2 * 3) / 4)
+    assert measured.devices == {"device/power_mean_w": 550.0, "device/energy_j": 11000.0}
 
 
 def test_rollout_during_training_counts_once() -> None:
     run = _run()
-    ahead = [Span("rollout", rank, "generate", 108.5 + rank, 112.0) for rank in (0, 1)]  # training ends at 109
+    ahead = [TimelineSpan("rollout", rank, "generate", 108.5 + rank, 112.0) for rank in (0, 1)]  # training ends at 109
     steps = step.measure(replace(run, spans=sorted([*run.spans, *ahead], key=lambda span: span.begin)), 1)
     assert steps.overlap == pytest.approx(0.5 / 2)
-    assert step.figures(steps)["neither_rollout_nor_training"] == pytest.approx(0.4 + 0.025)
+    assert step.measurements(steps)["neither_rollout_nor_training"] == pytest.approx(0.4 + 0.025)
     assert step.measure(run, 1).overlap == 0.0
 
 
@@ -123,8 +125,8 @@ def test_prompts_are_of_all_characters_that_the_tokenizer_knows() -> None:
     alphabet = step._alphabet(four)
     assert len(alphabet) == 95
     made = step.prompts(20, 1024, seed="a", alphabet=alphabet)
-    assert {len(each.prompt) for each in made} == {1024} and all(each.prompt.endswith("=") for each in made)
-    assert len(set("".join(each.prompt for each in made))) == 95
+    assert {len(example.prompt) for example in made} == {1024} and all(example.prompt.endswith("=") for example in made)
+    assert len(set("".join(example.prompt for example in made))) == 95
     # One that knows the characters of sums alone has sums.
     assert step._alphabet(load_recipe("launch/recipes/demo.yaml")) == ""
 

@@ -1,4 +1,4 @@
-"""What a stream of two real engines is measured by."""
+"""Measurements of a stream of two real engines."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def test_tokens_are_those_of_the_steps_that_are_measured() -> None:
     ]
     assert measured(records) == {"tokens_per_s": 50 * PROMPTS * SAMPLES / 2, "step_s": 1.0}
     shares = {"stream/trainer_wait_share": 0.25, "stream/engines_busy_share": 0.75}
-    figures = measured([records[0] | shares])
-    assert (figures["trainer_wait_share"], figures["engines_busy_share"]) == (0.25, 0.75)
+    stats = measured([records[0] | shares])
+    assert (stats["trainer_wait_share"], stats["engines_busy_share"]) == (0.25, 0.75)
     idle = {"stream/trainer_wait_share": 0.5, "stream/engines_busy_share": 0.25}
-    figures = measured([records[0] | shares, records[1] | idle])  # a quarter of the time, and three quarters
-    assert (figures["trainer_wait_share"], figures["engines_busy_share"]) == (0.4375, 0.375)
+    stats = measured([records[0] | shares, records[1] | idle])  # a quarter of the time, and three quarters
+    assert (stats["trainer_wait_share"], stats["engines_busy_share"]) == (0.4375, 0.375)
 
 
 def test_ratios_are_to_the_batch_call_of_the_same_turn() -> None:
-    found = {
+    by_mode = {
         BATCH: [{"tokens_per_s": 100.0, "step_s": 2.0}, {"tokens_per_s": 50.0, "step_s": 4.0}],
         "stream": [{"tokens_per_s": 150.0, "step_s": 1.5}, {"tokens_per_s": 100.0, "step_s": 2.0}],
     }
-    *_, batch, stream = table(found)
+    *_, batch, stream = table(by_mode)
     assert batch == f"| {BATCH} | 75 | 3.00 | 1.00 (1.00 to 1.00) |"
     assert stream == "| stream | 125 | 1.75 | 1.75 (1.50 to 2.00) |"

@@ -1,4 +1,4 @@
-"""What ways of rolling out on GPUs are measured by."""
+"""Measurements of rollout modes on GPUs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_every_way_is_a_recipe(way: str, tmp_path: Path) -> None:
 
 
 def test_the_length_of_a_prompt_says_how_long_its_responses_are(tmp_path: Path) -> None:
-    found = kinds("math", 3800)
-    assert len(found) == 16 and found[-1][1] == 3800
-    assert all(before < after for before, after in pairwise(tokens for _, tokens in found))
+    lengths = kinds("math", 3800)
+    assert len(lengths) == 16 and lengths[-1][1] == 3800
+    assert all(before < after for before, after in pairwise(tokens for _, tokens in lengths))
     path = tmp_path / "prompts.jsonl"
     write_prompts(path, 32)
     prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
-    assert [len(prompt) for prompt in prompts] == 2 * [characters for characters, _ in found]
+    assert [len(prompt) for prompt in prompts] == 2 * [characters for characters, _ in lengths]
     assert len(set(prompts)) == 32
 
 

@@ -1,4 +1,4 @@
-"""Which tiles are tried for experts, which are the best, and what is written of them."""
+"""Tiles that are tried for experts, the choice of the best, and the file that is written of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def test_a_ranks_experts() -> None:
 
 
 def test_tiles_fit_a_processor() -> None:
-    found = choices()
-    assert len({tuple(tiles.values()) for tiles in found}) == len(found) > 50
-    for tiles in found:
+    candidates = choices()
+    assert len({tuple(tiles.values()) for tiles in candidates}) == len(candidates) > 50
+    for tiles in candidates:
         rows = tiles["BLOCK_SIZE_M"] + tiles["BLOCK_SIZE_N"]
         assert 2 * tiles["num_stages"] * rows * tiles["BLOCK_SIZE_K"] <= 227 * 1024
     assert {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1} | {
         "num_warps": 8,
         "num_stages": 4,
-    } in found
+    } in candidates
 
 
 def test_the_best_of_both_products_have_one_block_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,14 +42,14 @@ def test_the_best_of_both_products_have_one_block_of_rows(tmp_path: Path, monkey
     def took(first: float, last: float) -> Times:
         return {"first": {1024: first, 5000: 1.0}, "last": {1024: last, 5000: 1.0}}
 
-    found: list[tuple[Tiles, Times]] = [(a, took(1.0, 5.0)), (b, took(4.0, 2.0)), (c, took(0.5, 4.0))]
-    found.append((now[1024], took(3.0, 3.0)))
-    found.append((now[max(now)], took(3.0, 3.0)))
-    table = {count: best(found, count) for count in (1024, 5000)}
+    measured: list[tuple[Tiles, Times]] = [(a, took(1.0, 5.0)), (b, took(4.0, 2.0)), (c, took(0.5, 4.0))]
+    measured.append((now[1024], took(3.0, 3.0)))
+    measured.append((now[max(now)], took(3.0, 3.0)))
+    table = {count: best(measured, count) for count in (1024, 5000)}
     write(tmp_path, SHAPES, table, now)
     assert table[1024] == (a, b), "c is the fastest first product, and has other rows than the fastest last one"
     before = nearest(now, 1028)
-    assert both(found, *table[1024], 1024) == 3.0 and both(found, before, before, 1024) == 6.0
+    assert both(measured, *table[1024], 1024) == 3.0 and both(measured, before, before, 1024) == 6.0
     [directory] = (tmp_path / "configs").iterdir()
     first, last = (
         json.loads((directory / f"E=32,N=768,device_name=NVIDIA_H200{ending}.json").read_text())

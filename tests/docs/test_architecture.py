@@ -18,7 +18,7 @@ PACKAGES = {path.name for top in ("hybridflow", "engine3d") for path in (ROOT / 
 
 
 def is_module(name: str) -> bool:
-    """Whether `package.module`, without or with `hybridflow` or `engine3d`, is one."""
+    """True if `package.module`, with or without `hybridflow` or `engine3d` before it, is a module."""
     path = name.replace(".", "/")
     tops = [ROOT, ROOT / "hybridflow", ROOT / "engine3d"]
     return any((top / f"{path}.py").is_file() or (top / path).is_dir() for top in tops)
@@ -32,12 +32,12 @@ def test_the_modules_of_a_package(packages: str, modules: str) -> None:
         assert any(is_module(f"{package}.{module}") for package in names), module
 
 
-def test_the_modules_on_the_way_of_a_sample_and_of_a_weight() -> None:
-    ways = PAGE.partition("## The way of one sample")[2]
-    named = re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`", ways)
-    found = {name for name in named if name.split(".")[0] in PACKAGES | {"hybridflow", "engine3d"}}
-    assert len(found) > 20
-    assert not {name for name in found if not is_module(name)}
+def test_the_modules_on_the_path_of_a_sample_and_of_a_weight() -> None:
+    paths = PAGE.partition("## Path of a sample")[2]
+    named = re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`", paths)
+    modules = {name for name in named if name.split(".")[0] in PACKAGES | {"hybridflow", "engine3d"}}
+    assert len(modules) > 20
+    assert not {name for name in modules if not is_module(name)}
 
 
 def test_every_package_is_in_a_table() -> None:
@@ -47,24 +47,25 @@ def test_every_package_is_in_a_table() -> None:
 
 def test_the_order_of_packages_is_the_one_that_is_held() -> None:
     levels = [[name for name in level.split(" | ") if name in PACKAGES] for level in ORDERS["hybridflow"].split(" > ")]
-    told = PAGE.partition("each other:\n\n")[2].partition("\n\n")[0].split("\n")
-    assert [line.strip() for line in told] == [*map(" | ".join, levels), "engine3d"]
+    quoted = PAGE.partition("each other:\n\n")[2].partition("\n\n")[0].split("\n")
+    assert [line.strip() for line in quoted] == [*map(" | ".join, levels), "engine3d"]
 
 
 def test_texts_of_the_picture_stay_inside_their_boxes() -> None:
     """Width in DejaVu Sans, which is wider than most fonts that a browser has."""
     picture = (ROOT / "docs/architecture.svg").read_text()
     boxes = [
-        tuple(map(float, each))
-        for each in re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)" height="(\d+)"', picture)
+        tuple(map(float, rectangle))
+        for rectangle in re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)" height="(\d+)"', picture)
     ]
     texts = re.findall(r'<text x="(\d+)" y="(\d+)" font-size="(\d+)"( font-weight)?[^>]*>([^<]+)<', picture)
     inside = 0
     for x, y, size, bold, text in texts:
         box = [
-            each
-            for each in boxes
-            if each[0] <= float(x) <= each[0] + each[2] and each[1] <= float(y) <= each[1] + each[3]
+            rectangle
+            for rectangle in boxes
+            if rectangle[0] <= float(x) <= rectangle[0] + rectangle[2]
+            and rectangle[1] <= float(y) <= rectangle[1] + rectangle[3]
         ]
         if box:
             font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")

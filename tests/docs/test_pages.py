@@ -1,4 +1,4 @@
-"""What pages quote is what is there, and their links lead to it."""
+"""Quotes on the pages equal the files they quote, and links lead to existing targets."""
 
 from __future__ import annotations
 

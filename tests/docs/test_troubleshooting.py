@@ -16,22 +16,22 @@ QUOTED = re.findall(r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_tex
 @cache
 def texts() -> list[str]:
     """Every text in the source, with a null character in place of what is put into it."""
-    found = []
+    literals = []
     for package in ("hybridflow", "engine3d"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
+                    literals.append(node.value)
                 elif isinstance(node, ast.JoinedStr):
-                    parts = (each.value if isinstance(each, ast.Constant) else "\0" for each in node.values)
-                    found.append("".join(map(str, parts)))
-    return found
+                    segments = (segment.value if isinstance(segment, ast.Constant) else "\0" for segment in node.values)
+                    literals.append("".join(map(str, segments)))
+    return literals
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_a_quoted_line_is_in_the_source(quoted: str) -> None:
-    pieces = [re.escape(piece) for piece in quoted.split("…") if piece.strip(" :;,.()")]
-    assert any(re.search(".*".join(pieces), text, re.DOTALL) for text in texts())
+    fragments = [re.escape(fragment) for fragment in quoted.split("…") if fragment.strip(" :;,.()")]
+    assert any(re.search(".*".join(fragments), text, re.DOTALL) for text in texts())
 
 
 def test_no_line_stands_there_twice() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from engine3d.durable import naming
 from engine3d.models.safetensors_files import ExportFiles, plan_export
-from hybridflow.cli.outcome import told
+from hybridflow.cli.outcome import system_error_text
 from hybridflow.rundir.atomic_files import AppendedFile, replace_file
 from hybridflow.rundir.sample_files import replacing
 
@@ -54,11 +54,11 @@ def export(path: Path) -> None:
 def test_a_write_that_fails_names_its_file(tmp_path: Path, write: Callable[[Path], None], name: str) -> None:
     with pytest.raises(OSError, match="File too large") as error, no_file_may_grow():
         write(tmp_path / name)
-    assert told(error.value) == f"{tmp_path / name}: File too large"
+    assert system_error_text(error.value) == f"{tmp_path / name}: File too large"
 
 
 def test_a_name_that_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as error, naming(tmp_path):
         (tmp_path / "none").read_text()
-    assert told(error.value) == f"{tmp_path}/none: No such file or directory"
-    assert told(OSError(24, "Too many open files")) == "the operating system: Too many open files"
+    assert system_error_text(error.value) == f"{tmp_path}/none: No such file or directory"
+    assert system_error_text(OSError(24, "Too many open files")) == "the operating system: Too many open files"

@@ -18,9 +18,9 @@ SHORT = "GPU out of memory: tried to allocate 20.00 MiB with 0 bytes of 79.25 Gi
 
 
 def test_who_holds_how_much() -> None:
-    told = f"during generate: torch.OutOfMemoryError: {BEGIN}{MINE}{END}; log: /tmp/engine.log"
+    message = f"during generate: torch.OutOfMemoryError: {BEGIN}{MINE}{END}; log: /tmp/engine.log"
     short = "this process has 78.00 GiB in use, 77.59 GiB in tensors here, 17.18 MiB reserved unused)"
-    assert in_short(told) == f"during generate: {SHORT}{short}; log: /tmp/engine.log"
+    assert in_short(message) == f"during generate: {SHORT}{short}; log: /tmp/engine.log"
 
 
 def test_figures_that_are_there_at_times() -> None:
@@ -34,9 +34,9 @@ def test_figures_that_are_there_at_times() -> None:
 
 
 def test_an_engine_that_does_not_get_its_memory_again() -> None:
-    told = "[torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=243"
-    assert in_short(told).startswith("GPU out of memory: others hold what the engine gave back")
-    assert "243" not in in_short(f"{told}; log: a") and in_short(f"{told}; log: a").endswith("; log: a")
+    message = "[torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=243"
+    assert in_short(message).startswith("GPU out of memory: others use memory that the engine released")
+    assert "243" not in in_short(f"{message}; log: a") and in_short(f"{message}; log: a").endswith("; log: a")
 
 
 def test_any_other_text_stays() -> None:

@@ -6,10 +6,16 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 from hybridflow.config.recipe import load_recipe
+from hybridflow.data.tokenizer import make_chat_tokenizer
+from hybridflow.environments.environment import Task
+from hybridflow.environments.episode import EpisodeStart, EpisodeTurn
+from hybridflow.environments.episode_host import EpisodeHost
+from hybridflow.environments.observation_tokens import ObservationTokens, observation_template
 from hybridflow.rewards.functions import RewardFunctions
 from tests.support.scripted_server import completion, serving
 from tests.support.warm import warm_python
@@ -59,11 +65,21 @@ def test_every_example_is_in_the_list() -> None:
             r"^own_algorithm.py:ALGORITHM: 1 steps? of 8 prompts[\s\S]*^train 1/1 ",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            [
+                *("-m", "hybridflow", "train", "{root}/launch/recipes/code.yaml", "warmup.steps=1"),
+                *("trainer.steps=1", "trainer.prompts_per_step=4", "evaluation.code.before_train=false"),
+                *("evaluation.code.prompts=4", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+            ],
+            r"^train 1/1 [\s\S]*^eval 1  code mean@4 ",
+            marks=[pytest.mark.long, pytest.mark.skipif(not which("bwrap"), reason="no bubblewrap")],
+        ),
     ],
-    ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics", "own_algorithm"],
+    ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics", "own_algorithm", "code"],
 )
 def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")  # where the recipe's path of its function starts
+    for name in ("examples", "launch"):  # where the recipes' paths of functions and data start
+        (tmp_path / name).symlink_to(ROOT / name)
     done = subprocess.run(
         [warm_python(), *(word.format(root=ROOT) for word in words)],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
@@ -80,8 +96,8 @@ def test_the_functions_of_the_example_with_a_judge_score(tmp_path: Path) -> None
         config = load_recipe(tmp_path / "judge.yaml").functions["reward"]
         with RewardFunctions(config) as rewards:
             result = rewards.evaluate(["42", "24"], ["12+30=", "12+30="], ["42", "42"])
-        asked = {each.content["messages"][0]["content"] for each in server.asked}
-    assert {text.partition("How near")[0] for text in asked} == {
+        prompts = {request.content["messages"][0]["content"] for request in server.requests}
+    assert {prompt.partition("How near")[0] for prompt in prompts} == {
         f"Problem: 12+30=\nRight answer: 42\nResponse: {response}\n" for response in ("42", "24")
     }
     assert result.total.tolist() == [1 + 0.5 * 0.5, 0.5 * 0.5]
@@ -110,7 +126,35 @@ def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
     logged = [json.loads(line) for line in (tmp_path / "runs/judge/metrics.jsonl").read_text().splitlines()]
     [step] = [line for line in logged if "reward/quality/mean" in line]
     assert step["reward/quality/mean"] == 0.5 and step["reward/quality/failed"] == 0
-    asked, hits = step["reward/quality/requests"] - step["reward/quality/retries"], step["reward/quality/cache_hits"]
-    assert asked > 0 and step["reward/quality/input_tokens"] == 40 * asked and step["reward/quality/latency_s_p95"] > 0
-    assert step["reward/quality/cost"] == pytest.approx(asked * (40 * 0.1 + 6 * 0.4) / 1e6)
-    assert asked + hits == round(asked + hits) and (asked + hits) % 8 == 0  # one of both for each sample
+    scored, hits = step["reward/quality/requests"] - step["reward/quality/retries"], step["reward/quality/cache_hits"]
+    assert (
+        scored > 0 and step["reward/quality/input_tokens"] == 40 * scored and step["reward/quality/latency_s_p95"] > 0
+    )
+    assert step["reward/quality/cost"] == pytest.approx(scored * (40 * 0.1 + 6 * 0.4) / 1e6)
+    assert scored + hits == round(scored + hits) and (scored + hits) % 8 == 0  # one of both for each sample
+
+
+def test_the_environment_of_the_example_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/environments.md").read_text()
+    assert (ROOT / "examples/own_environment.py").read_text().partition("\n\n")[2] in page
+    monkeypatch.chdir(ROOT)
+    recipe = load_recipe(ROOT / "examples/own_environment.yaml")
+    assert recipe.environment is not None and recipe.data.files is not None
+    tokenizer = make_chat_tokenizer(tmp_path)
+    template = observation_template(recipe.environment, recipe.data.files.chat, tokenizer)
+    host = EpisodeHost(recipe.environment, ObservationTokens(tokenizer, template, recipe.environment.role))
+    try:
+        host.start()
+        host.send([EpisodeStart(0, Task("1-7"))])
+        assert host.take_answers(60)[0].tokens == []
+        rewards, tokens = [], 0
+        for guess in ("3", "1", "1"):
+            turn = tokenizer.encode(f"{guess}<|end|>")
+            host.send([EpisodeTurn(0, turn, complete=True)])
+            (answer,) = host.take_answers(60)
+            rewards.append(answer.reward)
+            tokens += len(turn) + (0 if answer.done else len(answer.tokens))
+        assert rewards == [1.0, 0.0, 1.0] and answer.done
+        assert tokens <= recipe.rollout.sampling.max_new_tokens
+    finally:
+        host.close()

@@ -1,7 +1,7 @@
 """Two steps of the recipe of every algorithm, on roles that are started once, and all figures of them; then the same
 steps once more from their stored samples (`replayed_steps`).
 
-    python -m tests.integration.algorithm_steps OUTPUT [CASE ...]
+    python -m tests.integration.algorithm_steps OUTPUT CASE ...
 
 Starting models and engines takes most of the time of a short run. Here one actor, one engine and every model that any
 algorithm asks for are started; then each case has a trainer of its own over those that it needs, which begins with the
@@ -15,11 +15,14 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.algorithms.base import Experience
+from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole
 from hybridflow.config.yaml_loader import build_settings, read_with_bases
@@ -29,9 +32,10 @@ from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.trainer.event_log import EventLog
 from hybridflow.trainer.role_startup import wait_for
+from hybridflow.trainer.run import start_trainer
 from hybridflow.trainer.run_setup import open_run, prepare
 from hybridflow.trainer.sample_store import SampleStore
-from hybridflow.trainer.trainer import Trainer, start_trainer
+from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.weight_sync import NoEngines
 from tests.integration.own_loop import OF_THE_RUN
 from tests.integration.reference_runs import ROOT, merged, run_figures, run_module
@@ -41,7 +45,7 @@ STEPS = 2
 RECIPES = ROOT / "launch/recipes"
 
 _GIVEN: dict[str, Any] = {"rollout": None, "reward": None, "placement": {"rollout": None}}
-"""Of a case whose data have the responses."""
+"""Settings of a case whose data have the responses."""
 
 CASES: dict[str, dict[str, Any]] = {
     "distillation": {"base": "algorithms/distillation"},
@@ -138,6 +142,9 @@ CASES: dict[str, dict[str, Any]] = {
     "kto": {"base": "algorithms/kto", **_GIVEN, "algorithm": {"desirable_weight": 1.3}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
+RECIPE_CASES = tuple(name for name in CASES if name in ALGORITHMS and name != "grpo")
+"""One case of each algorithm; that of GRPO is among the variants, which are compared with it."""
+VARIANT_CASES = tuple(name for name in CASES if name not in RECIPE_CASES)
 
 _ONE_RANK = {"train": {"layout": {"ep": 1}}}
 _COMMON: dict[str, Any] = {
@@ -151,7 +158,7 @@ _COMMON: dict[str, Any] = {
     "evaluation": {"eval": {"prompts": 8}},
     "placement": {"actor": "cpu:0", "rollout": "cpu:1"},
 }
-"""Of every case."""
+"""Settings of every case."""
 _CRITICS = ("critic", "cost_critic")
 TEACHER = "teacher-model"
 ROLES = "roles"
@@ -173,26 +180,36 @@ def recorded_as(case: str) -> str:
     return f"steps/{case}"
 
 
-def run_cases_apart(directory: Path, *cases: str) -> dict[str, Any]:
-    """`run_cases` in a process of its own; all cases if none is named.
+@dataclass(frozen=True)
+class SteppedCases:
+    """Values of cases by their names, and the directory with that of each."""
+
+    directory: Path
+    values: dict[str, Any]
+
+
+def run_cases_apart(directory: Path, *cases: str) -> SteppedCases:
+    """`run_cases` in a process of its own.
 
     Raises:
         AssertionError: it failed.
     """
-    output = directory / "found.json"
+    output = directory / "stepped.json"
     run_module("tests.integration.algorithm_steps", str(output), *cases)
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
+    return SteppedCases(directory, json.loads(output.read_text()))
 
 
 def recipe_of(case: str, directory: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All that a case's recipe says."""
-    own = {key: value for key, value in settings.items() if key != "base"}
+    overrides = {key: value for key, value in settings.items() if key != "base"}
     said, _ = read_with_bases(RECIPES / f"{settings['base']}.yaml")
     of_others: dict[str, Any] = {role: _ONE_RANK for role in _CRITICS if role in said}
     if "teacher" in said or case == ROLES:
         of_others["teacher"] = {"path": str(directory / TEACHER), "train": {"layout": {"tp": 1}, "dtype": "float32"}}
-    return merged(merged(merged(said, _COMMON), of_others | _FEW), own) | {"name": case, "run_dir": str(directory)}
+    return merged(merged(merged(said, _COMMON), of_others | _FEW), overrides) | {
+        "name": case,
+        "run_dir": str(directory),
+    }
 
 
 def make_teacher(directory: Path) -> None:
@@ -207,46 +224,41 @@ def run_cases(directory: Path, cases: Sequence[str]) -> dict[str, Any]:
     """Step every case; what each found, by its name."""
     make_teacher(directory)
     started = build_settings(EveryRole, recipe_of(ROLES, directory, CASES["safe_rlhf"]), {}, ROLES)
-    found = {}
+    by_case = {}
     with open_run(started) as opened, start_trainer(opened) as first:
         wait_for(first.roles, *first.roles.starting)
         version = 0
         for case in cases:
             recipe = build_settings(Recipe, recipe_of(case, directory, CASES[case]), {}, case)
-            with (
-                Metrics(recipe.metrics, directory / case) as sinks,
-                SampleStore(recipe.samples, directory / case / SAMPLE_STORE, 0) as samples,
-                EventLog(directory / case / EVENTS, None) as events,
-            ):
-                trainer = trainer_of(recipe, first, sinks, samples, events)
-                trainer.version = version
+            with trainer_of(recipe, first, version) as trainer:
                 columns = step_case(trainer)
                 version = trainer.version
+            trainer.source.close()
             trainer.roles.actor.export(directory / case / "model").result()
-            found[case] = {"columns": columns, **without_versions(run_figures(directory / case))}
+            by_case[case] = {"columns": columns, **without_versions(run_figures(directory / case))}
             (directory / case / REPLAYED).write_text(json.dumps(replayed(trainer, directory / case, STEPS)))
             print(case, flush=True)
-    return found
+    return by_case
 
 
-def without_versions(figures: dict[str, Any]) -> dict[str, Any]:
+def without_versions(values: dict[str, Any]) -> dict[str, Any]:
     """Without those of the weights, which go on from case to case."""
-    samples = [{name: value for name, value in each.items() if name != "version"} for each in figures["samples"]]
-    return figures | {"samples": samples}
+    samples = [{name: value for name, value in sample.items() if name != "version"} for sample in values["samples"]]
+    return values | {"samples": samples}
 
 
 def step_case(trainer: Trainer) -> list[dict[str, Any]]:
     """The columns of each step's experience."""
     begin_anew(trainer)
-    found = []
+    by_step = []
     for number in range(1, STEPS + 1):
         step = trainer.next_step(number)
         experience = trainer.algorithm.make_experience(step)
         step.wait_for_columns()
         columns = experience.batch.fetch().columns()
         trainer.learn(step, functools.partial(_same, experience))
-        found.append({name: column.tolist() for name, column in columns.items() if name not in _OF_THE_RUN})
-    return found
+        by_step.append({name: column.tolist() for name, column in columns.items() if name not in _OF_THE_RUN})
+    return by_step
 
 
 _OF_THE_RUN = OF_THE_RUN | {"policy_versions"}
@@ -262,26 +274,48 @@ def begin_anew(trainer: Trainer) -> None:
     trainer.begin()
 
 
-def trainer_of(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStore, events: EventLog) -> Trainer:
-    """Of a case, over those of the roles that it needs."""
-    roles, wanted = first.roles, recipe.models
+@contextmanager
+def trainer_of(recipe: Recipe, first: Trainer, version: int) -> Iterator[Trainer]:
+    """The trainer of a case over the roles that it needs, with metrics, samples and events in the case's directory.
+
+    Args:
+        recipe: of the case.
+        first: the trainer of all roles.
+        version: of the weights that the engines have.
+    """
+    with (
+        Metrics(recipe.metrics, recipe.directory) as sinks,
+        SampleStore(recipe.samples, recipe.directory / SAMPLE_STORE, 0) as samples,
+        EventLog(recipe.directory / EVENTS, None) as events,
+    ):
+        trainer = _trainer(recipe, first, sinks, samples, events)
+        trainer.version = version
+        yield trainer
+
+
+def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStore, events: EventLog) -> Trainer:
+    roles, models = first.roles, recipe.models
     roles = dataclasses.replace(
         roles,
-        reference=roles.reference if "reference" in wanted else None,
-        teacher=roles.teacher if "teacher" in wanted else None,
-        scalar={role: group for role, group in roles.scalar.items() if role in wanted},
+        reference=roles.reference if "reference" in models else None,
+        teacher=roles.teacher if "teacher" in models else None,
+        scalar={role: group for role, group in roles.scalar.items() if role in models},
         functions={what: group for what, group in roles.functions.items() if what in recipe.functions},
         trained=recipe.trained_roles,
     )
-    facts, weights = first.facts, first.weights
+    setup, weights = first.setup, first.weights
     if not recipe.algorithm.needs_engines:
-        encoded = encode(recipe, facts.tokenizer, prompt_limit(recipe))
-        facts = dataclasses.replace(facts, train=encoded.train, sets=encode_sets(recipe, facts.tokenizer))
+        encoded = encode(
+            recipe,
+            setup.tokenizer,
+            prompt_limit(recipe.rollout, recipe.model, given=True),
+        )
+        setup = dataclasses.replace(setup, train=encoded.train, sets=encode_sets(recipe, setup.tokenizer))
         weights = NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
     return Trainer(
         recipe,
-        facts,
+        setup,
         roles,
         weights,
         sinks,
@@ -296,7 +330,7 @@ def trainer_of(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleSt
 
 def main(output: str, *cases: str) -> None:
     path = Path(output)
-    path.write_text(json.dumps(run_cases(path.parent, cases or tuple(CASES))))
+    path.write_text(json.dumps(run_cases(path.parent, cases)))
 
 
 if __name__ == "__main__":

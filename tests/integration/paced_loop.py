@@ -16,13 +16,13 @@ STEPS = 6
 
 
 def main(recipe: str, output: str, seconds: str) -> None:
-    figures = []
+    steps = []
     with PPOTrainer(PPOConfig(recipe=Path(recipe))) as trainer:
         for _ in range(STEPS):
             rollout = trainer.rollout()
             time.sleep(float(seconds))
-            figures.append(trainer.update(rollout))
-    Path(output).write_text(json.dumps(figures))
+            steps.append(trainer.update(rollout))
+    Path(output).write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":

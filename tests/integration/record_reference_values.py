@@ -34,7 +34,7 @@ def main() -> int:
         parser.error(f"{', '.join(sorted(unknown))}: no such case, expected {', '.join(names)}")
     if arguments.demo:
         return _compare_demo()
-    return max(_record(name, found, replace=arguments.replace) for name, found in _runs(arguments.cases or names))
+    return max(_record(name, values, replace=arguments.replace) for name, values in _runs(arguments.cases or names))
 
 
 def _runs(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -45,20 +45,20 @@ def _runs(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, run_case(name, Path(directory))
     if stepped := [case for case in STEPPED if recorded_as(case) in names]:
         with tempfile.TemporaryDirectory() as directory:
-            for case, found in run_cases_apart(Path(directory), *stepped).items():
-                yield recorded_as(case), found
+            for case, values in run_cases_apart(Path(directory), *stepped).values.items():
+                yield recorded_as(case), values
 
 
-def _record(name: str, found: dict[str, Any], *, replace: bool) -> int:
+def _record(name: str, values: dict[str, Any], *, replace: bool) -> int:
     is_recorded = (VALUES / f"{name}.json").exists()
-    lines = differences(found, stored(name)["values"]) if is_recorded else []
+    lines = differences(values, stored(name)["values"]) if is_recorded else []
     if lines and not replace:
         print(f"{name}: {len(lines)} values differ; --replace overwrites them", *lines, sep="\n", flush=True)
         return 1
     if is_recorded and not lines and not replace:
         print(f"{name}: the same", flush=True)
         return 0
-    store(name, found)
+    store(name, values)
     print(f"{name}: recorded", flush=True)
     return 0
 

@@ -10,14 +10,37 @@ from typing import Any
 from hybridflow.config.replay_recipe import ReplayRecipe
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.rundir.sample_files import sample_file
-from hybridflow.trainer.replaying.comparison import TOLERANCES, compare_figures
+from hybridflow.trainer.replaying.comparison import TOLERANCES, compare_metrics
 from hybridflow.trainer.replaying.replay import ReplayedRun
-from hybridflow.trainer.replaying.stored_step import StepFacts, StoredStep, all_learned
+from hybridflow.trainer.replaying.stored_step import StepMetadata, StoredStep, all_learned
 from hybridflow.trainer.trainer import Trainer
 from tests.support.runs import records
 
 REPLAYED = "replayed.json"
-"""In the directory of a case: what differs in its replay."""
+"""File in the directory of a case: differences of its replay."""
+_NOT_MADE_AGAIN = {
+    "dapo": {"rollout", "reward", "sampling"},
+    "dapo-overlong": {"rollout", "reward", "sampling"},
+    "rloo-dynamic": {"rollout", "reward", "sampling"},
+    "pf_ppo": {"rollout", "reward", "sampling", "replay"},
+    "dpo-group": {"rollout", "reward", "preference"},
+}
+"""Groups of metrics of samples that were drawn and not learned from, by case."""
+
+
+def expect_replayed(case: Path) -> None:
+    """Check that the replay of a case, by its directory, has differed in nothing.
+
+    Raises:
+        AssertionError: it has.
+    """
+    replay = json.loads((case / REPLAYED).read_text())
+    assert replay["differing"] == []
+    assert any(step["compared"] for step in replay["steps"])
+    for step in replay["steps"]:
+        assert step["weights"] and step["differing"] == []
+        not_made = {metric for metric in step["not_made"] if not metric.endswith(("/failed", "/dropped"))}
+        assert {metric.partition("/")[0] for metric in not_made} <= _NOT_MADE_AGAIN.get(case.name, set())
 
 
 def initial_models(trainer: Trainer) -> None:
@@ -25,7 +48,7 @@ def initial_models(trainer: Trainer) -> None:
     roles, recipe = trainer.roles, trainer.recipe
     for role, group in {"actor": roles.actor, **roles.models}.items():
         if role != "teacher":
-            group.load(trainer.facts.model_directory).result()
+            group.load(trainer.setup.model_directory).result()
         if role in roles.trained:
             group.reset_optimizer(recipe.train_config(role).optimizer).result()
 
@@ -40,32 +63,32 @@ def replayed(trainer: Trainer, run: Path, steps: int) -> dict[str, Any]:
     recipe, last = ReplayRecipe.of(trainer.recipe), _digests(trainer)
     models = {role: group for role, group in trainer.roles.scalar.items() if role in recipe.models}
     roles = dataclasses.replace(trainer.roles, rollout=None, functions={}, scalar=models)
-    again = ReplayedRun(recipe, trainer.facts, roles, trainer.phases)
+    again = ReplayedRun(recipe, trainer.setup, roles, trainer.phases)
     weights = [event for event in _events(run) if event["event"] == "weights"]
     initial_models(trainer)
-    found: dict[str, Any] = {"steps": []}
+    replay: dict[str, Any] = {"steps": []}
     version, ran = weights[0]["version"], records(run, "train")
     for number in range(1, steps + 1):
         step = again.step(number, version + number)
         path = sample_file(run / SAMPLE_STORE, number)
         compared = None
         if path.exists():
-            facts = StepFacts.read(path)
-            assert (facts.step, facts.version) == (number, version + number)
+            metadata = StepMetadata.read(path)
+            assert (metadata.step, metadata.version) == (number, version + number)
             stored = StoredStep.read(path, keeps_samples=recipe.algorithm.kept_samples > 0)
-            step.make_again(stored, all_learned=all_learned(recipe, facts))
-            compared = compare_figures(ran[number - 1], step.values, TOLERANCES["float32"], same_layout=True)
+            step.make_again(stored, all_learned=all_learned(recipe.algorithm, recipe.samples_per_step, metadata))
+            compared = compare_metrics(ran[number - 1], step.values, TOLERANCES["float32"], same_layout=True)
         digests = roles.actor.weights_digest().result()
-        found["steps"].append(
+        replay["steps"].append(
             {
                 "compared": compared is not None and compared.compared,
-                "differing": [] if compared is None else [list(each) for each in compared.differing],
+                "differing": [] if compared is None else [list(difference) for difference in compared.differing],
                 "not_made": [] if compared is None else list(compared.not_made),
                 "weights": digests == weights[number]["digests"],
             }
         )
-    found["differing"] = [role for role, digests in _digests(trainer).items() if digests != last[role]]
-    return found
+    replay["differing"] = [role for role, digests in _digests(trainer).items() if digests != last[role]]
+    return replay
 
 
 def _digests(trainer: Trainer) -> dict[str, list[str]]:

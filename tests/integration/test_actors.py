@@ -92,9 +92,9 @@ def test_nothing_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
 def _left(directory: Path) -> list[int]:
     """Processes that name the run's directory on their command line."""
     return [
-        each.pid
-        for each in psutil.process_iter(["cmdline"])
-        if any(str(directory) in word for word in each.info["cmdline"] or ())
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(directory) in word for word in process.info["cmdline"] or ())
     ]
 
 

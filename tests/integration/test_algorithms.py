@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine3d.models import initialise_random, model_spec
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import settings_yaml
+from hybridflow.metrics.expert_loads import read_expert_loads
 from hybridflow.report.page import render
 from hybridflow.report.run_data import read_run
 from hybridflow.rundir.file_names import TIMELINE
@@ -62,10 +63,10 @@ def spans(directory: Path) -> list[tuple[str, str, float, float]]:
 
 def overlapping(directory: Path, methods: set[str]) -> list[tuple[str, str]]:
     """The pairs of roles that were at these methods at the same time."""
-    found = [span for span in spans(directory) if span[1] in methods]
+    calls = [span for span in spans(directory) if span[1] in methods]
     return [
         (one[0], other[0])
-        for one, other in itertools.combinations(found, 2)
+        for one, other in itertools.combinations(calls, 2)
         if one[0] != other[0] and one[2] < other[3] and other[2] < one[3]
     ]
 
@@ -77,7 +78,7 @@ COMPUTES = {"generate", "logprobs", "values", "score", "update", "update_values"
 @pytest.mark.release
 def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
     """Bit for bit, where the layouts of each role are equal; roles that share devices take turns."""
-    found = {}
+    by_placement = {}
     (tmp_path / "slow.py").write_text(LENGTH)
     reward = f"reward.functions=[{{name: length, path: '{tmp_path}/slow.py:score'}}]"
     for name, pools in PLACEMENTS.items():
@@ -86,7 +87,7 @@ def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
             recipe, tmp_path, *pools, *ONE_RANK, *FEW, *GUARDED, *TRACES[name], reward, "trainer.prompts_per_step=64"
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        found[name] = records(tmp_path / "small", "sft", "train", "eval")
+        by_placement[name] = records(tmp_path / "small", "sft", "train", "eval")
         assert "updates would have begun past algorithm.kl_guard=1e-12 and were skipped" in done.stderr
         if name == "colocate":
             assert not overlapping(tmp_path / "small", COMPUTES - {"score"})  # functions compute on no device
@@ -97,9 +98,9 @@ def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
         (tmp_path / "small").rename(tmp_path / name)
     traces = ["step-1-critic.json.gz", "step-3-actor.json.gz", "step-3-critic.json.gz"]  # the actor learns from step 2
     assert sorted(path.name for path in tmp_path.glob("*/profile/*")) == traces
-    same = [[_timeless(record) for record in one] for one in found.values()]
+    same = [[_timeless(record) for record in one] for one in by_placement.values()]
     assert same[0] == same[1] == same[2]
-    first, second, third = (record for record in found["split"] if record["phase"] == "train")
+    first, second, third = (record for record in by_placement["split"] if record["phase"] == "train")
     assert "train/loss" not in first  # only the critic learns
     assert first["critic/skipped_updates"] == 0
     for step in (second, third):  # of four updates the first starts from the policy that the guard compares with
@@ -123,6 +124,18 @@ def a_scorer(directory: Path) -> Path:
     head = {"score.weight": 0.3 * torch.randn(1, config["hidden_size"], generator=torch.Generator().manual_seed(4))}
     save_file(load_file(path) | head, path, metadata={"format": "pt"})
     return directory
+
+
+def _expect_expert_loads(run: Path, steps: list[dict[str, Any]]) -> None:
+    """Check that the matrices of a run's file agree with the metrics of its steps."""
+    kept = read_expert_loads(run / "expert_loads.jsonl")
+    assert [record.step for record in kept] == [step["step"] for step in steps]
+    for step, record in zip(steps, kept, strict=True):
+        assert list(record.models) == [*(["actor"] if step["step"] > 1 else []), "critic", "cost_critic"]
+        for role, model in record.models.items():
+            group = "train" if role == "actor" else role
+            assert model.dead.sum() == step[f"{group}/dead_experts"]
+            assert model.entropies.mean() == pytest.approx(step[f"{group}/expert_load_entropy"], rel=1e-3)
 
 
 @pytest.mark.long
@@ -163,6 +176,7 @@ def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -
         assert all(step[f"{model}/expert_load_max"] > 1 for model in learning)
         assert step["step"] == 1 or (step["train/router_z_loss"] > 0 and step["train/update_balance_loss"] > 0.9)
         assert step["cost_critic/return_mean"] != pytest.approx(step["critic/return_mean"])
+    _expect_expert_loads(tmp_path / "small", steps)
     stored = pq.read_table(tmp_path / "small" / "samples").to_pandas()
     assert stored["step"].value_counts().to_dict() == {1: 16, 2: 16, 3: 16}
     given = stored["reward/arithmetic"] + 0.5 * stored["reward/model"]
@@ -212,8 +226,8 @@ def test_models_alone_reward_and_cost(tmp_path: Path) -> None:
     for evaluation in evaluations:
         assert evaluation["eval/prompts"] == 16 and evaluation["eval/training_prompts"] == 0
         assert "eval/mean@1" in evaluation and "eval/maj@1" not in evaluation
-    figures = [[evaluation[f"eval/score_mean{end}"] for end in ("", "_low", "_high")] for evaluation in evaluations]
-    values = " -> ".join(f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in figures)
+    scores = [[evaluation[f"eval/score_mean{end}"] for end in ("", "_low", "_high")] for evaluation in evaluations]
+    values = " -> ".join(f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in scores)
     last = f"mean reward model score of 16 held-out prompts: {values}, step 0 -> step 1"
     assert last in done.stdout.splitlines()
     assert "Mean score of held-out prompts by the reward model" in render(read_run(tmp_path / "small"))
@@ -273,9 +287,9 @@ def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         said[name] = done.stdout.splitlines()
-    run, loop = ([_timeless(each) for each in records(tmp_path / name, "sft", "train")] for name in ("run", "loop"))
+    run, loop = ([_timeless(record) for record in records(tmp_path / name, "sft", "train")] for name in ("run", "loop"))
     assert run == loop[: len(run)]
-    assert [each["cost/multiplier"] for each in run if each["phase"] == "train"][1] != 1
+    assert [record["cost/multiplier"] for record in run if record["phase"] == "train"][1] != 1
     weights = [
         load_file(path) for path in (tmp_path / "run/model", tmp_path / "exported") for path in path.glob("*.s*")
     ]
@@ -296,27 +310,27 @@ def test_a_reward_model_scores_an_evaluation_beside_a_step_once_the_models_have_
         *("placement={actor: cpu:0, rollout: cpu:2}", *ONE_RANK, *FEW, "trainer.steps=2", "evaluation.eval.interval=1"),
         *("cost_critic.train.layout.ep=1", "reward=null", f"reward_model={{path: {scorer}, weight: 0.5}}"),
     ]
-    found = {}
+    by_mode = {}
     for name, setting in (("waiting", "false"), ("beside", "true")):
-        recipe, own = str(RECIPES / "safe_rlhf.yaml"), (f"name={name}", f"trainer.async_evaluation={setting}")
-        done = run_recipe(recipe, tmp_path, *overrides, *own)
+        recipe, settings = str(RECIPES / "safe_rlhf.yaml"), (f"name={name}", f"trainer.async_evaluation={setting}")
+        done = run_recipe(recipe, tmp_path, *overrides, *settings)
         assert done.returncode == 0, done.stderr[-3000:]
-        found[name] = [
+        by_mode[name] = [
             {figure: value for figure, value in record.items() if not figure.endswith(("_ms", "_per_sec", "mfu"))}
-            for record in sorted(records(tmp_path / name, "train", "eval"), key=lambda each: each["phase"])
+            for record in sorted(records(tmp_path / name, "train", "eval"), key=lambda measured: measured["phase"])
         ]
-        for record in found[name]:
-            for figure in [each for each in record if each.startswith(("memory/", "samples/"))]:
+        for record in by_mode[name]:
+            for figure in [name for name in record if name.startswith(("memory/", "samples/"))]:
                 del record[figure]
-    assert found["waiting"] == found["beside"]
-    assert [record["step"] for record in found["beside"] if "eval/score_mean" in record] == [0, 1, 2]
+    assert by_mode["waiting"] == by_mode["beside"]
+    assert [record["step"] for record in by_mode["beside"] if "eval/score_mean" in record] == [0, 1, 2]
     calls = spans(tmp_path / "beside")
     ends = sorted(end for role, method, _, end in calls if (role, method) == ("rollout", "commit_weights"))
     for begin, end in itertools.pairwise(ends):
-        within = [each for each in calls if begin < each[2] < end]
-        learned = max(each[3] for each in within if each[1] in ("update", "update_values"))
+        within = [call for call in calls if begin < call[2] < end]
+        learned = max(call[3] for call in within if call[1] in ("update", "update_values"))
         generated, scored = (
-            [each for each in within if each[:2] == call]
+            [span for span in within if span[:2] == call]
             for call in (("rollout", "generate"), ("reward_model", "score"))
         )
         assert len(generated) == len(scored) == 2

@@ -55,15 +55,15 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     """Two runs and a graph, one after another, as one script; nothing is left of them."""
     from hybridflow.config.initial_model import create_model
 
-    create_model(load_recipe(DEMO), tmp_path / "my-model", seed=0)
+    create_model(load_recipe(DEMO).model, tmp_path / "my-model", seed=0)
     blocks = page()
     own_loop = next(index for index, block in enumerate(blocks) if "with PPOTrainer(" in block)
     kept = "rollouts = rollouts.replace("
     assert kept in blocks[own_loop]
     blocks[own_loop] = blocks[own_loop].replace(kept, f"rollouts_of_1 = rollouts; {kept}")
     script = tmp_path / "page.py"
-    parts = [*blocks[:own_loop], PROBE, blocks[own_loop], CHECKS, *blocks[own_loop + 1 :], MODULES]
-    script.write_text("\n".join(parts))
+    sections = [*blocks[:own_loop], PROBE, blocks[own_loop], CHECKS, *blocks[own_loop + 1 :], MODULES]
+    script.write_text("\n".join(sections))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_API_MARK": str(tmp_path)}
     done = subprocess.run(
         [warm_python(), str(script)],
@@ -83,11 +83,11 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
 
 def left_over(mark: Path) -> list[int]:
     """Living processes of the script."""
-    found = []
+    leftovers = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("TEST_API_MARK") == str(mark) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                leftovers.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return leftovers

@@ -44,15 +44,15 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="module")
-def whole(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_directory(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     commands.call("tests.support.bad_input.place:make", str(directory))
     return directory
 
 
 @pytest.fixture
-def at(commands: Commands, whole: Path, tmp_path: Path) -> Place:
-    return Place(tmp_path, whole, commands)
+def at(commands: Commands, model_directory: Path, tmp_path: Path) -> Place:
+    return Place(tmp_path, model_directory, commands)
 
 
 @pytest.mark.processes
@@ -120,7 +120,7 @@ def test_a_run_goes_on_without_standard_output_or_home_and_ends_without_its_dire
     assert first == (
         "hybridflow: standard output cannot be written: No space left on device; the run continues without it"
     )
-    removed = f"hybridflow: run directory {tmp_path}/small was removed or replaced while the run went on"
+    removed = f"hybridflow: run directory {tmp_path}/small was removed or replaced during the run"
     assert any(line.startswith(removed) for line in others)  # the timeline has no place either
 
 

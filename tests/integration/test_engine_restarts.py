@@ -49,7 +49,7 @@ def test_a_run_goes_on_while_an_engine_is_started_again(engines: int, more: list
     run = KilledRun(tmp_path / "run", recipe, interpreter=warm_python())
     outcome = run.run(Kill("engine", "rollout", 2, 0.0), limit_s=300.0)
     assert outcome.killed and outcome.exit_code == 0 and not outcome.left_over, run.output
-    assert "is lost and is started again, the others go on: " in run.output
+    assert "is lost and is started again, the others continue: " in run.output
     assert "serves again, weights version " in run.output
 
     train = records(run.run_directory, "train")
@@ -57,10 +57,10 @@ def test_a_run_goes_on_while_an_engine_is_started_again(engines: int, more: list
     assert sum(record["stream/lost_engines"] for record in train) == 1
     assert len(records(run.run_directory, "eval")) == 3
     events = _events(run)
-    (lost,) = [each for each in events if each["event"] == "lost_engine"]
+    (lost,) = [event for event in events if event["event"] == "lost_engine"]
     at = events.index(lost)
-    back = next(each for each in events[at:] if each["event"] == "serves" and lost["engine"] in each["engines"])
-    sent = [(each["version"], each["engines"]) for each in events[events.index(back) :] if each["event"] == "sent"]
+    back = next(event for event in events[at:] if event["event"] == "serves" and lost["engine"] in event["engines"])
+    sent = [(event["version"], event["engines"]) for event in events[events.index(back) :] if event["event"] == "sent"]
     assert any(lost["engine"] in to for _, to in sent)
     assert all(version >= back["version"] for version, to in sent if lost["engine"] in to)
 
@@ -77,8 +77,8 @@ def test_a_run_goes_on_while_an_engine_is_started_again(engines: int, more: list
     ("settings", "line"),
     [
         (
-            ["rollout.lend=true", "placement.rollout=cpu:1-2"],
-            r"lend=true with rollout\.stream\.engine_restarts=1, which",
+            ["rollout.lease=true", "placement.rollout=cpu:1-2"],
+            r"lease=true with rollout\.stream\.engine_restarts=1, which",
         ),
         (["rollout.stream.engine_restarts=-1"], r"engine_restarts"),
     ],

@@ -42,8 +42,8 @@ def test_with_rollout_one_step_ahead_results_are_those_of_waiting_evaluations(tm
     runs = waiting, beside = a_run(tmp_path / "waiting", ahead), a_run(tmp_path / "beside", ahead, BESIDE)
     for run in runs:
         assert run.run().exit_code == 0, run.output
-    found = [sorted(run.records(), key=lambda record: (record["phase"], record["step"])) for run in runs]
-    assert found[0] == found[1] and beside.model() == waiting.model()
+    results = [sorted(run.records(), key=lambda record: (record["phase"], record["step"])) for run in runs]
+    assert results[0] == results[1] and beside.model() == waiting.model()
     events = [(run.run_directory / "events.jsonl").read_text() for run in runs]
     assert events[0] == events[1]
     states = [json.loads((run.run_directory / "checkpoints/step-00000003/driver.json").read_text()) for run in runs]

@@ -28,16 +28,21 @@ def test_a_recipe_of_files_runs(
 ) -> None:
     (tmp_path / "launch").symlink_to(ROOT / "launch")  # where the recipe's paths start
     fused = "rollout.engine.fused_sampling=true"  # beside held-out sets that are drawn by SGLang
-    small = [*SMALL, fused, f"data.files.cache={tmp_path}/cache", *(f"evaluation.{each}.prompts=16" for each in sets)]
+    small = [
+        *SMALL,
+        fused,
+        f"data.files.cache={tmp_path}/cache",
+        *(f"evaluation.{held_out}.prompts=16" for held_out in sets),
+    ]
     done = subprocess.run(
         [warm_python(), "-m", "hybridflow", "train", f"launch/recipes/{name}.yaml", *small],
         cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-    figures = {key: value for record in records for key, value in record.items()}
-    for each, samples in sets.items():
-        assert {f"eval/{each}/{figure}@{samples}" for figure in ("mean", "pass", "maj")} <= set(figures)
-    assert {f"reward/{each}/mean" for each in rewards} <= set(figures)
+    last_values = {key: value for record in records for key, value in record.items()}
+    for held_out, samples in sets.items():
+        assert {f"eval/{held_out}/{figure}@{samples}" for figure in ("mean", "pass", "maj")} <= set(last_values)
+    assert {f"reward/{reward}/mean" for reward in rewards} <= set(last_values)
     for source in sources:
-        assert any(key.startswith(f"data/{source}/") for key in figures)
+        assert any(key.startswith(f"data/{source}/") for key in last_values)

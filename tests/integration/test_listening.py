@@ -1,4 +1,4 @@
-"""Who can reach a run from outside: what listens, who may enter its directory, and whose code its ranks import."""
+"""Access to a run from outside: listeners, permissions of its directory, and the code that its ranks import."""
 
 from __future__ import annotations
 
@@ -59,28 +59,28 @@ def test_a_run_on_one_host_listens_on_loopback_alone_in_every_phase(
         process = subprocess.Popen(
             [program, "-P", *arguments], cwd=working, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-    found: dict[str | None, set[Listener]] = {}
+    by_phase: dict[str | None, set[Listener]] = {}
     modes: set[int] = set()
     deadline = time.monotonic() + 400
     try:
         while process.poll() is None:
             assert time.monotonic() < deadline, output.read_text()
-            found.setdefault(phase_of(tmp_path / "small"), set()).update(listeners(process.pid))
-            for each in temporary.glob("hf-ray-*"):
+            by_phase.setdefault(phase_of(tmp_path / "small"), set()).update(listeners(process.pid))
+            for path in temporary.glob("hf-ray-*"):
                 with contextlib.suppress(FileNotFoundError):
-                    modes.add(each.stat().st_mode)
+                    modes.add(path.stat().st_mode)
             time.sleep(0.1)
-        left = [each for each in temporary.iterdir() if each.name.startswith(OURS)]  # torch keeps caches there
+        left = [path for path in temporary.iterdir() if path.name.startswith(OURS)]  # torch keeps caches there
     finally:
         process.kill()
         process.wait()
         shutil.rmtree(temporary)
     assert process.returncode == 0, output.read_text()
     # Phases of a step are short: on a busy machine not each of them is met, and sockets outlive them.
-    phases = found.keys() - {None, "end"}
-    assert "start" in phases and len(phases) >= 3 and all(found[phase] for phase in phases)
-    assert not {each for phase in found.values() for each in phase if not each.only_this_host}
-    engines = {each for phase in found.values() for each in phase if "sglang::scheduler" in each.process}
+    phases = by_phase.keys() - {None, "end"}
+    assert "start" in phases and len(phases) >= 3 and all(by_phase[phase] for phase in phases)
+    assert not {listener for phase in by_phase.values() for listener in phase if not listener.only_this_host}
+    engines = {listener for phase in by_phase.values() for listener in phase if "sglang::scheduler" in listener.process}
     assert engines  # they were seen at all: the process group of an engine's own ranks
     assert modes == {stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600}
     assert not left

@@ -58,8 +58,8 @@ def files(directory: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of four steps of two updates each, with a reference policy, and checkpoints of after the second and the last."""
-    return trained(DEMO, tmp_path_factory.mktemp("run"), "algorithm.kl_coef=0.01")
+    """Run of four steps of two updates each, with a reference policy, and checkpoints after the second and the last."""
+    return trained(DEMO, tmp_path_factory.mktemp("run"), "algorithm.kl_coef=0.01", "rollout.engine.routes=true")
 
 
 def test_on_the_same_layout_all_bits_are_the_same(run: Path) -> None:
@@ -67,12 +67,13 @@ def test_on_the_same_layout_all_bits_are_the_same(run: Path) -> None:
     code, lines, result = replayed(run, 4)
     assert (code, lines[-1]) == (0, "replay: step 4: the same bits"), lines
     assert result["base"] == 2 and list(result["steps"]) == ["3", "4"]
-    assert all(step["digests"] and step["figures"]["differing"] == [] for step in result["steps"].values())
+    assert all(step["digests"] and step["metrics"]["differing"] == [] for step in result["steps"].values())
     tensors = result["tensors"]["actor"]
     assert tensors["differing"] == [] and tensors["tensors"] > 100
     names = {"train/loss", "train/gradient_norm", "train/reference_kl", "reward/mean", "rollout/staleness_mean"}
     made = records(run.with_name("small.replay-4"), "train")
-    assert names <= made[-1].keys() and result["steps"]["4"]["figures"]["compared"] > len(names)
+    assert names <= made[-1].keys() and result["steps"]["4"]["metrics"]["compared"] > len(names)
+    assert made[-1]["rollout/missing_routes_share"] == 0 < made[-1]["rollout/routes_mb"]
     assert files(run) == before  # nothing in the run's directory was touched
     assert not list(run.with_name("small.replay-4").glob("checkpoints/step-*"))
 
@@ -93,12 +94,12 @@ def test_another_reward_of_one_sample_is_a_difference(run: Path, tmp_path: Path)
     table = pq.read_table(path)
     rewards = table["reward"].to_pylist()
     rewards[5] += 0.25
-    place = table.column_names.index("reward")
-    pq.write_table(table.set_column(place, table.schema.field("reward"), pa.array(rewards, pa.float32())), path)
+    column = table.column_names.index("reward")
+    pq.write_table(table.set_column(column, table.schema.field("reward"), pa.array(rewards, pa.float32())), path)
     code, lines, result = replayed(copied, 3)
     assert code == 3 and "replay: step 3: different, beyond the tolerance" in lines[-1], lines
     step = result["steps"]["3"]
-    assert step["digests"] is False and "reward/mean" in step["figures"]["outside"]
+    assert step["digests"] is False and "reward/mean" in step["metrics"]["outside"]
 
 
 @pytest.mark.long
@@ -108,6 +109,6 @@ def test_a_step_of_a_stream_is_made_again_bit_for_bit(tmp_path: Path) -> None:
     code, lines, result = replayed(run, 4)
     assert (code, lines[-1]) == (0, "replay: step 4: the same bits"), lines
     assert all(step["digests"] for step in result["steps"].values())
-    figures = result["steps"]["4"]["figures"]
-    assert figures["compared"] > 20 and figures["differing"] == []
+    metrics = result["steps"]["4"]["metrics"]
+    assert metrics["compared"] > 20 and metrics["differing"] == []
     assert "correction/effective_samples" in records(run.with_name("small.replay-4"), "train")[-1]

@@ -20,6 +20,7 @@ from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from hybridflow.checkpoint.set_results import value_of
 from hybridflow.metrics.timeline import read_spans, step_ends
 from hybridflow.rundir.evaluation_texts import read_texts, steps_with_texts, text_file
+from tests.support.proves import proves
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
 
@@ -54,7 +55,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+def uninterrupted(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     """A run that was never interrupted."""
     run = a_run(tmp_path_factory.mktemp("whole"), recipe)
     outcome = run.run()
@@ -86,19 +87,19 @@ def events(directory: Path) -> list[dict[str, object]]:
     return [event for event in lines if event["event"] != "resumed"]
 
 
-def test_what_a_run_saves(whole: KilledRun) -> None:
-    directory = whole.run_directory
+def test_what_a_run_saves(uninterrupted: KilledRun) -> None:
+    directory = uninterrupted.run_directory
     kept = sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
     assert kept == ["step-00000000", "step-00000004", "step-00000005"]  # the best one, and the last two
     saved = records(directory, "checkpoint")
     assert [record["step"] for record in saved] == [0, 2, 4, 5]
     for record in saved:
-        assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/whole_after_sec"] > 0
+        assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/complete_after_sec"] > 0
         assert record["checkpoint/written_bytes"] > 1e6
     measured = {
-        each["step"]: each["eval/sums/reward_mean"]
-        for each in records(directory, "eval")
-        if "eval/sums/reward_mean" in each
+        record["step"]: record["eval/sums/reward_mean"]
+        for record in records(directory, "eval")
+        if "eval/sums/reward_mean" in record
     }
     assert min(measured, key=measured.__getitem__) == 0 and measured.keys() == {0, 2, 4, 5}
     assert all(record["checkpoint/best_step"] == 0 for record in saved)
@@ -108,17 +109,21 @@ def test_what_a_run_saves(whole: KilledRun) -> None:
     assert (phase["step"], phase["phase"]) == (5, "end")
 
 
-def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
-    directory = whole.run_directory
+def test_named_sets_are_measured_when_it_is_time(uninterrupted: KilledRun) -> None:
+    directory = uninterrupted.run_directory
     evaluations = records(directory, "eval")
     sums = [record for record in evaluations if "eval/sums/mean@4" in record]
     beyond = [record for record in evaluations if "eval/beyond/mean@1" in record]
-    own = [record for record in evaluations if "eval/reward_mean" in record]
-    assert [[record["step"] for record in each] for each in (sums, beyond, own)] == [[0, 2, 4, 5], [3, 5], [0, 2, 4, 5]]
+    default = [record for record in evaluations if "eval/reward_mean" in record]
+    assert [[record["step"] for record in selected] for selected in (sums, beyond, default)] == [
+        [0, 2, 4, 5],
+        [3, 5],
+        [0, 2, 4, 5],
+    ]
     for record in sums:
         # A response passes with a reward of 1: four characters, which max_new_tokens=4 are.
-        figures = [record[f"eval/sums/{name}"] for name in ("pass@1", "pass@2", "pass@4")]
-        assert figures[0] == record["eval/sums/mean@4"] and figures == sorted(figures)
+        rates = [record[f"eval/sums/{name}"] for name in ("pass@1", "pass@2", "pass@4")]
+        assert rates[0] == record["eval/sums/mean@4"] and rates == sorted(rates)
         assert (
             record["eval/sums/reward_mean_low"] < record["eval/sums/reward_mean"] < record["eval/sums/reward_mean_high"]
         )
@@ -135,28 +140,30 @@ def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
     ]  # fmt: skip
     state = driver_state(directory / "checkpoints" / "step-00000005")
     assert state["best"]["step"] == 0 and state["last_measured"]["beyond"]["step"] == 5
-    assert whole.output.count("best checkpoint: step 0, eval/sums/reward_mean") == 1
+    assert uninterrupted.output.count("best checkpoint: step 0, eval/sums/reward_mean") == 1
     assert re.search(
         r"\nsums, mean reward of 12 held-out prompts: \S+ \[\S+, \S+\] -> \S+ \[\S+, \S+\], step 0 -> step 5\n",
-        whole.output,
+        uninterrupted.output,
     )
 
 
-def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(whole: KilledRun, tmp_path: Path) -> None:
-    words = ["-m", "hybridflow", "evaluate", str(whole.run_directory), "--checkpoint", "best", "--set", "sums"]
+def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(
+    uninterrupted: KilledRun, tmp_path: Path
+) -> None:
+    words = ["-m", "hybridflow", "evaluate", str(uninterrupted.run_directory), "--checkpoint", "best", "--set", "sums"]
     done = subprocess.run(
         [warm_python(), *words, "--out", str(tmp_path / "alone")],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
-    assert found["step"] == 0 and found["sets"].keys() == {"sums"}
-    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["first_measured"]["sums"]
-    assert measured["figures"].pop("training_prompts") == 0
-    assert found["sets"]["sums"] == measured  # bit for bit: engines are deterministic, and weights are the same
+    evaluated = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
+    assert evaluated["step"] == 0 and evaluated["sets"].keys() == {"sums"}
+    measured = driver_state(uninterrupted.run_directory / "checkpoints" / "step-00000005")["first_measured"]["sums"]
+    assert measured["statistics"].pop("training_prompts") == 0
+    assert evaluated["sets"]["sums"] == measured  # bit for bit: engines are deterministic, and weights are the same
     texts = [
-        (each / "evaluations/sums/step-00000000.jsonl").read_text()
-        for each in (whole.run_directory, tmp_path / "alone")
+        (directory / "evaluations/sums/step-00000000.jsonl").read_text()
+        for directory in (uninterrupted.run_directory, tmp_path / "alone")
     ]
     assert texts[0] == texts[1] and len(texts[0].splitlines()) == 12
     assert re.search(r"^sums +12 +4 +reward_mean +\d\.\d{4} +\S+ to \S+ *$", done.stdout, re.MULTILINE)
@@ -164,30 +171,35 @@ def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(whole
 
 
 @pytest.mark.long
-def test_the_model_that_a_run_has_exported_gives_the_figures_of_its_last_step(whole: KilledRun, tmp_path: Path) -> None:
-    words = ["-m", "hybridflow", "evaluate", str(whole.run_directory / "model"), "--set", "sums"]
+def test_the_model_that_a_run_has_exported_gives_the_figures_of_its_last_step(
+    uninterrupted: KilledRun, tmp_path: Path
+) -> None:
+    words = ["-m", "hybridflow", "evaluate", str(uninterrupted.run_directory / "model"), "--set", "sums"]
+    recipe = uninterrupted.run_directory / "recipe.yaml"
     done = subprocess.run(
-        [warm_python(), *words, "--recipe", str(whole.run_directory / "recipe.yaml"), "--out", str(tmp_path / "alone")],
+        [warm_python(), *words, "--recipe", str(recipe), "--out", str(tmp_path / "alone")],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
-    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["last_measured"]["sums"]
-    assert measured["step"] == 5 and measured["figures"].pop("training_prompts") == 0
-    assert found["step"] is None and found["sets"]["sums"]["figures"] == measured["figures"]
+    evaluated = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
+    measured = driver_state(uninterrupted.run_directory / "checkpoints" / "step-00000005")["last_measured"]["sums"]
+    assert measured["step"] == 5 and measured["statistics"].pop("training_prompts") == 0
+    assert evaluated["step"] is None and evaluated["sets"]["sums"]["statistics"] == measured["statistics"]
 
 
 @pytest.mark.long
-def test_evaluations_beside_training_change_neither_results_nor_training(whole: KilledRun, beside: KilledRun) -> None:
+def test_evaluations_beside_training_change_neither_results_nor_training(
+    uninterrupted: KilledRun, beside: KilledRun
+) -> None:
     def of_phase(run: KilledRun, phase: str) -> list[dict[str, Any]]:
-        found = [record for record in run.records() if record["phase"] == phase]
+        selected = [record for record in run.records() if record["phase"] == phase]
         # Where the engine shares no device with the actor, weights go another way.
-        return [{name: value for name, value in record.items() if "sync/" not in name} for record in found]
+        return [{name: value for name, value in record.items() if "sync/" not in name} for record in selected]
 
     for phase in ("sft", "train", "eval"):
-        assert of_phase(beside, phase) == of_phase(whole, phase)
-    assert beside.model() == whole.model()
-    directories = beside.run_directory, whole.run_directory
+        assert of_phase(beside, phase) == of_phase(uninterrupted, phase)
+    assert beside.model() == uninterrupted.model()
+    directories = beside.run_directory, uninterrupted.run_directory
     assert events(directories[0]) == events(directories[1])  # digests of the weights of each step among them
     for name in ("samples.jsonl", "evaluations/sums/step-00000002.jsonl", "evaluations/beyond/step-00000003.jsonl"):
         texts = [sorted((directory / name).read_text().splitlines()) for directory in directories]
@@ -198,14 +210,14 @@ def test_evaluations_beside_training_change_neither_results_nor_training(whole: 
     kept = [sorted(path.name for path in (directory / "checkpoints").glob("step-*")) for directory in directories]
     assert kept[0] == kept[1]  # the best one too
     metric = "eval/sums/reward_mean"
-    values = [[value_of(each / "checkpoints" / name, metric) for name in kept[0]] for each in directories]
+    values = [[value_of(directory / "checkpoints" / name, metric) for name in kept[0]] for directory in directories]
     assert values[0] == values[1] and None not in values[0]
 
 
 def test_engines_respond_to_held_out_prompts_while_the_models_learn_the_next_step(beside: KilledRun) -> None:
     directory = beside.run_directory
-    found = [(record["phase"], record["step"]) for record in records(directory, "train", "eval")]
-    assert found == [
+    order = [(record["phase"], record["step"]) for record in records(directory, "train", "eval")]
+    assert order == [
         ("train", 1), ("eval", 0), ("train", 2), ("train", 3), ("eval", 2), ("train", 4), ("eval", 3), ("train", 5),
         ("eval", 4), ("eval", 5),
     ]  # fmt: skip
@@ -215,10 +227,10 @@ def test_engines_respond_to_held_out_prompts_while_the_models_learn_the_next_ste
     held_out = []
     for begin, end in pairwise(step_ends(spans)):
         within = [span for span in spans if begin < span.begin < end]
-        own, *others = [span for span in within if span.method == "generate"]
+        first, *others = [span for span in within if span.method == "generate"]
         rewarded = min(span.begin for span in within if span.method == "score")
         learned = max(span.end for span in within if span.method == "update")
-        assert own.end < rewarded and all(rewarded < each.begin for each in others)
+        assert first.end < rewarded and all(rewarded < span.begin for span in others)
         assert not others or others[0].begin < learned
         held_out.append(len(others))
     assert held_out == [2, 0, 2, 1, 2]  # sets, the data's own among them
@@ -243,14 +255,15 @@ def test_a_run_that_is_killed_beside_an_evaluation_is_the_uninterrupted_one(
     assert run.output.count("resume: after step 4, ") == 2
     assert compare(run, beside) == Comparison(identical=True, lost=0, duplicated=0)
     assert events(run.run_directory) == events(beside.run_directory)
-    states = [driver_state(each.run_directory / "checkpoints/step-00000005") for each in (beside, run)]
+    states = [driver_state(killed_run.run_directory / "checkpoints/step-00000005") for killed_run in (beside, run)]
     assert states[0].pop("run") != states[1].pop("run")
     assert states[0] == states[1]
 
 
+@proves("qwen3_moe", "ep dp padding checkpoints resharding")
 @pytest.mark.long
 def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
-    whole: KilledRun, recipe: list[str], tmp_path: Path
+    uninterrupted: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
     run = a_run(tmp_path, recipe)
     killed = run.run_directory
@@ -281,14 +294,18 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     assert sorted(started[2:]) == ["actor is ready", "reference is ready", "reward is ready", "rollout is ready"]
     assert [path.name for path in tmp_path.glob("small*")] == ["small"]
 
-    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
-    written = [(each.run_directory / "samples.jsonl").read_text() for each in (whole, run)]
+    assert compare(run, uninterrupted) == Comparison(identical=True, lost=0, duplicated=0)
+    written = [(side.run_directory / "samples.jsonl").read_text() for side in (uninterrupted, run)]
     assert written[0] == written[1] and len(written[0].splitlines()) == 4 * 5
-    stored = [pq.read_table(each.run_directory / "samples").drop_columns(["began", "ended"]) for each in (whole, run)]
+    stored = [
+        pq.read_table(side.run_directory / "samples").drop_columns(["began", "ended"]) for side in (uninterrupted, run)
+    ]
     assert stored[0].equals(stored[1]) and stored[0]["step"].to_pylist() == [1 + row // 32 for row in range(5 * 32)]
-    decided = [events(each.run_directory) for each in (whole, run)]  # digests of the weights of each step among them
+    decided = [
+        events(side.run_directory) for side in (uninterrupted, run)
+    ]  # digests of the weights of each step among them
     assert decided[0] == decided[1] and {event["step"] for event in decided[0]} == set(range(6))
-    states = [driver_state(each.run_directory / "checkpoints" / "step-00000005") for each in (whole, run)]
+    states = [driver_state(side.run_directory / "checkpoints" / "step-00000005") for side in (uninterrupted, run)]
     assert states[0].pop("run") != states[1].pop("run")
     assert states[0] == states[1]
 
@@ -312,12 +329,12 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
         f"checkpoints  {killed}/checkpoints/step-00000005",
     ]
     assert run.model() == exported
-    assert compare(run, whole).identical
+    assert compare(run, uninterrupted).identical
 
 
 @pytest.mark.release
 def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
-    whole: KilledRun, recipe: list[str], tmp_path: Path
+    uninterrupted: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
     best = "keep_best: {metric: eval/sums/reward_mean, mode: min}"
     run = a_run(tmp_path, [*recipe, f"checkpoint={{save_interval: 1000, on_stop_s: 60, {best}}}"])
@@ -343,17 +360,17 @@ def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
     assert [path.name for path in sorted(checkpoints.glob("step-*"))] == [
         f"step-{number:08}" for number in (0, 1, 3, 4, 5)
     ]
-    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
-    states = [driver_state(each.run_directory / "checkpoints" / "step-00000005") for each in (whole, run)]
+    assert compare(run, uninterrupted) == Comparison(identical=True, lost=0, duplicated=0)
+    states = [driver_state(side.run_directory / "checkpoints" / "step-00000005") for side in (uninterrupted, run)]
     assert states[0].pop("run") != states[1].pop("run")
     assert states[0] == states[1]
 
 
 @pytest.mark.long
 def test_a_run_goes_on_under_another_name_on_another_layout(
-    whole: KilledRun, recipe: list[str], tmp_path: Path
+    uninterrupted: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
-    checkpoint = whole.run_directory / "checkpoints" / "step-00000004"
+    checkpoint = uninterrupted.run_directory / "checkpoints" / "step-00000004"
     layout = ["train.layout.ep=1", "train.layout.tp=2", "rollout.verify_weights=true"]
     layout += ["placement.rollout=cpu:2-3", "rollout.engine.tp=2", "rollout.engine.ep=2"]
     done = run_recipe(EVALUATED, tmp_path, *recipe, *layout, "name=other", f"resume={checkpoint}")
@@ -362,7 +379,7 @@ def test_a_run_goes_on_under_another_name_on_another_layout(
     assert "resume: train.layout.tp: 1 in the checkpoint, 2 in the recipe" in lines
     assert "resume: name: small in the checkpoint, other in the recipe" in lines
     other = tmp_path / "other"
-    [mine], [theirs] = records(other, "train"), records(whole.run_directory, "train")[-1:]
+    [mine], [theirs] = records(other, "train"), records(uninterrupted.run_directory, "train")[-1:]
     assert mine["step"] == theirs["step"] == 5
     # The same weights, prompts and seeds: the same tokens; then sums in another order.
     assert mine["mismatch/logprob_abs_diff_mean"] < 1e-5
@@ -384,6 +401,8 @@ def test_a_run_goes_on_under_another_name_on_another_layout(
     assert not torch.equal(model.lm_head.weight, initial.lm_head.weight)
     tokenizer = AutoTokenizer.from_pretrained(other / "model")
     assert tokenizer.encode("1+2=", add_special_tokens=False) == [4, 13, 5, 16]
-    states = [driver_state(directory / "checkpoints" / "step-00000005") for directory in (whole.run_directory, other)]
+    states = [
+        driver_state(directory / "checkpoints" / "step-00000005") for directory in (uninterrupted.run_directory, other)
+    ]
     for name in ("sampler", "samples_drawn", "policy_version", "updates"):
         assert states[0][name] == states[1][name], name

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
-from hybridflow.checkpoint.batch_files import read_batch
+from hybridflow.checkpoint.driver_state import read_batch
 from tests.integration.algorithm_steps import TEACHER, make_teacher
 from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python
@@ -37,7 +37,7 @@ GIVEN = [
     ),
     "checkpoint.save_interval=1",
 ]
-"""Of a recipe whose data have the responses."""
+"""Overrides of a recipe whose data have the responses."""
 WITH_CRITIC = ["critic.train.layout.ep=1", "algorithm.critic_warmup_steps=0"]
 REWARDS = """def score(generated_texts, prompts):
     # Equal for about half of the prompts, so that groups are left out.
@@ -57,29 +57,29 @@ def a_run(directory: Path, name: str, *overrides: str) -> KilledRun:
     return KilledRun(directory, [recipe, *overrides], interpreter=warm_python())
 
 
-def whole_and_killed(directory: Path, name: str, *overrides: str, common: Sequence[str] = COMMON) -> Path:
+def uninterrupted_and_killed(directory: Path, name: str, *overrides: str, common: Sequence[str] = COMMON) -> Path:
     """The directory of a run that was never interrupted, and whose like was killed in step 3 and resumed."""
-    whole, run = (a_run(directory / each, name, *common, *overrides) for each in ("whole", "killed"))
-    outcome = whole.run()
-    assert outcome.exit_code == 0, whole.output
+    uninterrupted, run = (a_run(directory / folder, name, *common, *overrides) for folder in ("whole", "killed"))
+    outcome = uninterrupted.run()
+    assert outcome.exit_code == 0, uninterrupted.output
     outcome = run.run(Kill("driver", "update", 3, 0.0))
     assert outcome.killed and not outcome.left_over, run.output
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     assert "resume: after step " in run.output
-    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
-    return whole.run_directory
+    assert compare(run, uninterrupted) == Comparison(identical=True, lost=0, duplicated=0)
+    return uninterrupted.run_directory
 
 
 @pytest.mark.release
 def test_dynamic_sampling_draws_the_same_prompts(reward: str, tmp_path: Path) -> None:
-    directory = whole_and_killed(tmp_path, "dapo", reward)
+    directory = uninterrupted_and_killed(tmp_path, "dapo", reward)
     steps, position = records(directory, "train"), 0
     for step in steps:
         position += step["sampling/drawn_prompts"]
         assert step["sampling/used_prompts"] == 8
-        parts = ("used", "filtered", "failed", "surplus")
-        assert step["sampling/drawn_prompts"] == sum(step[f"sampling/{part}_prompts"] for part in parts)
+        outcomes = ("used", "filtered", "failed", "surplus")
+        assert step["sampling/drawn_prompts"] == sum(step[f"sampling/{outcome}_prompts"] for outcome in outcomes)
         state = json.loads((directory / f"checkpoints/step-{step['step']:08d}/driver.json").read_text())
         assert state["sampler"]["position"] == position
         assert state["samples_drawn"] == 4 * position + (16 if step["step"] == STEPS else 0)  # and of an evaluation
@@ -89,7 +89,7 @@ def test_dynamic_sampling_draws_the_same_prompts(reward: str, tmp_path: Path) ->
 
 @pytest.mark.release
 def test_a_replay_buffer_gives_the_same_samples(reward: str, tmp_path: Path) -> None:
-    directory = whole_and_killed(tmp_path, "pf_ppo", reward, "algorithm.replay_buffer_size=40", *WITH_CRITIC)
+    directory = uninterrupted_and_killed(tmp_path, "pf_ppo", reward, "algorithm.replay_buffer_size=40", *WITH_CRITIC)
     steps = records(directory, "train")
     assert [step["replay/share"] > 0 for step in steps] == [False, True, True, True]
     assert [step.get("replay/age_mean", 0) > 0 for step in steps] == [False, True, True, True]
@@ -104,7 +104,7 @@ def test_a_replay_buffer_gives_the_same_samples(reward: str, tmp_path: Path) -> 
 
 def test_choices_and_coefficients_go_on(reward: str, tmp_path: Path) -> None:
     """Tokens that are drawn, an adaptive coefficient and a schedule are those of the run that was not killed."""
-    directory = whole_and_killed(
+    directory = uninterrupted_and_killed(
         tmp_path,
         "clip_cov",
         reward,
@@ -124,17 +124,17 @@ def test_choices_and_coefficients_go_on(reward: str, tmp_path: Path) -> None:
 @pytest.mark.release
 def test_the_reference_of_given_pairs_is_asked_once(tmp_path: Path) -> None:
     """Before the first update, so that margins are 0 there; a resumed run has its log-probs from the checkpoint."""
-    directory = whole_and_killed(tmp_path, "dpo", "trainer.mini_batches=2", common=GIVEN)
+    directory = uninterrupted_and_killed(tmp_path, "dpo", "trainer.mini_batches=2", common=GIVEN)
     evaluations, steps = records(directory, "eval"), records(directory, "train")
-    assert [each["eval/preference_margin"] == 0 for each in evaluations] == [True, False, False]
-    assert [each["preference/examples"] for each in steps] == [8] * STEPS
+    assert [evaluation["eval/preference_margin"] == 0 for evaluation in evaluations] == [True, False, False]
+    assert [record["preference/examples"] for record in steps] == [8] * STEPS
     kept = [load_file(directory / f"checkpoints/step-{step:08d}/kept.safetensors") for step in range(1, STEPS + 1)]
     assert {name: tuple(column.shape) for name, column in kept[0].items()} == {
         "reference.train.pair": (20, 2),
         "reference.evaluation.pair": (16, 2),
     }
-    for each in kept[1:]:
-        assert all(torch.equal(column, kept[0][name]) for name, column in each.items())
+    for columns in kept[1:]:
+        assert all(torch.equal(column, kept[0][name]) for name, column in columns.items())
     output = (tmp_path / "killed/output.log").read_text()
     assert output.count("reference: log-probs of 72 responses") == 1
     # There is no engine, and no rank of rewards.
@@ -145,7 +145,7 @@ def test_the_reference_of_given_pairs_is_asked_once(tmp_path: Path) -> None:
 def test_a_student_goes_on_from_samples_of_older_weights(tmp_path: Path) -> None:
     """The engines are a step ahead, and the teacher leaves its device, which is the actor's, between its turns."""
     make_teacher(tmp_path)
-    directory = whole_and_killed(
+    directory = uninterrupted_and_killed(
         tmp_path,
         "distillation",
         f"teacher={{path: {tmp_path / TEACHER}, offload: true, train: {{layout: {{tp: 1}}, dtype: float32}}}}",

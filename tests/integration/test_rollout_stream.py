@@ -15,11 +15,13 @@ import pytest
 
 from benchmarks import logprobs
 from benchmarks.kill_harness import Kill, KilledRun
-from hybridflow.checkpoint.batch_files import read_batch
+from hybridflow.checkpoint.driver_state import read_batch
+from hybridflow.cli.main import main
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.timeline import read_spans
 from hybridflow.planning.recipe_check import check_recipe
+from tests.support.proves import proves
 from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python
 
@@ -35,6 +37,7 @@ STREAMED = [
     "checkpoint.save_interval=1",
     "placement.rollout=cpu:2-3",  # two engines
     "rollout.weights.rolling=true",
+    "rollout.engine.routes=true",
 ]
 
 
@@ -90,9 +93,9 @@ def test_each_prompt_is_learned_from_once_although_the_run_was_killed(run: Kille
     for step in range(STEPS + 1):
         _, state = _state(run, step)
         ledger = state["groups"]["ledger"]
-        held = {each["number"] for each in (*ledger["groups"], *ledger["returned"])}
-        learned.append(set(range(state["sampler"]["position"])) - held)
-        assert len(held) <= (STALENESS + 1) * GROUPS
+        buffered = {group["number"] for group in (*ledger["groups"], *ledger["returned"])}
+        learned.append(set(range(state["sampler"]["position"])) - buffered)
+        assert len(buffered) <= (STALENESS + 1) * GROUPS
     for before, after in pairwise(learned):
         assert before < after and len(after - before) == GROUPS
     assert learned[-1] == set(range(STEPS * GROUPS))
@@ -110,27 +113,28 @@ def test_a_checkpoint_holds_what_has_ended_and_what_has_begun(run: KilledRun) ->
     begun = scored = 0
     for step in range(STEPS):
         checkpoint, state = _state(run, step)
-        held = state["groups"]
-        firsts = {int(number): first for number, first in held["first_samples"].items()}
+        groups = state["groups"]
+        firsts = {int(number): first for number, first in groups["first_samples"].items()}
         ids: list[int] = []
         for name in ("ended", "begun"):
-            if name in held:
-                batch = read_batch(checkpoint / held[name])
+            if name in groups:
+                batch = read_batch(checkpoint / groups[name])
                 assert batch.token_versions is not None
                 versions = batch.token_versions.split(batch.response_lengths.tolist())
-                assert [int(each.min()) for each in versions] == batch.policy_versions.tolist()
-                assert max(int(each.max()) for each in versions) <= state["policy_version"]
+                assert [int(tokens.min()) for tokens in versions] == batch.policy_versions.tolist()
+                assert max(int(tokens.max()) for tokens in versions) <= state["policy_version"]
                 assert all(
                     firsts[group] <= sample < firsts[group] + 4
                     for group, sample in zip(batch.group_ids.tolist(), batch.sample_ids.tolist(), strict=True)
                 )
-                whole = set(batch.response_lengths.tolist()) == {24}
-                assert whole if name == "ended" else max(batch.response_lengths.tolist()) < 24
+                assert batch.missing_routes.tolist() == [0] * len(batch)
+                complete = set(batch.response_lengths.tolist()) == {24}
+                assert complete if name == "ended" else max(batch.response_lengths.tolist()) < 24
                 ids += batch.sample_ids.tolist()
                 begun += name == "begun"
                 if name == "ended":
-                    assert set(held["scores"]) <= set(map(str, batch.sample_ids.tolist()))
-                    scored += len(held["scores"])
+                    assert set(groups["scores"]) <= set(map(str, batch.sample_ids.tolist()))
+                    scored += len(groups["scores"])
         assert len(ids) == len(set(ids)) and max(ids, default=-1) < state["samples_drawn"]
     assert begun and scored
 
@@ -151,6 +155,18 @@ def test_samples_are_as_old_as_they_may_be_and_some_are_of_several_versions(run:
 
 @pytest.mark.processes
 @pytest.mark.long
+def test_every_token_has_the_routes_of_an_engine(run: KilledRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over changes of weights, a lost engine and restarts from checkpoints."""
+    assert main(["samples", str(run.run_directory), "--routes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == STEPS
+    for line in lines:
+        assert "with routes of 2 layers x 2 experts, 0.00% missing" in line, line
+    assert all(record["rollout/missing_routes_share"] == 0 for record in records(run.run_directory, "train"))
+
+
+@pytest.mark.processes
+@pytest.mark.long
 def test_engines_get_new_weights_one_after_another(run: KilledRun) -> None:
     for record in records(run.run_directory, "train"):
         assert 0 < record["sync/pause_max_ms"] <= record["sync/pause_sum_ms"] <= record["sync/time_ms"]
@@ -161,6 +177,7 @@ def test_engines_get_new_weights_one_after_another(run: KilledRun) -> None:
         assert first.begin < first.end <= second.begin < second.end
 
 
+@proves("qwen3_moe", "ep dp padding streams checkpoints resharding")
 @pytest.mark.processes
 @pytest.mark.long
 def test_each_token_was_drawn_with_the_weights_of_its_version(
@@ -168,12 +185,12 @@ def test_each_token_was_drawn_with_the_weights_of_its_version(
 ) -> None:
     assert logprobs.main([str(run.run_directory), "--samples", "1000"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    told, learned = result["distances"], STEPS * GROUPS - STEPS * GROUPS // 20  # but for what hangs in each epoch
-    assert sum(told[kind]["tokens"] for kind in (logprobs.FIRST, logprobs.LATER)) == learned * 4 * 24
+    distances, learned = result["distances"], STEPS * GROUPS - STEPS * GROUPS // 20  # but for what hangs in each epoch
+    assert sum(distances[kind]["tokens"] for kind in (logprobs.FIRST, logprobs.LATER)) == learned * 4 * 24
     assert result["left_out"] == 0
     for kind in (logprobs.FIRST, logprobs.LATER):
-        assert told[kind]["most"] < 1e-4
-    assert told[logprobs.BEFORE]["mean"] > 1e-3
+        assert distances[kind]["most"] < 1e-4
+    assert distances[logprobs.BEFORE]["mean"] > 1e-3
 
 
 @pytest.mark.processes
@@ -192,7 +209,7 @@ def test_responses_that_are_never_rewarded_are_left_out_and_nothing_else(run: Ki
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_step_that_waits_for_its_groups_is_abandoned_for_a_checkpoint(tmp_path: Path) -> None:
-    """Those of a run that has made its rollouts ahead in a batch before, whose prompts are drawn again."""
+    """The run has made rollouts ahead in a batch before; their prompts are drawn again."""
     function = tmp_path / "reward.py"
     function.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
     rewards = f'reward.functions=[{{name: length, path: "{function}:score", timeout_s: 1000}}]'
@@ -254,18 +271,21 @@ def test_a_step_that_waits_for_its_groups_is_abandoned_for_a_checkpoint(tmp_path
         ),
         (["rollout.weights.rolling_engines=2"], r"rolling_engines=2 without rolling=true, expected it, or 1"),
         (
-            ["rollout.lend=true", "rollout.stream=null", "trainer.max_staleness=0"],
-            r"lend=true without a stream, .* expected stream: \{\}, or false",
+            ["rollout.lease=true", "rollout.stream=null", "trainer.max_staleness=0"],
+            r"lease=true without a stream, .* expected stream: \{\}, or false",
         ),
-        (["rollout.lend=true"], r"rollout\.lend=true with placement\.rollout on devices of its own alone, .* expected"),
+        (
+            ["rollout.lease=true"],
+            r"rollout\.lease=true with placement\.rollout on devices of its own alone, .* expected",
+        ),
         (
             [
-                "rollout.lend=true",
+                "rollout.lease=true",
                 "placement.rollout=cpu:1-2",
                 "rollout.engine={memory_saver: true, release_weights: true}",
                 "rollout.weights.share=false",
             ],
-            r"lend=true with rollout\.engine\.release_weights=true, .* expected one of them",
+            r"lease=true with rollout\.engine\.release_weights=true, .* expected one of them",
         ),
         (["placement.rollout=cpu:0"], r"rollout\.stream with placement\.rollout and placement\.actor both on cpu:0"),
     ],

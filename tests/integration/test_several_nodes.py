@@ -1,4 +1,4 @@
-"""What differs where ranks are on several nodes."""
+"""Behaviour that differs where ranks are on several nodes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_only_the_rows_of_its_part_go_to_another_node() -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0
-    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))  # Ray prints there too
-    assert found["nodes"] == 2
-    assert found["sample_ids"] == list(range(40, 50)) and found["right"]
-    near, far = found["parts"]
+    exchanged = json.loads(next(line for line in output.splitlines() if line.startswith("{")))  # Ray prints there too
+    assert exchanged["nodes"] == 2
+    assert exchanged["sample_ids"] == list(range(40, 50)) and exchanged["right"]
+    near, far = exchanged["parts"]
     assert sorted(near + far) == list(range(10))
-    assert found["rows"] == [10, len(far)]  # on the same node all is read in place; to the other go its rows alone
+    assert exchanged["rows"] == [10, len(far)]  # on the same node all is read in place; to the other go its rows alone

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
-from hybridflow.checkpoint.batch_files import read_batch
+from hybridflow.checkpoint.driver_state import read_batch
 from hybridflow.config.initial_model import create_model
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
@@ -36,7 +36,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+def uninterrupted(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     """A run that was never interrupted."""
     run = KilledRun(tmp_path_factory.mktemp("whole"), recipe, interpreter=warm_python())
     outcome = run.run()
@@ -45,8 +45,8 @@ def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Killed
 
 
 @pytest.mark.processes
-def test_engines_generate_the_next_rollout_while_the_actor_learns(whole: KilledRun) -> None:
-    directory = whole.run_directory
+def test_engines_generate_the_next_rollout_while_the_actor_learns(uninterrupted: KilledRun) -> None:
+    directory = uninterrupted.run_directory
     train = records(directory, "train")
     assert [record["rollout/staleness_mean"] for record in train] == [0, 1, 1, 1]
     # The first rollout is of the very weights that learn from it; the ratio to an older policy is no constant.
@@ -65,10 +65,10 @@ def test_engines_generate_the_next_rollout_while_the_actor_learns(whole: KilledR
 
 
 @pytest.mark.processes
-def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(whole: KilledRun) -> None:
+def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(uninterrupted: KilledRun) -> None:
     seen = []
     for step in range(STEPS + 1):
-        checkpoint = whole.run_directory / "checkpoints" / f"step-{step:08d}"
+        checkpoint = uninterrupted.run_directory / "checkpoints" / f"step-{step:08d}"
         state = json.loads((checkpoint / "driver.json").read_text())
         ahead = 1 if 0 < step < STEPS else 0
         assert state["sampler"]["position"] == 8 * (step + ahead)
@@ -84,7 +84,7 @@ def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(w
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
-    whole: KilledRun, recipe: list[str], tmp_path: Path
+    uninterrupted: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
     run = KilledRun(tmp_path, recipe, interpreter=warm_python())
     outcome = run.run(Kill("driver", "update", 3, 0.0))
@@ -94,14 +94,16 @@ def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     assert "resume: after step " in run.output  # 2, or 1 where the save of 2 was still under way
-    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
+    assert compare(run, uninterrupted) == Comparison(identical=True, lost=0, duplicated=0)
 
 
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.release
-def test_with_other_data_what_was_made_ahead_is_made_again(whole: KilledRun, recipe: list[str], tmp_path: Path) -> None:
-    checkpoint = whole.run_directory / "checkpoints" / "step-00000002"
+def test_with_other_data_what_was_made_ahead_is_made_again(
+    uninterrupted: KilledRun, recipe: list[str], tmp_path: Path
+) -> None:
+    checkpoint = uninterrupted.run_directory / "checkpoints" / "step-00000002"
     other = [
         "name=other",
         f"resume={checkpoint}",
@@ -119,9 +121,9 @@ def test_with_other_data_what_was_made_ahead_is_made_again(whole: KilledRun, rec
 @pytest.mark.long
 @pytest.mark.processes
 def test_without_staleness_what_was_made_ahead_is_made_again(
-    whole: KilledRun, recipe: list[str], tmp_path: Path
+    uninterrupted: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
-    checkpoint = whole.run_directory / "checkpoints" / "step-00000002"
+    checkpoint = uninterrupted.run_directory / "checkpoints" / "step-00000002"
     others = ("name=other", f"resume={checkpoint}", "trainer.max_staleness=0", "trainer.steps=3", "samples.store=true")
     done = run_recipe(DEMO, tmp_path, *recipe[1:], *others)
     assert done.returncode == 0, done.stderr
@@ -155,7 +157,7 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_loop_of_ones_own_learns_from_old_samples_as_such(tmp_path: Path) -> None:
-    create_model(load_recipe(DEMO), tmp_path / "model", seed=0)
+    create_model(load_recipe(DEMO).model, tmp_path / "model", seed=0)
     (tmp_path / "loop.py").write_text(OWN_LOOP)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

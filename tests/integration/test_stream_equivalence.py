@@ -9,7 +9,9 @@ import pytest
 
 from tests.integration.reference_runs import differences, run_module, without_digests
 from tests.integration.streamed_steps import STREAMED
+from tests.support.proves import proves
 
+TRAINED = "packing recomputation optimizer_offload"
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 
@@ -18,10 +20,15 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """Results of each algorithm both ways, on roles that were started once."""
     output = tmp_path_factory.mktemp("streamed") / "found.json"
     run_module("tests.integration.streamed_steps", str(output))
-    found: dict[str, dict[str, Any]] = json.loads(output.read_text())
-    return found
+    by_case: dict[str, dict[str, Any]] = json.loads(output.read_text())
+    return by_case
 
 
+@proves(
+    "qwen3_moe",
+    f"{TRAINED} resharding streams",
+    f"{TRAINED} offload critic resharding streams",
+)
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_stream_with_staleness_0_makes_the_steps_of_a_call(name: str, stepped: dict[str, dict[str, Any]]) -> None:
     call, stream = (_comparable(stepped[name][way]) for way in ("call", "stream"))

@@ -45,25 +45,27 @@ def _records(directory: Path) -> list[dict[str, Any]]:
 
 
 def _processes(directory: Path) -> list[psutil.Process]:
-    """What carries the mark of a run or works with its files: children of Ray and SGLang may hide their environment."""
-    found = []
+    """Return the processes that carry the mark of a run or work with its files: children of Ray and SGLang may hide
+    their environment.
+    """
+    processes = []
     for process in psutil.process_iter():
         try:
             environment, command = process.environ(), " ".join(process.cmdline())
             files = [file.path for file in process.open_files()]
-            own = process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE
+            ignored = process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
             continue
         marked = environment.get("TEST_RUN_MARK") == str(directory) or str(directory) in command
-        if not own and (marked or any(path.startswith(str(directory)) for path in files)):
-            found.append(process)
-    return found
+        if not ignored and (marked or any(path.startswith(str(directory)) for path in files)):
+            processes.append(process)
+    return processes
 
 
 def _wait_until_gone(directory: Path, limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while left := _processes(directory):
-        assert time.monotonic() < deadline, f"left over: {[(each.pid, each.cmdline()[:4]) for each in left]}"
+        assert time.monotonic() < deadline, f"left over: {[(process.pid, process.cmdline()[:4]) for process in left]}"
         time.sleep(0.2)
 
 

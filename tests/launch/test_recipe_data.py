@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import which
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +20,10 @@ DATA = ROOT / "launch/recipes/data"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    found = importlib.util.spec_from_file_location("make_data", DATA / "make_data.py")
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location("make_data", DATA / "make_data.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -31,7 +32,7 @@ def _problems(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def test_the_files_hold_what_the_script_makes(script: ModuleType) -> None:
-    made = script.chat_files() | script.math_files()
+    made = script.chat_files() | script.math_files() | script.code_files() | script.game_files()
     assert {path.name for path in DATA.glob("*.parquet")} == set(made)
     for name, rows in made.items():
         assert pq.read_table(DATA / name).to_pylist() == rows, name
@@ -39,12 +40,20 @@ def test_the_files_hold_what_the_script_makes(script: ModuleType) -> None:
 
 
 def test_no_problem_is_in_two_files_of_a_recipe(script: ModuleType) -> None:
-    for files in (script.chat_files(), script.math_files()):
+    for files in (script.chat_files(), script.math_files(), script.code_files()):
         problems = [problem for rows in files.values() for problem in _problems(rows)]
         assert len(set(problems)) == len(problems)
 
 
-@pytest.mark.parametrize("name", ["chat", "math"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat",
+        "math",
+        "game",
+        pytest.param("code", marks=pytest.mark.skipif(not which("bwrap"), reason="no bubblewrap")),
+    ],
+)
 def test_nothing_is_wrong_with_a_recipe_of_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,9 +129,9 @@ def test_the_environment_in_use_was_made_from_the_lock() -> None:
 
     assert sys.version_info[:2] == (3, 12)
     different = {
-        name: (version, found)
+        name: (version, installed_version)
         for name, version in pins("requirements.lock").items()
-        if (found := importlib.metadata.version(name)) != version
+        if (installed_version := importlib.metadata.version(name)) != version
     }
     assert not different, f"installed differs from requirements.lock: {different}"
     assert os.access(SETUP, os.X_OK)

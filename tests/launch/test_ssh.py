@@ -1,4 +1,4 @@
-"""What `launch/ssh.sh` refuses before it reaches any host, and what it would start."""
+"""Refusals of `launch/ssh.sh` before it reaches any host, and the commands that it would start."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_a_dry_run_prints_a_command_a_host(tmp_path: Path) -> None:
     hosts = [shlex.split(line) for line in done.stdout.splitlines()]
     assert [words[:3] + words[-2:-1] for words in hosts] == [["ssh", "-p", "2222", host] for host in ("me@a:1", "b")]
     agent = ["/p", "-m", "hybridflow", "agent", "--stdin"]
-    for index, own in enumerate((["--role", "train", "--interface", "eth0", "--cpu-slots", "4"], [])):
-        place = ["--host", str(index), "--hosts", "2", "--head", "[a:1]:1", *own]
+    for index, options in enumerate((["--role", "train", "--interface", "eth0", "--cpu-slots", "4"], [])):
+        of_host = ["--host", str(index), "--hosts", "2", "--head", "[a:1]:1", *options]
         assert shlex.split(hosts[index][-1]) == [
-            *["cd", "/a b", "&&", "exec", "env", "NAME=it's", *agent, *place, "train", "r.yaml", "a={b: 'c'}"]
+            *["cd", "/a b", "&&", "exec", "env", "NAME=it's", *agent, *of_host, "train", "r.yaml", "a={b: 'c'}"]
         ]

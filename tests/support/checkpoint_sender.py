@@ -10,12 +10,12 @@ import torch
 from engine3d.models import load_model_spec
 from engine3d.models.safetensors_files import TensorFiles
 from engine3d.platform import platform
-from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.shards import Buffer, Holding, Location, RankShards
 from engine3d.reshard.describe.strided import contiguous_strides
 from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.reshard.transport.sender import WeightSender
 from engine3d.rollout import RolloutEngine
-from engine3d.rollout.host.stream import UnderWay
+from engine3d.rollout.host.stream import InFlightPolicy
 
 
 class CheckpointSender:
@@ -35,8 +35,8 @@ class CheckpointSender:
             holdings.append(Holding(name, box, 0, elements, contiguous_strides(shape)))
             elements += prod(shape)
         self._memory = torch.zeros(elements, device=platform.device(0))
-        place = Place(platform.node, platform.device_name(0))
-        shards = Shards("checkpoint", 0, place, (Buffer("tensors", "float32", (elements,)),), tuple(holdings))
+        location = Location(platform.node, platform.device_name(0))
+        shards = RankShards("checkpoint", 0, location, (Buffer("tensors", "float32", (elements,)),), tuple(holdings))
         self._sender = WeightSender(shards, [self._memory.untyped_storage()])
         orders = coordinate([self._sender.share()], engine.share_weights(), tensors)
         self._engine_reads = orders.engines_receive
@@ -45,11 +45,11 @@ class CheckpointSender:
             engine.connect_weights(orders.receive)
 
     def transfer(
-        self, directory: Path, version: int, under_way: UnderWay = "wait", *, flush_cache: bool = True
+        self, directory: Path, version: int, in_flight: InFlightPolicy = "wait", *, flush_cache: bool = True
     ) -> None:
         """Bring the engine a directory's weights as `version`; see `RolloutEngine.begin_weights`."""
         self._read(directory)
-        self._engine.begin_weights(version, under_way=under_way)
+        self._engine.begin_weights(version, in_flight=in_flight)
         if self._engine_reads:
             self._engine.receive_weights(version)
         else:

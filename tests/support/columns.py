@@ -46,13 +46,13 @@ def token_weights(response_mask: Tensor, mode: AggregationMode, *, normalising_l
 
 
 Loss = Callable[[dict[str, Tensor], Tensor], tuple[Tensor, Statistics]]
-"""Of columns and weights."""
+"""Loss of columns and weights."""
 
 
 def check_pieces_add_up(
     loss: Loss, columns: dict[str, Tensor], weights: Tensor, learned: str, cuts: Sequence[Sequence[Tensor]]
 ) -> dict[str, float]:
-    """Whether loss, gradient and statistics of the rows in pieces add up to those of the whole.
+    """Check that loss, gradient and statistics of the rows in pieces add up to those of all rows.
 
     Each piece is packed into one dimension, as the trainer packs it: prompts and padding gone or of weight 0. One more
     piece of each cut is empty, as the micro-batch of a rank that has fewer of them to fill than another.
@@ -65,15 +65,15 @@ def check_pieces_add_up(
         The statistics of the whole.
     """
     columns[learned].requires_grad_()
-    whole, whole_statistics = loss(columns, weights)
-    (whole_gradient,) = torch.autograd.grad(whole, columns[learned])
-    for pieces in cuts:
+    expected, whole_statistics = loss(columns, weights)
+    (whole_gradient,) = torch.autograd.grad(expected, columns[learned])
+    for cut in cuts:
         results = [
-            loss({name: column[piece].flatten(0, 1) for name, column in columns.items()}, weights[piece].flatten())
-            for piece in (*pieces, torch.empty(0, dtype=torch.int64))
+            loss({name: column[rows].flatten(0, 1) for name, column in columns.items()}, weights[rows].flatten())
+            for rows in (*cut, torch.empty(0, dtype=torch.int64))
         ]
-        total = torch.stack([part for part, _ in results]).sum()
-        torch.testing.assert_close(total, whole)
+        total = torch.stack([value for value, _ in results]).sum()
+        torch.testing.assert_close(total, expected)
         (gradient,) = torch.autograd.grad(total, columns[learned])
         torch.testing.assert_close(gradient, whole_gradient)
         merged = Statistics.merge(statistics for _, statistics in results).values()

@@ -37,7 +37,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _BYTES_BEYOND = 2 << 30
 """Memory that a command may take beside what it was forked with, so that a failing test does not take the machine's."""
 _GRACE_S = 3.0
-"""For processes that end by themselves once the command has."""
+"""Seconds that processes have to end by themselves once the command has."""
 
 
 def main() -> None:
@@ -88,13 +88,13 @@ def _left_over() -> list[str]:
     deadline = time.monotonic() + _GRACE_S
     while (processes := _children()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    found = [_command_line(process) for process in processes]
+    commands = [_command_line(process) for process in processes]
     while processes:
         for process in processes:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
         processes = _children()  # of those that were killed
-    return found
+    return commands
 
 
 def _children() -> list[int]:
@@ -110,7 +110,7 @@ def _command_line(process: int) -> str:
 
 
 def _run(request: dict[str, Any]) -> None:
-    """What the forked process does; it never returns."""
+    """Run the command in the forked process. Never returns."""
     code: Any = 1
     try:
         _prepare(request)
@@ -130,7 +130,7 @@ def _run(request: dict[str, Any]) -> None:
 
 
 def _exit_code(code: Any) -> int:
-    """As the interpreter ends: with 120 where its output cannot be flushed."""
+    """Exit code of the interpreter: 120 if its output cannot be flushed."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -159,22 +159,24 @@ def _prepare(request: dict[str, Any]) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv = ["hybridflow", *request["arguments"]]
-    held = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line).split()[1])
-    limits = {resource.RLIMIT_DATA: held * 1024 + _BYTES_BEYOND, resource.RLIMIT_CORE: 0}
+    mapped_kb = int(
+        next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line).split()[1]
+    )
+    limits = {resource.RLIMIT_DATA: mapped_kb * 1024 + _BYTES_BEYOND, resource.RLIMIT_CORE: 0}
     if request["open_files"] is not None:
         limits[resource.RLIMIT_NOFILE] = request["open_files"]
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
 
 
-def _mount(wanted: dict[str, str]) -> None:
+def _mount(mounts: dict[str, str]) -> None:
     """Give this process directories of its own that are full or may only be read."""
     user, group = os.getuid(), os.getgid()
     os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    for target, kind in wanted.items():
+    for target, kind in mounts.items():
         options = {"full": "size=16k", "read-only": "ro"}[kind]
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", target], check=True)
         if kind == "full":

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 MAY_MOUNT = subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode == 0
-"""Whether this machine lets a process have mounts of its own."""
+"""True if this machine lets a process have mounts of its own."""
 _PROGRAM = (str(Path(sys.executable).with_name("hybridflow")),)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a command.
+    """Outcome of a command.
 
     Args:
         code: exit code; negative for the signal that ended it.

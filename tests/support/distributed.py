@@ -124,9 +124,10 @@ def _rank(
     }
 
     torch.set_num_threads(1)
-    # An engine that is closed lets all that was imported be looked through again, for most of a second with each later
-    # engine of this process. What it leaves goes with the process.
-    gc.unfreeze = lambda: None
+    # An engine freezes what is there, and unfreezes it when it is closed: all that was imported would be looked through
+    # again, for most of a second with each later engine. Frozen here, once, closed engines can go.
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
     try:
         # Bytes, because a tensor's own way through a pipe would need this process to outlive it.
         connection.send_bytes(pickle.dumps((True, function(*args))))

@@ -1,4 +1,4 @@
-"""What is in a trace of a rollout engine."""
+"""Contents of a trace of a rollout engine."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Steady:
     """GPU n is used to 10 * (n + 1) %, holds n + 1 GiB and draws 100 * (n + 1) W. Nobody else holds any memory."""
 
     def __init__(self, visible: Sequence[str]) -> None:
-        self.gpus = [int(name) for name in visible]
+        self.gpus: Sequence[int] = [int(name) for name in visible]
 
     def read(self, gpu: int) -> Reading:
         return Reading(10.0 * (gpu + 1), (gpu + 1) * 2**30, 100.0 * (gpu + 1), 1980.0)
@@ -88,14 +88,14 @@ class Small(Steady):
 
 
 class Blackwell(Steady):
-    """Of the next generation."""
+    """GPUs of the next generation."""
 
     def capability(self, gpu: int) -> tuple[int, int]:
         return 10, 0
 
 
 class Ampere(Steady):
-    """Of the last generation but one."""
+    """GPUs of the last generation but one."""
 
     def capability(self, gpu: int) -> tuple[int, int]:
         return 8, 0

@@ -38,11 +38,11 @@ class DiesSending(PolicyWorker):
         self._note = _note_path(context)
 
     @register(ONE_TO_ALL)
-    def send_weights(self, version: int, *, part: int = 0) -> dict[Transport, Sent]:
+    def send_weights(self, version: int, *, transfer: int = 0) -> dict[Transport, Sent]:
         if self._rank == 1:
             _note(self._note)
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().send_weights(version, part=part)
+        return super().send_weights(version, transfer=transfer)
 
 
 class DoesNotStart(PolicyWorker):

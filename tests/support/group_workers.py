@@ -21,8 +21,8 @@ from hybridflow.workers.protocols import (
     THREE_D_PP_ONLY,
     THREE_D_PROTO,
     Arguments,
-    Grid,
     Protocol,
+    RankGrid,
     register,
     split,
 )
@@ -79,7 +79,7 @@ class Model:
 
     @register(THREE_D_PROTO)
     def logprobs(self, batch: SampleBatch, *, sleep_s: float = 0.0) -> Columns | None:
-        """Of each response token, a tenth of it; only the last stage has them."""
+        """Return a tenth of each response token. Only the last stage returns it."""
         from hybridflow.batch.worker_output import Columns
 
         time.sleep(sleep_s)
@@ -96,19 +96,29 @@ class Model:
 
     @register(THREE_D_PROTO)
     def seen(self, batch: SampleBatch) -> list[tuple[int, dict[str, list[Any]]]]:
-        """What this rank got, a sample each."""
+        """Return the columns of each sample that this rank got."""
         rows = [
             {name: column.tolist() for name, column in batch.select([row]).columns().items()}
             for row in range(len(batch))
         ]
         return [(self.context.rank, row) for row in rows]
 
+    @register(THREE_D_PROTO, routes=True)
+    def routes(self, batch: SampleBatch) -> list[tuple[int, int, list[Any]]]:
+        """Return the rank, the id and the routes of each sample that this rank got."""
+        assert batch.routes is not None
+        of_samples = batch.routes.split(batch.sequence_lengths.tolist())
+        return [
+            (self.context.rank, sample, rows.tolist())
+            for sample, rows in zip(batch.sample_ids.tolist(), of_samples, strict=True)
+        ]
+
     @register(THREE_D_PROTO)
     def ids(self, batch: SampleBatch) -> list[int]:
         return batch.sample_ids.tolist()
 
     @register(ONE_TO_ALL)
-    def whole(self, batch: SampleBatch) -> list[int]:
+    def undivided_ids(self, batch: SampleBatch) -> list[int]:
         return batch.sample_ids.tolist()
 
     @register(THREE_D_PROTO)
@@ -145,7 +155,7 @@ class Computing:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
-        self._given_back = self._taken_back = 0
+        self._offloads = self._onloads = 0
         self._keeps = False
 
     @register(ONE_TO_ALL)
@@ -155,14 +165,14 @@ class Computing:
 
     @register(THREE_D_PROTO, exclusive=True)
     def compute(self, batch: SampleBatch, *, factor: int, sleep_s: float = 0.0) -> list[list[int]]:
-        """Of each response token, `factor` times it."""
+        """Return `factor` times each response token."""
         time.sleep(sleep_s)
         return [[factor * token for token in response] for response in batch.responses()]
 
     @register(ONE_TO_ALL)
-    def given_back(self) -> int:
-        """How often it was told to give memory back."""
-        return self._given_back
+    def offloads(self) -> int:
+        """Number of offloads."""
+        return self._offloads
 
     @register(ONE_TO_ALL, exclusive=True)
     def die_on(self, rank: int) -> None:
@@ -175,36 +185,39 @@ class Computing:
         self._wait_for_nobody()
 
     @register(ONE_TO_ALL, exclusive=True)
-    def give_back(self) -> None:
+    def offload(self) -> None:
         if self._keeps:
             raise RuntimeError("no room in host memory")
-        self._given_back += 1
+        self._offloads += 1
 
     @register(ONE_TO_ALL, exclusive=True)
-    def take_back(self) -> None:
-        self._taken_back += 1
+    def onload(self) -> None:
+        self._onloads += 1
 
     @register(ONE_TO_ALL)
-    def taken_back(self) -> int:
-        """How often it was told to take it again."""
-        return self._taken_back
+    def onloads(self) -> int:
+        """Number of onloads."""
+        return self._onloads
 
     def _wait_for_nobody(self) -> None:
         time.sleep(1000)
 
 
-def _reversed_replicas(grid: Grid, arguments: Arguments) -> list[Arguments]:
+def _reversed_replicas(grid: RankGrid, arguments: Arguments) -> list[Arguments]:
     """The first rows to the last replica."""
-    parts = [split(value, grid.layout.dp)[::-1] for value in arguments.positional]
-    return [Arguments(tuple(part[place.dp] for part in parts), arguments.keyword) for _, place in grid.layout.ranks()]
+    shards = [split(value, grid.layout.dp)[::-1] for value in arguments.positional]
+    return [
+        Arguments(tuple(shard[coordinates.dp] for shard in shards), arguments.keyword)
+        for _, coordinates in grid.layout.ranks()
+    ]
 
 
-def _second_of_first_stages(grid: Grid) -> list[int]:
+def _second_of_first_stages(grid: RankGrid) -> list[int]:
     return [grid.layout.rank(tp=1, dp=dp) for dp in reversed(range(grid.layout.dp))]
 
 
 OWN = Protocol("OWN", _reversed_replicas, _second_of_first_stages, cuts_into=lambda grid: grid.layout.dp)
-"""As a user writes one."""
+"""Protocol that a user writes."""
 
 
 class Remembering:
@@ -215,39 +228,39 @@ class Remembering:
         self._got: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     @register(ONE_TO_ALL)
-    def one_to_all(self, *data: Any, **whole: Any) -> list[int]:
-        return self._keep(data, whole)
+    def one_to_all(self, *data: Any, **undivided: Any) -> list[int]:
+        return self._keep(data, undivided)
 
     @register(ALL_TO_ALL)
-    def all_to_all(self, *data: Any, **whole: Any) -> list[int]:
-        return self._keep(data, whole)
+    def all_to_all(self, *data: Any, **undivided: Any) -> list[int]:
+        return self._keep(data, undivided)
 
     @register(DP_PROTO)
-    def dp(self, *data: Any, **whole: Any) -> list[int]:
-        return self._keep(data, whole)
+    def dp(self, *data: Any, **undivided: Any) -> list[int]:
+        return self._keep(data, undivided)
 
     @register(THREE_D_PROTO)
-    def three_d(self, *data: Any, **whole: Any) -> list[int]:
-        return self._keep(data, whole)
+    def three_d(self, *data: Any, **undivided: Any) -> list[int]:
+        return self._keep(data, undivided)
 
     @register(THREE_D_ALL_MICRO_DP)
-    def micro_dp(self, *data: Any, **whole: Any) -> list[int]:
-        return self._keep(data, whole)
+    def micro_dp(self, *data: Any, **undivided: Any) -> list[int]:
+        return self._keep(data, undivided)
 
     @register(THREE_D_PP_ONLY)
-    def stages(self, *data: Any, **whole: Any) -> list[int]:
-        return self._keep(data, whole)
+    def stages(self, *data: Any, **undivided: Any) -> list[int]:
+        return self._keep(data, undivided)
 
     @register(OWN)
-    def own(self, *data: Any, **whole: Any) -> list[int]:
-        return self._keep(data, whole)
+    def users(self, *data: Any, **undivided: Any) -> list[int]:
+        return self._keep(data, undivided)
 
     @register(ONE_TO_ALL, blocking=True)
     def got(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._got
 
-    def _keep(self, data: tuple[Any, ...], whole: dict[str, Any]) -> list[int]:
-        self._got = data, whole
+    def _keep(self, data: tuple[Any, ...], undivided: dict[str, Any]) -> list[int]:
+        self._got = data, undivided
         return [self._rank]
 
 
@@ -259,7 +272,7 @@ FULL = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management "
     " (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
 )
-"""As torch 2.11 says it."""
+"""Message of torch 2.11."""
 
 
 class Failing:
@@ -310,13 +323,13 @@ class Failing:
         return self.context.rank
 
     @register(ONE_TO_ALL)
-    def do_parts(self, done: list[int], pause_s: float) -> None:
-        """Of each rank, as many parts as it is told, with a pause after each; then the ranks wait for each other."""
-        parts = done[self.context.rank]
-        for _ in range(parts):
+    def do_rounds(self, done: list[int], pause_s: float) -> None:
+        """Do `done[rank]` rounds on each rank, with a pause after each; then the ranks wait for each other."""
+        rounds = done[self.context.rank]
+        for _ in range(rounds):
             time.sleep(pause_s)
-            progress.part_done()
-        if parts < max(done):
+            progress.batch_done()
+        if rounds < max(done):
             self._wait_for_nobody()
         if min(done) < max(done):
             time.sleep(60)
@@ -340,7 +353,7 @@ class Failing:
 
 
 def cost_moments(batch: SampleBatch) -> Columns:
-    """As a dataflow tells of the values and returns of a part."""
+    """Return the moments of the values and returns of a part, as a dataflow does."""
     from hybridflow.algorithms.losses.value import value_moments
     from hybridflow.batch.worker_output import Columns
 

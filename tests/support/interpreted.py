@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
+
+from tests.support.distributed import run_distributed
 
 
-def run_interpreted(function: Callable[[str], None], *, interpret: bool = True) -> None:
-    """Call `function("cpu")`, of a module, where kernels are interpreted; a failure of it is one here.
+def run_interpreted(function: Callable[[str], None], *, ranks: int = 1) -> None:
+    """Call `function("cpu")`, of a module, on processes where kernels are interpreted; a failure of it is one here.
 
-    Without `interpret` they may be compiled there, for a GPU that is not there.
+    The function imports the kernels itself: what imports its module has compiled ones.
     """
-    # In a process of its own, because Triton asks when it is imported.
-    code = f"from {function.__module__} import {function.__name__} as function; function('cpu')"
-    root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": root}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
+    run_distributed(_interpreted, ranks, function, timeout_s=300)
+
+
+def _interpreted(function: Callable[[str], None]) -> None:
+    # Triton asks when it is imported, and whatever these processes are forked from has imported it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        if not name.startswith("triton._C"):
+            del sys.modules[name]
+    function("cpu")

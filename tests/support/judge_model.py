@@ -49,5 +49,5 @@ def judge_and_another(directory: Path, functions: str) -> list[list[str]]:
     for name in ("one", "other"):
         make_judge(directory / name)
         (directory / name / "vocab.json").write_text(name)
-    asked = [f"{functions}={json.dumps([asks])}", "placement.judge=cpu:2"]
-    return [[*asked, f"judge.path={directory / name}"] for name in ("one", "other", "one")]
+    settings = [f"{functions}={json.dumps([asks])}", "placement.judge=cpu:2"]
+    return [[*settings, f"judge.path={directory / name}"] for name in ("one", "other", "one")]

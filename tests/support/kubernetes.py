@@ -15,9 +15,9 @@ KUBERAY = "1.7.0"
 
 
 def errors(manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with an object, a line each: where, and what."""
-    found = _validator(manifest["kind"]).iter_errors(manifest)
-    return [f"{'.'.join(map(str, each.absolute_path))}: {each.message}" for each in found]
+    """Return what is wrong with an object, one line an error: path and message."""
+    invalid = _validator(manifest["kind"]).iter_errors(manifest)
+    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in invalid]
 
 
 @cache
@@ -28,11 +28,13 @@ def _validator(kind: str) -> Draft202012Validator:
 def _closed(schema: Any) -> Any:
     """A schema that knows no fields beside those that it names, as the API server prunes others."""
     if isinstance(schema, list):
-        return [_closed(each) for each in schema]
+        return [_closed(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {
-        name: {key: _closed(each) for key, each in value.items()} if name == "properties" else _closed(value)
+        name: {key: _closed(property_schema) for key, property_schema in value.items()}
+        if name == "properties"
+        else _closed(value)
         for name, value in schema.items()
     }
     is_open = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")

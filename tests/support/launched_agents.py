@@ -81,19 +81,19 @@ class LaunchedAgents:
     def start_agent(self, index: int, slots: int = 2) -> asyncio.Task[int]:
         """Start the agent of a host, which may have had one before."""
         role = self.roles[index] if self.roles else None
-        place = Place(index, "127.0.0.1", self.port, f"127.0.0.{index + 1}", role=role, cpu_slots=slots)
-        self.agents[index] = agent = Agent(place, self.plan, "a" * 64)
+        assignment = Place(index, "127.0.0.1", self.port, f"127.0.0.{index + 1}", role=role, cpu_slots=slots)
+        self.agents[index] = agent = Agent(assignment, self.plan, "a" * 64)
         self.codes[index] = asyncio.ensure_future(agent.participate())
         return self.codes[index]
 
     def lose(self, index: int) -> None:
-        """Have a host be gone."""
+        """Abort the channel of a host."""
         channel = self.agents[index]._channel
         assert channel is not None
         channel.abort()
 
     def silence(self, index: int) -> None:
-        """Have nothing be heard of a host that still hears the others."""
+        """Drop all messages of a host, which still hears the others."""
         channel = self.agents[index]._channel
         assert channel is not None
         channel.send = lambda kind, **fields: None  # type: ignore[method-assign]

@@ -27,14 +27,14 @@ class Listener:
 
     @property
     def only_this_host(self) -> bool:
-        """Whether only processes of this host can connect."""
+        """True if only processes of this host can connect."""
         address = ipaddress.ip_address(self.address)
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
         return (mapped or address).is_loopback
 
 
 def listeners(root: int) -> set[Listener]:
-    """Of a process and all that descend from it."""
+    """Listeners of a process and all its descendants."""
     try:
         first = psutil.Process(root)
         family = [first.pid, *(process.pid for process in first.children(recursive=True))]
@@ -44,7 +44,7 @@ def listeners(root: int) -> set[Listener]:
 
 
 def listeners_among(proc: Path, pids: Iterable[int], network: Path) -> set[Listener]:
-    """Of processes that are in one network namespace.
+    """Listeners of processes in one network namespace.
 
     Args:
         proc: a mounted procfs.
@@ -52,16 +52,16 @@ def listeners_among(proc: Path, pids: Iterable[int], network: Path) -> set[Liste
         network: its `net` directory of that namespace.
     """
     listening = _listening(network)
-    found = set()
+    open_listeners = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for descriptor in (proc / str(pid) / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     target = str(descriptor.readlink())
-                    if target.startswith("socket:[") and (place := listening.get(int(target[8:-1]))):
-                        address, port, protocol = place
-                        found.add(Listener(address, port, command_line(proc, pid), protocol))
-    return found
+                    if target.startswith("socket:[") and (listener := listening.get(int(target[8:-1]))):
+                        address, port, protocol = listener
+                        open_listeners.add(Listener(address, port, command_line(proc, pid), protocol))
+    return open_listeners
 
 
 def command_line(proc: Path, pid: int) -> str:
@@ -74,15 +74,15 @@ def command_line(proc: Path, pid: int) -> str:
 
 def _listening(network: Path) -> dict[int, tuple[str, int, str]]:
     """Address, port and protocol of every listening socket of a network namespace, by inode."""
-    found = {}
+    by_inode = {}
     for table, listens in _LISTEN.items():
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             for line in (network / table).read_text().splitlines()[1:]:
                 _, local, _, state, *rest = line.split()
                 if state == listens:
                     address, _, port = local.partition(":")
-                    found[int(rest[5])] = (_address(address), int(port, 16), table.removesuffix("6"))
-    return found
+                    by_inode[int(rest[5])] = (_address(address), int(port, 16), table.removesuffix("6"))
+    return by_inode
 
 
 def _address(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What every rank of a test needs, imported once in the server that the ranks are forked from."""
+"""Imports of every rank of a test, made once in the server that the ranks are forked from."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
-from engine3d.checkpoint.manifest import Hash, Manifest, RoleFacts, file_entry, step_directory, write_manifest
+from engine3d.checkpoint.chunk_checksums import ChunkChecksum, checksum_file, checksum_text
+from engine3d.checkpoint.manifest import Hash, Manifest, RoleSummary, file_entry, step_directory, write_manifest
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
-from engine3d.checkpoint.piece_checksums import PieceChecksum, checksum_file, checksum_text
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
 from hybridflow.checkpoint.compatibility import input_checksums
@@ -47,7 +47,7 @@ def make_checkpoint(
     directory.mkdir(parents=True)
     copied = directory / "model"
     if model is None:
-        create_model(recipe, copied, seed=recipe.seed)
+        create_model(recipe.model, copied, seed=recipe.seed)
     else:
         shutil.copytree(model, copied)
     (copied / "model.safetensors").unlink()
@@ -63,7 +63,7 @@ def make_checkpoint(
         best=best,
         random=RandomState.capture(),
         run=run,
-        inputs=input_checksums(recipe),
+        inputs=input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data),
     )
     files = [*state.write(directory), *copied.iterdir()]
     for role in roles:
@@ -71,7 +71,7 @@ def make_checkpoint(
     manifest = Manifest(
         step=step,
         created="2026-01-01T00:00:00+00:00",
-        roles={role: RoleFacts("dp=2 ep=2", 2, "float32", role != "actor", 1000, step) for role in roles},
+        roles={role: RoleSummary("dp=2 ep=2", 2, "float32", role != "actor", 1000, step) for role in roles},
         recipe=recipe.model_dump(mode="json"),
         software={},
         files=tuple(file_entry(directory, path) for path in files),
@@ -98,11 +98,11 @@ def seal_pieces(checkpoint: Path, role: str) -> None:
     shard = checkpoint / role / "__0_0.distcp"
     stored = parse_metadata((checkpoint / role / METADATA).read_bytes(), "metadata").storage_data
     data = shard.read_bytes()
-    pieces = [
-        PieceChecksum(info.offset, info.length, Hash(data[info.offset : info.offset + info.length]).checksum())
+    chunks = [
+        ChunkChecksum(info.offset, info.length, Hash(data[info.offset : info.offset + info.length]).checksum())
         for info in stored.values()
     ]
-    (checkpoint / role / checksum_file(0)).write_bytes(checksum_text({shard.name: pieces}))
+    (checkpoint / role / checksum_file(0)).write_bytes(checksum_text({shard.name: chunks}))
 
 
 def refusal(recipe: Recipe) -> list[str]:

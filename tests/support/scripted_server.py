@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     """A request."""
 
     path: str
@@ -25,7 +25,7 @@ class Asked:
 
 @dataclass
 class Reply:
-    """What is sent: `content` as JSON, or as it is if it is text; with no status the connection is closed."""
+    """Reply to a request: `content` as JSON, or unchanged if it is text. With no status the connection is closed."""
 
     content: Any = None
     status: int | None = 200
@@ -41,10 +41,10 @@ class _Server(ThreadingHTTPServer):
 class ScriptedServer:
     """Asks `answer` for the reply to each request, in a thread of its own; any other value is its content."""
 
-    def __init__(self, answer: Callable[[Asked], Any]) -> None:
-        self.asked: list[Asked] = []
+    def __init__(self, answer: Callable[[ReceivedRequest], Any]) -> None:
+        self.requests: list[ReceivedRequest] = []
         self.most_at_once = 0
-        self._under_way = 0
+        self._in_flight = 0
         self._lock = threading.Lock()
         server = self
 
@@ -53,9 +53,9 @@ class ScriptedServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                asked = Asked(self.path, dict(self.headers.items()), body, time.monotonic())
-                with server._counted(asked):
-                    reply = answer(asked)
+                received = ReceivedRequest(self.path, dict(self.headers.items()), body, time.monotonic())
+                with server._counted(received):
+                    reply = answer(received)
                     reply = reply if isinstance(reply, Reply) else Reply(reply)
                     time.sleep(reply.after_s)
                 if reply.status is None:
@@ -76,16 +76,16 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     @contextmanager
-    def _counted(self, asked: Asked) -> Iterator[None]:
+    def _counted(self, received: ReceivedRequest) -> Iterator[None]:
         with self._lock:
-            self.asked.append(asked)
-            self._under_way += 1
-            self.most_at_once = max(self.most_at_once, self._under_way)
+            self.requests.append(received)
+            self._in_flight += 1
+            self.most_at_once = max(self.most_at_once, self._in_flight)
         try:
             yield
         finally:
             with self._lock:
-                self._under_way -= 1
+                self._in_flight -= 1
 
     @contextmanager
     def running(self) -> Iterator[ScriptedServer]:
@@ -100,7 +100,7 @@ class ScriptedServer:
 
 
 @contextmanager
-def serving(answer: Callable[[Asked], Any]) -> Iterator[ScriptedServer]:
+def serving(answer: Callable[[ReceivedRequest], Any]) -> Iterator[ScriptedServer]:
     """A server that runs until the block ends."""
     with ScriptedServer(answer).running() as server:
         yield server

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
-from engine3d.checkpoint.manifest import MANIFEST, Manifest, RoleFacts, file_entry, step_directory, write_manifest
+from engine3d.checkpoint.manifest import MANIFEST, Manifest, RoleSummary, file_entry, step_directory, write_manifest
 
-FACTS = RoleFacts("tp=2 dp=2", 4, "bfloat16", False, 1000, 12)
+FACTS = RoleSummary("tp=2 dp=2", 4, "bfloat16", False, 1000, 12)
 
 
 def describe(directory: Path, step: int = 12, **changes: object) -> Manifest:
     """The manifest of all other files that lie in a directory."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries = tuple(file_entry(directory, path) for path in files)
-    facts = {"created": "2026-01-02T03:04:05+00:00", "roles": {"actor": FACTS}, "recipe": {}, "software": {}}
-    return Manifest(step=step, files=entries, **facts | changes)  # type: ignore[arg-type]
+    metadata = {"created": "2026-01-02T03:04:05+00:00", "roles": {"actor": FACTS}, "recipe": {}, "software": {}}
+    return Manifest(step=step, files=entries, **metadata | changes)  # type: ignore[arg-type]
 
 
 def make_checkpoint(root: Path, step: int = 12) -> Path:
@@ -43,9 +43,9 @@ def make_checkpoint_of_tensors(root: Path, step: int = 12, roles: tuple[str, ...
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that this process is alone
             torch_checkpoint.save(state | {"common": {"step": 1}}, storage_writer=writer, no_dist=True)
-    facts = {"step": step, "policy_version": 13, "sampler": {"count": 64, "position": 32}, "groups": None}
-    facts |= {"algorithm": {"kl_controller": {"coefficient": 0.25}}}
-    (directory / "driver.json").write_text(json.dumps(facts))
+    metadata = {"step": step, "policy_version": 13, "sampler": {"count": 64, "position": 32}, "groups": None}
+    metadata |= {"algorithm": {"kl_controller": {"coefficient": 0.25}}}
+    (directory / "driver.json").write_text(json.dumps(metadata))
     changes = {"roles": dict.fromkeys(roles, FACTS), "software": {"torch": "1.2.3"}}
     write_manifest(directory, describe(directory, step, **changes))
     return directory

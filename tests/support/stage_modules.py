@@ -24,7 +24,7 @@ class Ranked:
     @register(DP_PROTO)
     def process(self, batch: list[int]) -> list[tuple[int, int, int]]:
         self.calls += 1
-        return [(self.rank, self.calls, each) for each in batch]
+        return [(self.rank, self.calls, message) for message in batch]
 
     @register(ALL_TO_ALL)
     def other(self, batch: int) -> int:

@@ -102,24 +102,24 @@ class NumberedStep(Step[Any]):
     def given(self, draw: Draw) -> RemoteBatch:
         raise NotImplementedError
 
-    def tell(self, figures: Mapping[str, Tensor]) -> None:
+    def log(self, stats: Mapping[str, Tensor]) -> None:
         raise NotImplementedError
 
     def generate(self, draw: Draw) -> RemoteBatch:
         self.calls.append("generate")
-        places = [(draw.groups[row], k) for row in range(len(draw.indices)) for k in range(self.samples)]
-        lengths = [self.length(*place) for place in places]
+        samples = [(draw.groups[row], k) for row in range(len(draw.indices)) for k in range(self.samples)]
+        lengths = [self.length(*sample) for sample in samples]
         made = SampleBatch.from_generations(
-            prompts=[[5, 6]] * len(places),
+            prompts=[[5, 6]] * len(samples),
             responses=[list(range(length)) for length in lengths],
             logprobs=[[-0.5] * length for length in lengths],
-            sample_ids=[100 * group + k for group, k in places],
-            group_ids=[group for group, _ in places],
-            prompt_indices=[group for group, _ in places],
-            policy_versions=[self.number] * len(places),
-            finish_reasons=[FinishReason.LENGTH if each >= self.limit else FinishReason.STOP for each in lengths],
+            sample_ids=[100 * group + k for group, k in samples],
+            group_ids=[group for group, _ in samples],
+            prompt_indices=[group for group, _ in samples],
+            policy_versions=[self.number] * len(samples),
+            finish_reasons=[FinishReason.LENGTH if length >= self.limit else FinishReason.STOP for length in lengths],
             engine=0,
-            times=[(float(group), group + 0.5) for group, _ in places],
+            times=[(float(group), group + 0.5) for group, _ in samples],
         )
         return self._remote(made)
 
@@ -133,7 +133,7 @@ class NumberedStep(Step[Any]):
         assert summary is not None
         for row, sample in enumerate(samples.sample_ids.tolist()):
             self.responses[sample] = samples, row
-        return RemoteBatch(summary.facts, [])
+        return RemoteBatch(summary.per_sample, [])
 
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
         raise NotImplementedError
@@ -149,12 +149,14 @@ class NumberedStep(Step[Any]):
         self.calls.append("critic_values")
         return batch
 
-    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, part: bool = False) -> RemoteBatch:
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, partial: bool = False) -> RemoteBatch:
         self.calls.append("rewards")
-        found = [self.reward(sample // 100, sample % 100) for sample in batch.facts["sample_ids"].tolist()]
-        kept = [row for row, reward in enumerate(found) if reward is not None]
-        assert part or len(kept) >= self.least
-        return batch.select(kept).with_facts(rewards=torch.tensor([found[row] for row in kept], dtype=torch.float32))
+        rewards = [self.reward(sample // 100, sample % 100) for sample in batch.per_sample["sample_ids"].tolist()]
+        kept = [row for row, reward in enumerate(rewards) if reward is not None]
+        assert partial or len(kept) >= self.least
+        return batch.select(kept).with_per_sample(
+            rewards=torch.tensor([rewards[row] for row in kept], dtype=torch.float32)
+        )
 
     def costs(self, batch: RemoteBatch) -> RemoteBatch:
         raise NotImplementedError
@@ -179,15 +181,15 @@ class NumberedStep(Step[Any]):
 
 
 def fetched(batch: RemoteBatch) -> SampleBatch:
-    """The tokens of a batch of a `NumberedStep`, with the rewards that are its facts."""
-    found = [NumberedStep.responses[sample] for sample in ids(batch)]
-    rows = [samples.select([row]).replace(rewards=None) for samples, row in found]
-    return SampleBatch.concatenate(rows).replace(rewards=batch.facts["rewards"])
+    """The tokens of a batch of a `NumberedStep`, with its per-sample rewards."""
+    responses = [NumberedStep.responses[sample] for sample in ids(batch)]
+    rows = [samples.select([row]).replace(rewards=None) for samples, row in responses]
+    return SampleBatch.concatenate(rows).replace(rewards=batch.per_sample["rewards"])
 
 
 def ids(batch: RemoteBatch | SampleBatch | None) -> Sequence[int]:
     """The samples of a batch."""
     if batch is None:
         return []
-    found = batch.facts["sample_ids"] if isinstance(batch, RemoteBatch) else batch.sample_ids
-    return list(found.tolist())
+    sample_ids = batch.per_sample["sample_ids"] if isinstance(batch, RemoteBatch) else batch.sample_ids
+    return list(sample_ids.tolist())

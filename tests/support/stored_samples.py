@@ -22,10 +22,10 @@ CHARACTERS = "0123456789+= abcdef\n\x1b"
 
 @dataclass
 class LocalBatch:
-    """As much of a `RemoteBatch` as the store asks for, its tokens in this process."""
+    """Stand-in for a `RemoteBatch`, with as much of it as the store uses. Its tokens are in this process."""
 
     samples: SampleBatch
-    facts: dict[str, Tensor]
+    per_sample: dict[str, Tensor]
     fetched: list[int]
     """Tokens of each fetch."""
 
@@ -40,8 +40,8 @@ class LocalBatch:
         return self
 
     def select(self, rows: Tensor) -> LocalBatch:
-        facts = {name: fact[rows] for name, fact in self.facts.items()}
-        return LocalBatch(self.samples.select(rows), facts, self.fetched)
+        per_sample = {name: column[rows] for name, column in self.per_sample.items()}
+        return LocalBatch(self.samples.select(rows), per_sample, self.fetched)
 
     def fetch(self) -> SampleBatch:
         self.fetched.append(int(self.lengths.sum()))
@@ -49,7 +49,7 @@ class LocalBatch:
 
 
 def encoded(text: str) -> list[int]:
-    """As the tokenizer of `make_run` does it, with an end of sequence."""
+    """Encode as the tokenizer of `make_run` does, with an end of sequence."""
     return [*(3 + CHARACTERS.index(character) for character in text), 2]
 
 
@@ -75,11 +75,11 @@ def samples_of(
 
 
 def learned_from(
-    step: int, batch: SampleBatch, by_name: Mapping[str, ByName] | None = None, **facts: Tensor
+    step: int, batch: SampleBatch, by_name: Mapping[str, ByName] | None = None, **per_sample: Tensor
 ) -> TrainedSamples:
-    """What a step has learned from."""
-    facts |= {"sample_ids": batch.sample_ids, "group_ids": batch.group_ids}
-    local: Any = LocalBatch(batch, facts, [])
+    """Samples that a step was trained on."""
+    per_sample |= {"sample_ids": batch.sample_ids, "group_ids": batch.group_ids}
+    local: Any = LocalBatch(batch, per_sample, [])
     return TrainedSamples(step, step + 1, (local,), by_name or {})
 
 
@@ -97,7 +97,7 @@ def make_run(run: Path) -> Path:
     make_character_tokenizer(CHARACTERS, run / "initial")
     (run / "recipe.yaml").write_text("name: small\n")
     for step in (1, 2, 3):
-        texts = [(f"{group}+{step}=", f"{group + step} {'abcd'[place]}") for group in (0, 1) for place in range(4)]
+        texts = [(f"{group}+{step}=", f"{group + step} {'abcd'[index]}") for group in (0, 1) for index in range(4)]
         rewards = [0.25, 1.0, -0.5, 0.0, 2.0, 0.5, 0.5, float(-step)]
         batch = samples_of(texts, rewards, first=8 * step)
         by_name = {

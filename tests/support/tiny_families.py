@@ -101,6 +101,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-linear": _config("LlamaForCausalLM", "llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }
 
+_BLOCKS: dict[str, Any] = {
+    "hidden_size": 192,  # the last blocks have 64 columns
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "head_dim": 128,
+    "moe_intermediate_size": 256,
+}
+FP8_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {**CONFIGS["qwen3-biases"], **_BLOCKS, "num_key_value_heads": 2},
+    "qwen3_moe": {**MOE, **_BLOCKS, "num_experts": 4},
+    "deepseek_v3": {
+        **DEEPSEEK,
+        **_BLOCKS,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 192,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "head_dim": 64,
+        "n_shared_experts": 1,
+    },
+}
+"""Models whose matrices have several blocks of 128 x 128, so that two ranks cut them between blocks."""
+
+
+def family_of(name: str) -> str:
+    """Family of a model."""
+    return str(CONFIGS[name]["model_type"])
+
 
 def has_experts(name: str) -> bool:
     return "num_experts" in CONFIGS[name] or "n_routed_experts" in CONFIGS[name]

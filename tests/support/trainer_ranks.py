@@ -18,8 +18,9 @@ import torch
 
 from engine3d.errors import EngineError
 from engine3d.layout import Layout
+from engine3d.models.precision import Precision
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.training.config import LayoutConfig, TrainConfig
 from tests.support.distributed import run_distributed
 
@@ -47,7 +48,7 @@ class TrainerRanks:
             _write(self._directory / f"request-{self._number}-{rank}", request)
 
     def answers(self) -> list[Any]:
-        """What each rank returned of the last call."""
+        """Return values of the last call, one a rank."""
         return [self._read(f"answer-{self._number}-{rank}") for rank in self.ranks]
 
     def await_hold(self) -> None:
@@ -61,7 +62,7 @@ class TrainerRanks:
         self.ranks.remove(rank)
 
     def release(self) -> None:
-        """Let the ranks go on that are held."""
+        """Resume the ranks that wait in `try_send`."""
         _write(self._directory / f"released-{self._number}", None)
 
     def _read(self, name: str) -> Any:
@@ -99,7 +100,7 @@ def trainer_ranks(model: Path, world_size: int, scratch: Path, may_die: Sequence
 
 
 class Trainer:
-    """What a rank can be asked for."""
+    """Methods that a rank can be called for."""
 
     def __init__(self, model: Path, scratch: Path) -> None:
         self._model, self._scratch, self._rank = model, scratch, int(os.environ["RANK"])
@@ -108,7 +109,13 @@ class Trainer:
         self._sender: Any = None
 
     def build(
-        self, place: Place, *, sizes: dict[str, int], dtype: str = "float32", model: Path | None = None
+        self,
+        location: Location,
+        *,
+        sizes: dict[str, Any],
+        dtype: str = "float32",
+        model: Path | None = None,
+        precision: Precision | None = None,
     ) -> SharedShards:
         """Build the model, or another, on a layout and share its weights."""
         from engine3d.training.engine import TrainEngine
@@ -119,7 +126,7 @@ class Trainer:
         config = TrainConfig(layout=LayoutConfig(**sizes), dtype=dtype)
         layout = Layout.of_world(int(os.environ["WORLD_SIZE"]), **sizes)
         self._engine = TrainEngine(model or self._model, config, layout)
-        self._sender = self._engine.weight_sender(f"actor rank {self._rank}", self._rank, place)
+        self._sender = self._engine.weight_sender(f"actor rank {self._rank}", self._rank, location, precision)
         return self._sender.share()
 
     def publish(self, path: Path) -> None:
@@ -131,8 +138,8 @@ class Trainer:
     def connect_each(self, orders: Sequence[Any]) -> None:
         self._sender.connect(*orders)
 
-    def send(self, *, version: int, part: int = 0) -> Any:
-        return self._sender.send(version, part)
+    def send(self, *, version: int, transfer: int = 0) -> Any:
+        return self._sender.send(version, transfer)
 
     def try_send(self, *, version: int, hold_in_round: int) -> str:
         """Send over the process group, stand still in a round until released, and return the error, if there is one."""
@@ -160,15 +167,15 @@ class Trainer:
         engine = self._engine
         with torch.no_grad():
             for local, tensor in rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates):
-                for piece in local.pieces:
-                    shape = engine.spec.hf_shape(piece.hf_name)
-                    generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(piece.hf_name.encode()))
-                    whole = 0.2 * torch.randn(shape, generator=generator)
-                    taken = whole[tuple(slice(*edges) for edges in piece.hf_box)]
-                    tensor.data[tuple(slice(*edges) for edges in piece.local_box)].copy_(taken)
+                for tensor_slice in local.slices:
+                    shape = engine.spec.hf_shape(tensor_slice.hf_name)
+                    generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(tensor_slice.hf_name.encode()))
+                    full = 0.2 * torch.randn(shape, generator=generator)
+                    taken = full[tuple(slice(*edges) for edges in tensor_slice.hf_box)]
+                    tensor.data[tuple(slice(*edges) for edges in tensor_slice.local_box)].copy_(taken)
 
-    def export(self, *, directory: Path, dtype: torch.dtype | None = None) -> None:
-        self._engine.export(directory, dtype=dtype)
+    def export(self, *, directory: Path, dtype: torch.dtype | None = None, precision: Precision | None = None) -> None:
+        self._engine.export(directory, dtype=dtype, precision=precision)
 
     def stop(self) -> None:
         pass

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.models import load_model_spec
+from engine3d.models.precision import Precision, served_shapes
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
-from engine3d.rollout.host.stream import UnderWay
+from engine3d.rollout.host.stream import InFlightPolicy
 from engine3d.stores import listen, serve, tcp_address
 from tests.support.trainer_ranks import TrainerRanks
 from tests.support.warm import warm_starts
 
 
-def places(node: str, *slots: int) -> list[Place]:
-    return [Place(node, f"cpu:{slot}") for slot in slots]
+def locations(node: str, *slots: int) -> list[Location]:
+    return [Location(node, f"cpu:{slot}") for slot in slots]
 
 
 @contextmanager
@@ -43,8 +44,8 @@ def started(engines: Sequence[RolloutEngine], *, afresh: bool = False) -> Iterat
 
 
 def differences(engines: Sequence[RolloutEngine], export: Path) -> list[str]:
-    """What the engines do not hold as SGLang's loader makes it of an export."""
-    return [str(found) for engine in engines for rank in engine.verify_weights(export) for found in rank]
+    """Return where the engines differ from SGLang's loader on an export."""
+    return [str(mismatch) for engine in engines for rank in engine.verify_weights(export) for mismatch in rank]
 
 
 @dataclass
@@ -55,16 +56,16 @@ class Connected:
     engines: Sequence[RolloutEngine]
     orders: Orders
 
-    def write(self, version: int, under_way: UnderWay = "wait") -> list[Any]:
+    def write(self, version: int, in_flight: InFlightPolicy = "wait") -> list[Any]:
         """Begin a version and write it into the engines; what each rank of the trainer sent."""
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda engine: engine.begin_weights(version, under_way=under_way), self.engines))
+            list(pool.map(lambda engine: engine.begin_weights(version, in_flight=in_flight), self.engines))
             receiving = [
                 pool.submit(engine.receive_weights, version) for engine in self.engines if self.orders.engines_receive
             ]
             sent = self.trainer.call("send", version=version)
-            for each in receiving:
-                each.result()
+            for engine in receiving:
+                engine.result()
         return sent
 
     def transfer(self, version: int, *, flush_cache: bool = True) -> list[Any]:
@@ -80,15 +81,16 @@ def connect(
     trainer: TrainerRanks,
     engines: Sequence[RolloutEngine],
     sources: Sequence[SharedShards],
-    engine_places: Sequence[Sequence[Place]],
+    engine_places: Sequence[Sequence[Location]],
     model: Path,
+    precision: Precision | None = None,
     **options: Any,
 ) -> Connected:
     """Plan the transfers to the engines, and make everyone ready."""
     targets: list[SharedShards] = []
     for number, (engine, its_places) in enumerate(zip(engines, engine_places, strict=True)):
         targets += engine.share_weights(f"engine {number}", len(targets), its_places)
-    tensors = {name: tensor.shape for name, tensor in load_model_spec(model).hf_tensors.items()}
+    tensors = served_shapes(load_model_spec(model), precision)
     store = serve(listen("127.0.0.1"))
     orders = coordinate(
         sources,
@@ -105,6 +107,6 @@ def connect(
             pool.submit(engine.connect_weights, list(itertools.islice(receive, engine.config.tp))) for engine in engines
         ]
         trainer.call("connect", orders.send)
-        for each in connecting:
-            each.result()
+        for channel in connecting:
+            channel.result()
     return Connected(trainer, engines, orders)

@@ -41,7 +41,7 @@ def main() -> None:
             _group("actor", pools, Layout(dp=2)) as actor,
         ):
             batch = rollout.generate(SAMPLES, longest=LONGEST).batch()
-            print(json.dumps(found(batch, actor)), flush=True)
+            print(json.dumps(exchanged(batch, actor)), flush=True)
         release(pools)
     finally:
         stop_ray()
@@ -49,24 +49,24 @@ def main() -> None:
 
 
 def _group(role: str, pools: Mapping[str, ResourcePool], layout: Layout) -> Any:
-    """Of models; methods of workers are attributes of it that no type declares."""
+    """Group of models. Methods of workers are attributes of it that no type declares."""
     return WorkerGroup(role, Model, pools[role], layout, call_timeout_s=60)
 
 
-def found(batch: RemoteBatch, actor: Any) -> dict[str, object]:
-    """What the ranks got, and what went to each node for it."""
+def exchanged(batch: RemoteBatch, actor: Any) -> dict[str, object]:
+    """Return what the ranks got, and what went to each node for it."""
     future = actor.logprobs(batch)
-    whole = batch.with_columns(ref_logprobs=future).fetch()
-    assert whole.ref_logprobs is not None and future.parts is not None
-    parts = batch.deal(future.parts, [frozenset({node}) for node in actor.ranks.nodes])
+    complete = batch.with_columns(ref_logprobs=future).fetch()
+    assert complete.ref_logprobs is not None and future.shard_indices is not None
+    shards = batch.shard(future.shard_indices, [frozenset({node}) for node in actor.ranks.nodes])
     return {
         "nodes": len(set(actor.ranks.nodes)),
-        "sample_ids": whole.sample_ids.tolist(),
-        "right": bool(torch.equal(whole.ref_logprobs, response_tokens(whole) / 10)),
-        "parts": [list(part) for part in future.parts],
+        "sample_ids": complete.sample_ids.tolist(),
+        "right": bool(torch.equal(complete.ref_logprobs, response_tokens(complete) / 10)),
+        "parts": [list(indices) for indices in future.shard_indices],
         "rows": [
-            sum(len(ray.get(piece.ref).arrays["sample_ids"]) for piece in part.slices)  # of the objects that are read
-            for part in parts
+            sum(len(ray.get(rows.ref).arrays["sample_ids"]) for rows in shard.slices)  # of the objects that are read
+            for shard in shards
         ],
     }
 

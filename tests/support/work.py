@@ -1,4 +1,4 @@
-"""How much a call has to do, which a busy machine does not change as it changes the time that it takes."""
+"""Work of a call, counted in function calls: unlike its time, it is the same on a busy machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def calls_of(function: Callable[[], object]) -> int:
-    """How many functions, of Python and of C, a call of `function` calls in this thread."""
+    """Count the functions, of Python and of C, that `function` calls in this thread."""
     profile = cProfile.Profile()
     profile.runcall(function)
     calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
@@ -16,5 +16,5 @@ def calls_of(function: Callable[[], object]) -> int:
 
 
 def growth[T](function: Callable[[T], object], small: T, large: T) -> float:
-    """How many times as much a call with `large` has to do as one with `small`."""
+    """Return the work of a call with `large`, divided by that of one with `small`."""
     return calls_of(lambda: function(large)) / calls_of(lambda: function(small))

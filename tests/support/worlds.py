@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.models.rules import Box
-from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Location, RankShards
 from engine3d.reshard.describe.source import PlannedTrainer
-from engine3d.reshard.plan.pieces import Plan
+from engine3d.reshard.plan.transfers import Plan
 
 Memory = list[NDArray[np.float64]]
 
 
-def place(rank: int, gpus_per_node: int = 4, first_node: int = 0) -> Place:
+def location(rank: int, gpus_per_node: int = 4, first_node: int = 0) -> Location:
     node, device = divmod(rank, gpus_per_node)
-    return Place(f"node {first_node + node}", f"gpu {device}")
+    return Location(f"node {first_node + node}", f"gpu {device}")
 
 
 def trainer(
     spec: ModelSpec, layout: Layout, *, gpus_per_node: int = 4, transformer_engine: bool = True
-) -> list[Shards]:
+) -> list[RankShards]:
     planned = PlannedTrainer(spec, layout, torch.bfloat16, transformer_engine=transformer_engine)
-    return [planned.shards(rank, place(rank, gpus_per_node)) for rank in range(layout.world_size)]
+    return [planned.shards(rank, location(rank, gpus_per_node)) for rank in range(layout.world_size)]
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -53,100 +53,102 @@ class _Parameters:
 
 
 def engine_rank(spec: ModelSpec, tp: int, ep: int, rank: int) -> tuple[tuple[Buffer, ...], tuple[Holding, ...]]:
-    """What a rank of an engine holds, fused as inference engines do.
+    """Return the buffers of an engine's rank, fused as inference engines do, and what they hold.
 
     q, k and v in one parameter (a key head whole on several ranks where there are fewer), gate and up in one, all
     experts of a rank in one. The experts are cut over ep, each expert over tp / ep. The vocabulary is padded.
     """
-    sizes, held = spec.sizes, _Parameters([], [])
+    sizes, parameters = spec.sizes, _Parameters([], [])
     hidden = sizes.hidden
 
     def vocabulary(name: str, tensor: str) -> None:
         rows = -(-sizes.vocabulary // tp)
         first, last = min(rank * rows, sizes.vocabulary), min((rank + 1) * rows, sizes.vocabulary)
         boxes = [(tensor, ((first, last), (0, hidden)), (0, 0))] if first < last else []
-        held.add(name, (rows, hidden), boxes)
+        parameters.add(name, (rows, hidden), boxes)
 
     def gated(name: str, hf: str, ffn: int) -> None:
-        part = ffn // tp
-        cut = (rank * part, (rank + 1) * part)
-        pairs = [(f"{hf}.gate_proj", 0), (f"{hf}.up_proj", part)]
+        width = ffn // tp
+        cut = (rank * width, (rank + 1) * width)
+        pairs = [(f"{hf}.gate_proj", 0), (f"{hf}.up_proj", width)]
         boxes = [(f"{tensor}.weight", (cut, (0, hidden)), (start, 0)) for tensor, start in pairs]
-        held.add(f"{name}.gate_up", (2 * part, hidden), boxes)
-        held.add(f"{name}.down", (hidden, part), [(f"{hf}.down_proj.weight", ((0, hidden), cut), (0, 0))])
+        parameters.add(f"{name}.gate_up", (2 * width, hidden), boxes)
+        parameters.add(f"{name}.down", (hidden, width), [(f"{hf}.down_proj.weight", ((0, hidden), cut), (0, 0))])
 
-    def whole(tensor: str) -> None:
+    def replicated(tensor: str) -> None:
         shape = spec.hf_shape(tensor)
-        held.add(tensor, shape, [(tensor, tuple((0, size) for size in shape), (0,) * len(shape))])
+        parameters.add(tensor, shape, [(tensor, tuple((0, size) for size in shape), (0,) * len(shape))])
 
     vocabulary("embed_tokens", "model.embed_tokens.weight")
     for layer in range(sizes.layers):
         hf = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            whole(f"{hf}{norm}.weight")
+            replicated(f"{hf}{norm}.weight")
         if sizes.qk_norm:
-            whole(f"{hf}self_attn.q_norm.weight")
-            whole(f"{hf}self_attn.k_norm.weight")
+            replicated(f"{hf}self_attn.q_norm.weight")
+            replicated(f"{hf}self_attn.k_norm.weight")
         queries, copies = sizes.heads * sizes.head_dim // tp, max(1, tp // sizes.groups)
         keys = sizes.groups * sizes.head_dim * copies // tp
         query = (rank * queries, (rank + 1) * queries)
         key = (rank // copies * keys, (rank // copies + 1) * keys)
         starts = [("q", query, 0), ("k", key, queries), ("v", key, queries + keys)]
-        boxes = [(f"{hf}self_attn.{each}_proj.weight", (rows, (0, hidden)), (at, 0)) for each, rows, at in starts]
-        held.add(f"{hf}qkv", (queries + 2 * keys, hidden), boxes)
-        held.add(f"{hf}o", (hidden, queries), [(f"{hf}self_attn.o_proj.weight", ((0, hidden), query), (0, 0))])
+        boxes = [
+            (f"{hf}self_attn.{projection}_proj.weight", (rows, (0, hidden)), (at, 0)) for projection, rows, at in starts
+        ]
+        parameters.add(f"{hf}qkv", (queries + 2 * keys, hidden), boxes)
+        parameters.add(f"{hf}o", (hidden, queries), [(f"{hf}self_attn.o_proj.weight", ((0, hidden), query), (0, 0))])
         if not sizes.is_sparse(layer):
             gated(f"{hf}mlp", f"{hf}mlp", sizes.ffn)
             continue
-        whole(f"{hf}mlp.gate.weight")
+        replicated(f"{hf}mlp.gate.weight")
         count, within = sizes.experts // ep, tp // ep
-        part = sizes.expert_ffn // within
-        cut = (rank % within * part, (rank % within + 1) * part)
+        expert_width = sizes.expert_ffn // within
+        cut = (rank % within * expert_width, (rank % within + 1) * expert_width)
         experts = [(local, f"{hf}mlp.experts.{rank // within * count + local}.") for local in range(count)]
         gate_up = [
             (f"{name}{half}_proj.weight", (cut, (0, hidden)), (local, start, 0))
             for local, name in experts
-            for half, start in (("gate", 0), ("up", part))
+            for half, start in (("gate", 0), ("up", expert_width))
         ]
-        held.add(f"{hf}w13", (count, 2 * part, hidden), gate_up)
+        parameters.add(f"{hf}w13", (count, 2 * expert_width, hidden), gate_up)
         down = [(f"{name}down_proj.weight", ((0, hidden), cut), (local, 0, 0)) for local, name in experts]
-        held.add(f"{hf}w2", (count, hidden, part), down)
-    whole("model.norm.weight")
+        parameters.add(f"{hf}w2", (count, hidden, expert_width), down)
+    replicated("model.norm.weight")
     if not sizes.tied:
         vocabulary("lm_head", "lm_head.weight")
-    return tuple(held.buffers), tuple(held.holdings)
+    return tuple(parameters.buffers), tuple(parameters.holdings)
 
 
 def engines(
     spec: ModelSpec, tp: int, ep: int, count: int = 1, *, gpus_per_node: int = 4, first_node: int = 0
-) -> list[Shards]:
+) -> list[RankShards]:
     """The ranks of several engines. On the trainer's nodes from the first on, unless they begin at a later node."""
     ranks = [engine_rank(spec, tp, ep, rank) for rank in range(tp)]
     return [
-        Shards(
+        RankShards(
             f"engine {index // tp} rank {index % tp}",
             index,
-            place(index, gpus_per_node, first_node),
+            location(index, gpus_per_node, first_node),
             *ranks[index % tp],
         )
         for index in range(tp * count)
     ]
 
 
-def with_aliases(target: Shards, aliases: tuple[Alias, ...]) -> Shards:
+def with_aliases(target: RankShards, aliases: tuple[Alias, ...]) -> RankShards:
     return replace(target, aliases=aliases)
 
 
 def full_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, NDArray[np.float64]]:
     """Tensors in which no two elements are equal."""
-    found, first = {}, 1
+    tensors, first = {}, 1
     for name, shape in shapes.items():
-        found[name] = np.arange(first, first + prod(shape), dtype=np.float64).reshape(shape)
+        tensors[name] = np.arange(first, first + prod(shape), dtype=np.float64).reshape(shape)
         first += prod(shape)
-    return found
+    return tensors
 
 
-def memory_of(rank: Shards, tensors: dict[str, NDArray[np.float64]] | None) -> Memory:
+def memory_of(rank: RankShards, tensors: dict[str, NDArray[np.float64]] | None) -> Memory:
     """The rank's buffers, with the tensors in its holdings or with nothing, and -1 everywhere else."""
     memory = [np.full(buffer.elements, -1.0) for buffer in rank.buffers]
     for holding in rank.holdings if tensors is not None else ():
@@ -163,34 +165,47 @@ def _view(memory: Memory, holding: Holding) -> NDArray[np.float64]:
 
 
 def carry_out(plan: Plan, sources: Sequence[Memory], targets: Sequence[Memory]) -> None:
-    """Copy every piece, element by element. Nothing may be written twice."""
+    """Copy every segment. Nothing may be written twice."""
     for transfer in plan.transfers:
-        pieces = transfer.pieces
-        for index in range(len(pieces)):
-            source = sources[transfer.source][pieces.source_buffer[index]]
-            target = targets[transfer.target][pieces.target_buffer[index]]
-            for row in range(pieces.rows[index]):
-                from_, to = (
-                    offset[index] + row * stride[index]
-                    for offset, stride in (
-                        (pieces.source_offset, pieces.source_stride),
-                        (pieces.target_offset, pieces.target_stride),
-                    )
-                )
-                length = pieces.length[index]
-                assert (target[to : to + length] == -1).all()
-                target[to : to + length] = source[from_ : from_ + length]
+        segments = transfer.segments
+        for index in range(len(segments)):
+            rows, length = int(segments.rows[index]), int(segments.length[index])
+            assert rows == 1 or abs(segments.target_stride[index]) >= length
+            source = _rows(
+                sources[transfer.source][segments.source_buffer[index]],
+                (int(segments.source_offset[index]), int(segments.source_stride[index])),
+                (rows, length),
+            )
+            target = _rows(
+                targets[transfer.target][segments.target_buffer[index]],
+                (int(segments.target_offset[index]), int(segments.target_stride[index])),
+                (rows, length),
+            )
+            assert (target == -1).all()
+            target[...] = source
+
+
+def _rows(
+    buffer: NDArray[np.float64], start_and_stride: tuple[int, int], shape: tuple[int, int]
+) -> NDArray[np.float64]:
+    """View rows of a buffer, all of which must lie in it."""
+    (start, stride), (rows, length) = start_and_stride, shape
+    last = start + (rows - 1) * stride
+    assert min(start, last) >= 0 and max(start, last) + length <= buffer.size
+    return np.lib.stride_tricks.as_strided(buffer[start:], shape, (stride * buffer.itemsize, buffer.itemsize))
 
 
 def bound(alias: Alias, shape: tuple[int, ...], sources: Sequence[Memory]) -> NDArray[np.float64]:
-    """What an aliased buffer holds."""
+    """Return the contents of an aliased buffer."""
     buffer = sources[alias.source_rank][alias.source_buffer][alias.offset :]
     return np.lib.stride_tricks.as_strided(
         buffer, shape, [stride * buffer.itemsize for stride in alias.strides]
     ).ravel()
 
 
-def check(plan: Plan, sources: Sequence[Shards], targets: Sequence[Shards], shapes: dict[str, tuple[int, ...]]) -> None:
+def check(
+    plan: Plan, sources: Sequence[RankShards], targets: Sequence[RankShards], shapes: dict[str, tuple[int, ...]]
+) -> None:
     """Every element of every target is what it should be, padding is untouched, and no byte moves that need not."""
     tensors = full_tensors(shapes)
     source_memory = [memory_of(source, tensors) for source in sources]
@@ -202,9 +217,9 @@ def check(plan: Plan, sources: Sequence[Shards], targets: Sequence[Shards], shap
         for number, expected in enumerate(memory_of(target, tensors)):
             if number in aliased:
                 assert (memory[number] == -1).all()
-                found = bound(aliased[number], target.buffers[number].shape, source_memory)
+                values = bound(aliased[number], target.buffers[number].shape, source_memory)
             else:
-                found = memory[number]
+                values = memory[number]
                 needed += int((expected != -1).sum()) * target.buffers[number].itemsize
-            assert (found == expected).all(), (target.name, target.buffers[number].name)
+            assert (values == expected).all(), (target.name, target.buffers[number].name)
     assert plan.bytes_moved == plan.bytes_needed == needed

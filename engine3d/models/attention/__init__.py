@@ -1,1 +1,1 @@
-"""What attention does around its core in one step: norms and rotary embedding of queries and keys."""
+"""Attention around its core: fused norms and rotary embedding of queries and keys."""

@@ -9,19 +9,20 @@ from torch import Tensor
 
 _WARPS = 2
 _ELEMENTS = 256
-"""Of first halves of heads, in a tile: 8 bytes of bf16 a thread. With 16 the backward pass takes 168 registers a thread
-in place of 96, and a multiprocessor has room for six programs."""
+"""Elements of first halves of heads in a tile: 8 bytes of bf16 a thread. With 16 the backward pass takes 168 registers
+a thread in place of 96, and a multiprocessor runs six programs."""
 _PROGRAMS = 1056
-"""Of the backward pass, at most: eight for each multiprocessor of a Hopper GPU. The weights' gradients depend on it."""
+"""Most programs of the backward pass: eight for each multiprocessor of a Hopper GPU. Gradients of weights depend on it.
+"""
 
 
 def forward(
     mixed: Tensor, query_weight: Tensor, key_weight: Tensor, angles: Tensor, positions: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `normed_rotary.heads_of` makes. All tensors contiguous, head_dim a power of two above 1."""
+    """Compute `normed_rotary.heads_of`. All tensors contiguous, head_dim a power of two above 1."""
     tokens, groups, heads, head_dim = _sizes(mixed, query_weight)
     query = mixed.new_empty(tokens, groups * heads, head_dim)
-    # Each in memory of its own: by that Transformer Engine tells how they lie.
+    # Each in memory of its own: Transformer Engine recognises the layout by it.
     key, value = (mixed.new_empty(tokens, groups, head_dim) for _ in range(2))
     if tokens:
         _normed_rotary_forward[(tokens,)](
@@ -52,12 +53,12 @@ def backward(
     *,
     weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `normed_rotary.gradients_of` makes; sums over tokens are in the same order in every run.
+    """Compute `normed_rotary.gradients_of`. Sums over tokens are in the same order in every run.
 
     Args:
         mixed, query_weight, key_weight, angles, positions, eps: as of `forward`.
-        of_query, of_key, of_value: contiguous, of the shape and dtype of what `forward` made.
-        weights: whether the weights' gradients are wanted; else they are zeros.
+        of_query, of_key, of_value: contiguous, of the shape and dtype of the results of `forward`.
+        weights: True to compute the weights' gradients; otherwise they are zeros.
     """
     tokens, groups, heads, head_dim = _sizes(mixed, query_weight)
     programs = min(tokens, _PROGRAMS)
@@ -90,7 +91,7 @@ def _sizes(mixed: Tensor, query_weight: Tensor) -> tuple[int, int, int, int]:
 
 
 def _constants(groups: int, heads: int, head_dim: int) -> dict[str, int]:
-    """Of both kernels: sizes, and how many query heads, and how many keys or values, of a token a tile has."""
+    """Constants of both kernels: sizes, and the query heads, and keys or values, of a token in a tile."""
     half = head_dim // 2
     most = max(1, _ELEMENTS // half)
     return {
@@ -137,7 +138,7 @@ def _normed_rotary_forward(  # type: ignore[no-untyped-def]
         tl.store(target, first, mask=inside)
         tl.store(target + HALF, second, mask=inside)
     first_weight, second_weight = _weight(key_weight, HALF)
-    whole = tl.arange(0, 2 * HALF)[None, :]
+    full = tl.arange(0, 2 * HALF)[None, :]
     for start in tl.static_range(0, GROUPS, KEYS):
         group = start + tl.arange(0, KEYS)[:, None]
         source = mixed + (group * (HEADS + 2) + HEADS) * (2 * HALF)
@@ -146,8 +147,8 @@ def _normed_rotary_forward(  # type: ignore[no-untyped-def]
         target = key + group * (2 * HALF) + column
         tl.store(target, first, mask=inside)
         tl.store(target + HALF, second, mask=inside)
-        copied = tl.load(source + 2 * HALF + whole, mask=inside)
-        tl.store(value + group * (2 * HALF) + whole, copied, mask=inside)
+        copied = tl.load(source + 2 * HALF + full, mask=inside)
+        tl.store(value + group * (2 * HALF) + full, copied, mask=inside)
 
 
 @triton.jit
@@ -172,8 +173,8 @@ def _normed_rotary_backward(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    column, whole = tl.arange(0, HALF)[None, :], tl.arange(0, 2 * HALF)[None, :]
-    # A thread adds up what it has of all tokens; threads are added up once, at the end.
+    column, full = tl.arange(0, HALF)[None, :], tl.arange(0, 2 * HALF)[None, :]
+    # A thread sums over all its tokens. Threads are summed once, at the end.
     sum_query_first = tl.zeros((QUERIES, HALF), dtype=tl.float32)
     sum_query_second = tl.zeros((QUERIES, HALF), dtype=tl.float32)
     sum_key_first = tl.zeros((KEYS, HALF), dtype=tl.float32)
@@ -188,19 +189,19 @@ def _normed_rotary_backward(  # type: ignore[no-untyped-def]
             inside = head < GROUPS * HEADS
             source = of_query + token * (GROUPS * HEADS * 2 * HALF) + head * (2 * HALF) + column
             at = offset + (head + head // HEADS * 2) * (2 * HALF) + column
-            part_first, part_second = _gradient(
+            term_first, term_second = _gradient(
                 source, mixed + at, of_mixed + at, inside, first_weight, second_weight, cos, sin, eps, HALF
             )
             if WEIGHTS:
-                sum_query_first += part_first
-                sum_query_second += part_second
+                sum_query_first += term_first
+                sum_query_second += term_second
         first_weight, second_weight = _weight(key_weight, HALF)
         for start in tl.static_range(0, GROUPS, KEYS):
             group = start + tl.arange(0, KEYS)[:, None]
             inside = group < GROUPS
             source = token * (GROUPS * 2 * HALF) + group * (2 * HALF)
             at = offset + (group * (HEADS + 2) + HEADS) * (2 * HALF)
-            part_first, part_second = _gradient(
+            term_first, term_second = _gradient(
                 of_key + source + column,
                 mixed + at + column,
                 of_mixed + at + column,
@@ -213,10 +214,10 @@ def _normed_rotary_backward(  # type: ignore[no-untyped-def]
                 HALF,
             )
             if WEIGHTS:
-                sum_key_first += part_first
-                sum_key_second += part_second
-            copied = tl.load(of_value + source + whole, mask=inside)
-            tl.store(of_mixed + at + 2 * HALF + whole, copied, mask=inside)
+                sum_key_first += term_first
+                sum_key_second += term_second
+            copied = tl.load(of_value + source + full, mask=inside)
+            tl.store(of_mixed + at + 2 * HALF + full, copied, mask=inside)
     if WEIGHTS:
         target = sums + program * (4 * HALF) + tl.arange(0, HALF)
         tl.store(target, tl.sum(sum_query_first, axis=0))

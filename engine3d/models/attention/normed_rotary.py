@@ -1,6 +1,6 @@
-"""Queries, keys and values of attention from one projection: norms and rotary embedding in one step of autograd.
+"""Queries, keys and values of attention from one projection: fused norms and rotary embedding.
 
-What is here in PyTorch, for the CPU, is what the kernels for GPUs are tested against.
+The code in PyTorch here is for the CPU, and is what the kernels for GPUs are tested against.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def normed_and_rotated(
         n = x / sqrt(mean(x^2) + eps) * weight        in float32, rounded to the dtype of `mixed`
         y = n * cos + (-n2, n1) * sin                 in float32, rounded once
 
-    where n1 and n2 are the halves of n. For the backward pass `mixed` is kept, and nothing else as large.
+    where n1 and n2 are the halves of n. The backward pass keeps `mixed`, and nothing else as large.
 
     Args:
         mixed: (T, ...) of any floating dtype; of each token, group by group, its query heads, its key and its value.
@@ -48,7 +48,7 @@ def normed_and_rotated(
 
 
 def has_kernels(device: torch.device, head_dim: int) -> bool:
-    """Whether GPU kernels do it: they halve the heads, and Triton's tiles are powers of two. Otherwise PyTorch does."""
+    """True if GPU kernels compute it: they halve the heads, and Triton's tiles are powers of two."""
     return device.type == "cuda" and head_dim > 1 and head_dim.bit_count() == 1
 
 
@@ -79,7 +79,8 @@ class _NormedAndRotated(torch.autograd.Function):
         else:
             of_mixed, of_weights = gradients_of(*given)
         weights = zip(of_weights, (query_weight, key_weight), trained, strict=True)
-        return of_mixed, *(each.to(weight.dtype) if wanted else None for each, weight, wanted in weights), *[None] * 3
+        weight_gradients = (total.to(weight.dtype) if needed else None for total, weight, needed in weights)
+        return of_mixed, *weight_gradients, *[None] * 3
 
 
 def heads_of(
@@ -110,7 +111,7 @@ def gradients_of(
     of_key: Tensor,
     of_value: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what `heads_of` gave, in PyTorch.
+    """Gradients of the results of `heads_of`, in PyTorch.
 
     Args:
         mixed, query_weight, key_weight, angles, positions, eps: as of `heads_of`.
@@ -146,8 +147,8 @@ def _split(mixed: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _turn(angles: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each token's angles, float32 (T, 1, 1, head_dim / 2)."""
-    taken = angles[positions, ..., : angles.shape[-1] // 2]
-    return taken.cos(), taken.sin()
+    of_tokens = angles[positions, ..., : angles.shape[-1] // 2]
+    return of_tokens.cos(), of_tokens.sin()
 
 
 def _scale(wide: Tensor, eps: float) -> Tensor:

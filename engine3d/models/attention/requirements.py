@@ -1,4 +1,4 @@
-"""Which models can have queries and keys made in one step, and which FlashAttention."""
+"""Requirements of fused queries and keys, and of FlashAttention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLASH_ATTENTION = ("flash-attn-4", "nvidia-cutlass-dsl")
 _HEAD_DIMS = (64, 128)
 
 
-def check_fused_query_key(spec: ModelSpec, *, tp: int, cp: int) -> None:
+def check_fused_query_key(spec: ModelSpec, *, tp: int) -> None:
     """Refuse a model whose queries and keys `normed_and_rotated` does not make, or a layout that cuts them further.
 
     Raises:
@@ -30,8 +30,6 @@ def check_fused_query_key(spec: ModelSpec, *, tp: int, cp: int) -> None:
             f"{setting} with tp={tp}: expected at most num_key_value_heads={sizes.groups}, or false: ranks "
             "that share a key have only some of its queries"
         )
-    if cp > 1:
-        raise UserError(f"{setting} with cp={cp}: expected cp=1, or false")
 
 
 def check_flash_attention(spec: ModelSpec, *, dtype: str, packing: bool, deterministic: bool) -> None:

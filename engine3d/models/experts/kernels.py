@@ -1,4 +1,4 @@
-"""The kernels of `rows` and `grouped_products` for GPUs."""
+"""Triton kernels of `permutation` and `grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -10,88 +10,92 @@ import triton.language as tl
 from torch import Tensor
 
 _CELLS = 4096
-"""Tokens times experts that a program looks at."""
+"""Tokens times experts of a program."""
 _TILES = 16
-"""Of so many cells, that a program of `_count` adds up before it adds to what all do."""
+"""Tiles of `_CELLS` that a program of `_count_tokens` adds up before its atomic addition."""
 _WIDTH = 2048
-"""Columns that a program has at a time."""
+"""Columns of a program at a time."""
 
 
-def send(probabilities: Tensor, routing: Tensor) -> Tensor:
+def expert_scores(probabilities: Tensor, routing: Tensor) -> Tensor:
     """(T, experts) float32 and bool, both contiguous -> (experts, T) float32, -inf for experts not routed to."""
     tokens, experts = probabilities.shape
     result = probabilities.new_empty(experts, tokens)
     if tokens:
         width, block = _tile(experts)
-        of_bytes = routing.view(torch.uint8)
-        _send[(triton.cdiv(tokens, block),)](probabilities, of_bytes, result, experts, tokens, BLOCK=block, WIDTH=width)
+        routing_bytes = routing.view(torch.uint8)
+        _expert_scores[(triton.cdiv(tokens, block),)](
+            probabilities, routing_bytes, result, experts, tokens, BLOCK=block, WIDTH=width
+        )
     return result
 
 
-def lay_out(
-    scores: Tensor, most: int, pieces: int, rooms: Sequence[int] | None = None, too_little: Tensor | None = None
+def map_rows(
+    scores: Tensor, topk: int, chunks: int, capacities: Sequence[int] | None = None, overflow: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `rows_of` gives, for all pieces of the tokens one after another.
+    """Compute the row maps of all chunks of the tokens, one after another; see `permutation.row_maps`.
 
     Args:
         scores: (R, E, T) float32, contiguous.
-        most: experts of any token, K.
-        pieces: P of the T tokens of a rank, as `Tensor.tensor_split` makes them.
-        rooms: for so many rows of each piece, the same for pieces of as many tokens; as many as there may be if None.
-        too_little: () int32, set to 1 where a piece has more rows than that. They are left out.
+        topk: experts of any token, K.
+        chunks: P of the T tokens of a rank, as `Tensor.tensor_split` makes them.
+        capacities: rows of each chunk, the same for chunks of as many tokens; as many as there may be if None.
+        overflow: () int32, set to 1 where a chunk has more rows than that. These are dropped.
 
     Returns:
-        as `Rows` has them: token, place and score, with an element for each row that there may be, those of a piece
-        beginning K times its first token; of_token (R * T, K) and per_token (R * T,), with those of the first piece
-        before those of the second; ends (P, E). And (P,) int32: the rows of each piece.
+        the tensors of `RowMap`. token, score_index and score have an element for each row that there may be, those of a
+        chunk beginning at K times its first token. token_rows (R * T, K) and row_counts (R * T,) have those of the
+        first chunk before those of the second. ends is (P, E). The last one, (P,) int32, has the rows of each chunk.
     """
     ranks, experts, tokens = scores.shape
     count, device = ranks * tokens, scores.device
-    # What is between the last row of a piece and the end of its room can be read.
-    token = torch.zeros(count * most, dtype=torch.int32, device=device)
-    place = torch.full((count * most,), scores.numel(), dtype=torch.int64, device=device)
-    score = torch.zeros(count * most, dtype=torch.float32, device=device)
-    of_token = torch.empty(count, most, dtype=torch.int32, device=device)
-    per_token = torch.empty(count, dtype=torch.int32, device=device)
-    ends = torch.empty(pieces, experts, dtype=torch.int32, device=device)
-    of_pieces = torch.empty(pieces, dtype=torch.int32, device=device)
+    # Rows between the last one of a chunk and the end of its capacity can be read.
+    token = torch.zeros(count * topk, dtype=torch.int32, device=device)
+    score_index = torch.full((count * topk,), scores.numel(), dtype=torch.int64, device=device)
+    score = torch.zeros(count * topk, dtype=torch.float32, device=device)
+    token_rows = torch.empty(count, topk, dtype=torch.int32, device=device)
+    row_counts = torch.empty(count, dtype=torch.int32, device=device)
+    ends = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+    counts = torch.empty(chunks, dtype=torch.int32, device=device)
     if not count:
-        return token, place, score, of_token, per_token, ends.zero_(), of_pieces.zero_()
+        return token, score_index, score, token_rows, row_counts, ends.zero_(), counts.zero_()
     seen = torch.empty(experts * count, dtype=torch.int32, device=device)
     width, block = _tile(experts)
     grid = (triton.cdiv(tokens, block), ranks)
-    least, longer = divmod(tokens, pieces)
-    # The pieces of a token more are the first ones.
-    of_longer, of_shorter = (rooms[0], rooms[-1]) if rooms is not None else (ranks * (least + 1) * most,) * 2
+    least, longer = divmod(tokens, chunks)
+    # The first chunks are those with a token more.
+    longer_capacity, shorter_capacity = (
+        (capacities[0], capacities[-1]) if capacities is not None else (ranks * (least + 1) * topk,) * 2
+    )
     _mark[grid](scores, seen, experts, tokens, least, longer, BLOCK=block, WIDTH=width)
     up_to = seen.cumsum(0, dtype=torch.int32)
-    _lay_out[grid](
+    _map_rows[grid](
         scores,
         up_to,
         token,
-        place,
+        score_index,
         score,
-        of_token,
-        per_token,
+        token_rows,
+        row_counts,
         ends,
-        of_pieces,
-        of_pieces if too_little is None else too_little,
+        counts,
+        counts if overflow is None else overflow,
         experts,
         tokens,
-        most,
-        pieces,
+        topk,
+        chunks,
         least,
         longer,
-        of_longer,
-        of_shorter,
+        longer_capacity,
+        shorter_capacity,
         BLOCK=block,
         WIDTH=width,
     )
-    return token, place, score, of_token, per_token, ends, of_pieces
+    return token, score_index, score, token_rows, row_counts, ends, counts
 
 
-def count(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
-    """Add to (experts,) float64 how many of the tokens whose sequence is no -1 are routed to each.
+def count_tokens(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
+    """Add to (experts,) float64 the tokens routed to each, without those of sequence -1.
 
     Args:
         routing: (T, experts) bool, contiguous.
@@ -101,42 +105,44 @@ def count(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
     if tokens:
         width, block = _tile(experts)
         grid = (triton.cdiv(tokens, _TILES * block),)
-        of_bytes = routing.view(torch.uint8)
-        _count[grid](of_bytes, sequences, into, experts, tokens, BLOCK=block, WIDTH=width, TILES=_TILES)
+        routing_bytes = routing.view(torch.uint8)
+        _count_tokens[grid](routing_bytes, sequences, into, experts, tokens, BLOCK=block, WIDTH=width, TILES=_TILES)
 
 
-def take(tokens: Tensor, token: Tensor, own: Tensor | None = None, first: int = 0) -> Tensor:
+def permute(tokens: Tensor, token: Tensor, local: Tensor | None = None, first: int = 0) -> Tensor:
     """(N, H), contiguous, and (M,) int32 -> (M, H).
 
     Args:
-        own: (T, H), contiguous, in place of those tokens from number `first` on.
+        local: (T, H), contiguous, in place of those tokens from number `first` on.
     """
     rows, width = len(token), tokens.shape[1]
     result = tokens.new_empty(rows, width)
     if rows:
-        count, grid = 0 if own is None else len(own), (rows, triton.cdiv(width, _WIDTH))
-        _take[grid](tokens, tokens if own is None else own, token, result, first, count, width, WIDTH=_block(width))
+        count, grid = 0 if local is None else len(local), (rows, triton.cdiv(width, _WIDTH))
+        _permute[grid](
+            tokens, tokens if local is None else local, token, result, first, count, width, WIDTH=_block(width)
+        )
     return result
 
 
-def sum_of(values: Tensor, of_token: Tensor, per_token: Tensor) -> Tensor:
+def unpermute(values: Tensor, token_rows: Tensor, row_counts: Tensor) -> Tensor:
     """(M, H), contiguous, (N, K) int32 and (N,) int32 -> (N, H)."""
-    (tokens, most), width = of_token.shape, values.shape[1]
+    (tokens, topk), width = token_rows.shape, values.shape[1]
     result = values.new_empty(tokens, width)
     if tokens:
         grid = (tokens, triton.cdiv(width, _WIDTH))
-        _sum[grid](values, of_token, per_token, result, width, most, WIDTH=_block(width))
+        _unpermute[grid](values, token_rows, row_counts, result, width, topk, WIDTH=_block(width))
     return result
 
 
-def add(received: Tensor, own: Tensor, rank: int, result: Tensor) -> None:
-    """(R, T, H) and (T, H) into (T, H), all contiguous."""
-    if count := own.numel():
-        _add[(triton.cdiv(count, _WIDTH),)](received, own, result, count, rank, len(received), WIDTH=_WIDTH)
+def sum_partials(received: Tensor, local: Tensor, rank: int, result: Tensor) -> None:
+    """Sum (R, T, H), with (T, H) as that of `rank`, into (T, H), all contiguous."""
+    if count := local.numel():
+        _sum_partials[(triton.cdiv(count, _WIDTH),)](received, local, result, count, rank, len(received), WIDTH=_WIDTH)
 
 
 def add_both(into: Tensor, one: Tensor, other: Tensor) -> None:
-    """Two tensors like `into`, all contiguous, are added to it."""
+    """Add two tensors like `into` to it, all contiguous."""
     if count := into.numel():
         _add_both[(triton.cdiv(count, _WIDTH),)](into, one, other, count, WIDTH=_WIDTH)
 
@@ -153,10 +159,16 @@ def gate(values: Tensor, score: Tensor) -> Tensor:
 def gate_gradient(values: Tensor, score: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(M, 2 I), (M,) float32 and (M, I), all contiguous -> (M, I), (M, 2 I) and (M,) float32."""
     rows, width = gradient.shape
-    result, of_values, of_score = torch.empty_like(gradient), torch.empty_like(values), torch.empty_like(score)
+    result, values_gradient, score_gradient = (
+        torch.empty_like(gradient),
+        torch.empty_like(values),
+        torch.empty_like(score),
+    )
     if rows:
-        _gate_gradient[(rows,)](values, score, gradient, result, of_values, of_score, width, WIDTH=_block(width))
-    return result, of_values, of_score
+        _gate_gradient[(rows,)](
+            values, score, gradient, result, values_gradient, score_gradient, width, WIDTH=_block(width)
+        )
+    return result, values_gradient, score_gradient
 
 
 def _block(width: int) -> int:
@@ -164,13 +176,13 @@ def _block(width: int) -> int:
 
 
 def _tile(experts: int) -> tuple[int, int]:
-    """Of experts and of tokens: what a program looks at."""
+    """Experts and tokens of a program."""
     width = triton.next_power_of_2(experts)
     return width, max(1, _CELLS // width)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _send(  # type: ignore[no-untyped-def]
+def _expert_scores(  # type: ignore[no-untyped-def]
     probabilities, routing, result, experts, tokens, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):
     token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :].to(tl.int64)
@@ -183,7 +195,7 @@ def _send(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _count(  # type: ignore[no-untyped-def]
+def _count_tokens(  # type: ignore[no-untyped-def]
     routing, sequences, into, experts, tokens, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr
 ):
     expert = tl.arange(0, WIDTH)
@@ -198,14 +210,14 @@ def _count(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _piece(number, least, longer):  # type: ignore[no-untyped-def]
-    """The first token of the piece that token `number` is of, and the piece's tokens."""
-    of_longer = longer * (least + 1)
-    is_longer = number < of_longer
+def _chunk(number, least, longer):  # type: ignore[no-untyped-def]
+    """The first token of the chunk that token `number` is of, and the chunk's tokens."""
+    boundary = longer * (least + 1)
+    is_longer = number < boundary
     start = tl.where(
         is_longer,
         number // (least + 1) * (least + 1),
-        of_longer + (number - of_longer) // least * least,
+        boundary + (number - boundary) // least * least,
     )
     return start, tl.where(is_longer, least + 1, least)
 
@@ -214,38 +226,38 @@ def _piece(number, least, longer):  # type: ignore[no-untyped-def]
 def _mark(  # type: ignore[no-untyped-def]
     scores, seen, experts, tokens, least, longer, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """1 for each token of each expert, else 0: (pieces, E, R, tokens of the piece) one after another."""
+    """1 for each token of each expert, else 0: (chunks, E, R, tokens of the chunk) one after another."""
     rank, ranks = tl.program_id(1), tl.num_programs(1)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, WIDTH)[:, None].to(tl.int64)
     inside = (number < tokens)[None, :] & (expert < experts)
-    found = tl.load(scores + (rank * experts + expert) * tokens + number[None, :], mask=inside, other=-float("inf"))
-    start, length = _piece(number, least, longer)
+    value = tl.load(scores + (rank * experts + expert) * tokens + number[None, :], mask=inside, other=-float("inf"))
+    start, length = _chunk(number, least, longer)
     first = (experts * ranks * start.to(tl.int64) + number - start)[None, :]
     to = first + (expert * ranks + rank) * length[None, :]
-    tl.store(seen + to, (found != -float("inf")).to(tl.int32), mask=inside)
+    tl.store(seen + to, (value != -float("inf")).to(tl.int32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "least", "longer", "of_longer", "of_shorter"])
-def _lay_out(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens", "least", "longer", "longer_capacity", "shorter_capacity"])
+def _map_rows(  # type: ignore[no-untyped-def]
     scores,
     up_to,
     token,
-    place,
+    score_index,
     score,
-    of_token,
-    per_token,
+    token_rows,
+    row_counts,
     ends,
-    of_pieces,
-    too_little,
+    counts,
+    overflow,
     experts,
     tokens,
-    most,
-    pieces,
+    topk,
+    chunks,
     least,
     longer,
-    of_longer,
-    of_shorter,
+    longer_capacity,
+    shorter_capacity,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -254,77 +266,77 @@ def _lay_out(  # type: ignore[no-untyped-def]
     expert = tl.arange(0, WIDTH)
     inside = (number < tokens)[None, :] & (expert < experts)[:, None]
     here = (rank * experts + expert)[:, None].to(tl.int64) * tokens + number[None, :]
-    found = tl.load(scores + here, mask=inside, other=-float("inf"))
-    seen = found != -float("inf")
-    start, length = _piece(number, least, longer)
-    # Of what is before a piece, and of the token within the piece.
+    value = tl.load(scores + here, mask=inside, other=-float("inf"))
+    seen = value != -float("inf")
+    start, length = _chunk(number, least, longer)
+    # Offsets of the chunk, and of the token within the chunk.
     before = experts * ranks * start.to(tl.int64)
     within = rank * length + number - start
-    row_of_piece = tl.load(up_to + before - 1, mask=(number < tokens) & (start > 0), other=0)
+    rows_before = tl.load(up_to + before - 1, mask=(number < tokens) & (start > 0), other=0)
     cell = (before + within)[None, :] + expert[:, None].to(tl.int64) * ranks * length[None, :]
-    row = tl.load(up_to + cell, mask=seen, other=1) - 1 - row_of_piece[None, :]
+    row = tl.load(up_to + cell, mask=seen, other=1) - 1 - rows_before[None, :]
     ordinal = tl.cumsum(seen.to(tl.int32), axis=0) - 1
-    room = tl.where(length > least, of_longer, of_shorter)[None, :]
-    to = (ranks * start).to(tl.int64)[None, :] * most + row
-    has_room = seen & (row < room)
-    tl.store(token + to, tl.broadcast_to(within[None, :], (WIDTH, BLOCK)), mask=has_room)
-    tl.store(place + to, here, mask=has_room)
-    tl.store(score + to, found, mask=has_room)
+    capacity = tl.where(length > least, longer_capacity, shorter_capacity)[None, :]
+    to = (ranks * start).to(tl.int64)[None, :] * topk + row
+    fits = seen & (row < capacity)
+    tl.store(token + to, tl.broadcast_to(within[None, :], (WIDTH, BLOCK)), mask=fits)
+    tl.store(score_index + to, here, mask=fits)
+    tl.store(score + to, value, mask=fits)
     index = (ranks * start + within).to(tl.int64)
-    tl.store(of_token + index[None, :] * most + ordinal, tl.minimum(row, room - 1), mask=seen)
-    tl.store(per_token + index, tl.sum(seen.to(tl.int32), axis=0), mask=number < tokens)
+    tl.store(token_rows + index[None, :] * topk + ordinal, tl.minimum(row, capacity - 1), mask=seen)
+    tl.store(row_counts + index, tl.sum(seen.to(tl.int32), axis=0), mask=number < tokens)
     if tl.program_id(0) + rank == 0:
         last = 0
         cells = tl.zeros((), dtype=tl.int64)
-        for piece in range(0, pieces):
-            of_expert = ranks * (least + (piece < longer).to(tl.int32))
+        for chunk in range(0, chunks):
+            of_expert = ranks * (least + (chunk < longer).to(tl.int32))
             end = tl.load(up_to + cells + (expert + 1).to(tl.int64) * of_expert - 1, mask=expert < experts, other=0)
-            most_rows = tl.where(piece < longer, of_longer, of_shorter)
-            tl.store(ends + piece * experts + expert, tl.minimum(end - last, most_rows), mask=expert < experts)
+            most_rows = tl.where(chunk < longer, longer_capacity, shorter_capacity)
+            tl.store(ends + chunk * experts + expert, tl.minimum(end - last, most_rows), mask=expert < experts)
             rows = tl.max(end, axis=0) - last
             last += rows
-            tl.store(of_pieces + piece, rows)
-            tl.store(too_little, 1, mask=rows > most_rows)
+            tl.store(counts + chunk, rows)
+            tl.store(overflow, 1, mask=rows > most_rows)
             cells += of_expert.to(tl.int64) * experts
 
 
 @triton.jit(do_not_specialize=["first", "count"])
-def _take(tokens, own, token, result, first, count, width, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _permute(tokens, local, token, result, first, count, width, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
     source = tl.load(token + row).to(tl.int64)
     here = (source >= first) & (source < first + count)
     value = tl.load(tokens + source * width + column, mask=inside & (here == 0), other=0.0)
-    mine = tl.load(own + (source - first) * width + column, mask=inside & here, other=0.0)
-    tl.store(result + row * width + column, tl.where(here, mine, value), mask=inside)
+    local_value = tl.load(local + (source - first) * width + column, mask=inside & here, other=0.0)
+    tl.store(result + row * width + column, tl.where(here, local_value, value), mask=inside)
 
 
 @triton.jit
-def _sum(values, of_token, per_token, result, width, most, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unpermute(values, token_rows, row_counts, result, width, topk, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
     total = tl.zeros((WIDTH,), dtype=tl.float32)
-    for number in range(0, tl.load(per_token + token)):
-        row = tl.load(of_token + token * most + number).to(tl.int64)
+    for number in range(0, tl.load(row_counts + token)):
+        row = tl.load(token_rows + token * topk + number).to(tl.int64)
         total += tl.load(values + row * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(result + token * width + column, total.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add(received, own, result, count, rank, ranks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_partials(received, local, result, count, rank, ranks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = element < count
     total = tl.zeros((WIDTH,), dtype=tl.float32)
-    place = element
+    position = element
     for number in range(0, ranks):
         if number == rank:
-            part = tl.load(own + element, mask=inside, other=0.0)
+            term = tl.load(local + element, mask=inside, other=0.0)
         else:
-            part = tl.load(received + place, mask=inside, other=0.0)
-        total += part.to(tl.float32)
-        place += count
+            term = tl.load(received + position, mask=inside, other=0.0)
+        total += term.to(tl.float32)
+        position += count
     tl.store(result + element, total.to(result.dtype.element_ty), mask=inside)
 
 
@@ -353,7 +365,7 @@ def _gate(values, score, result, width, WIDTH: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _gate_gradient(  # type: ignore[no-untyped-def]
-    values, score, gradient, result, of_values, of_score, width, WIDTH: tl.constexpr
+    values, score, gradient, result, values_gradient, score_gradient, width, WIDTH: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(score + row)
@@ -371,7 +383,7 @@ def _gate_gradient(  # type: ignore[no-untyped-def]
         slope *= weight
         kind = result.dtype.element_ty
         tl.store(result + row * width + column, (silu * second * weight).to(kind), mask=inside)
-        of_first = slope * second * sigmoid * (1 + first * (1 - sigmoid))
-        tl.store(of_values + left, of_first.to(kind), mask=inside)
-        tl.store(of_values + right, (slope * silu).to(kind), mask=inside)
-    tl.store(of_score + row, total)
+        first_gradient = slope * second * sigmoid * (1 + first * (1 - sigmoid))
+        tl.store(values_gradient + left, first_gradient.to(kind), mask=inside)
+        tl.store(values_gradient + right, (slope * silu).to(kind), mask=inside)
+    tl.store(score_gradient + row, total)

@@ -111,4 +111,5 @@ DEEPSEEK_V3 = Family(
     megatron,
     ropes=("default", "yarn"),
     published=_PUBLISHED,
+    other_names=("kimi_k2",),
 )

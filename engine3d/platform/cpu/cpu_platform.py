@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from engine3d.platform.away import AwayMemory, FileMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.cpu import sampling
@@ -18,6 +17,7 @@ from engine3d.platform.cpu.gloo_wire import GlooWire
 from engine3d.platform.cpu.peer_memory import CpuPeerExchange, CpuPeerMemory
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.offload_memory import FileMemory, OffloadMemory
 from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 from engine3d.startup import leave_out
@@ -52,14 +52,14 @@ class CpuPlatform(Platform):
         megatron_cpu.answer_for_cuda()
 
     def synchronize(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Do nothing: a CPU queues nothing."""
 
     def empty_cache(self) -> None:
         """torch keeps none on a CPU; the C library keeps what was freed between two allocations that live."""
         ctypes.CDLL(None).malloc_trim(0)
 
     def take_workspaces(self) -> None:
-        """What is free is given back page by page."""
+        """Do nothing: the allocator returns free memory page by page."""
 
     def memory(self) -> DeviceMemory:
         page = os.sysconf("SC_PAGE_SIZE")
@@ -73,17 +73,17 @@ class CpuPlatform(Platform):
     def host_scratch(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def away_memory(self, nbytes: int) -> AwayMemory:
+    def offload_memory(self, nbytes: int) -> OffloadMemory:
         return FileMemory(nbytes)
 
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
     def stay_near(self, device: torch.device) -> None:
-        """A processor has no side of its own."""
+        """Do nothing: a processor is near itself."""
 
     def prepare_deterministic(self) -> None:
-        """A CPU does so anyway."""
+        """Do nothing: a CPU is deterministic."""
 
     def training_environment(
         self, ranks: int, *, deterministic: bool = False, sends_to_engines: bool = False

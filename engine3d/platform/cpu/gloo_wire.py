@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from engine3d.errors import first_line
-from engine3d.platform.wire import Exchange, Wire, WireError, all_connected, meet
+from engine3d.platform.wire import PendingExchange, Wire, WireError, all_connected, meet
 from engine3d.startup.lazy_imports import dist, torch
 
 _CLOSED_HERE = "Application timeout"
@@ -43,7 +43,7 @@ class GlooWire(Wire):
 
     def _exchange(
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
-    ) -> Exchange:
+    ) -> PendingExchange:
         works: list[tuple[int, dist.Work]] = []
         self._exchanges += 1
         for tensor, sizes, begin in (
@@ -67,7 +67,7 @@ class GlooWire(Wire):
         self._waiting.shutdown(wait=False)
 
 
-class _GlooExchange(Exchange):
+class _GlooExchange(PendingExchange):
     def __init__(self, wire: GlooWire, waiting: ThreadPoolExecutor, works: list[tuple[int, dist.Work]]) -> None:
         self._wire = wire
         self._waiting = waiting
@@ -99,5 +99,5 @@ class _GlooExchange(Exchange):
 
 
 def _cause(error: BaseException) -> str:
-    """What gloo says, without the place in its source."""
+    """Gloo's message, without the location in its source."""
     return first_line(error).rpartition("] ")[2]

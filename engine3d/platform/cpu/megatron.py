@@ -1,8 +1,8 @@
-"""What Megatron-Core asks of CUDA, answered for a CPU.
+"""Megatron-Core's CUDA calls on a CPU.
 
-Megatron-Core's Python runs on any device; what ties it to CUDA are calls to `torch.cuda`, literal `device="cuda"`
-arguments, and tensor type names. `answer_for_cuda` answers them in this process. Streams and events exist so that work
-may overlap; on a CPU everything is done when a call returns, so they are empty.
+Megatron-Core's Python runs on any device. Calls to `torch.cuda`, literal `device="cuda"` arguments and tensor type
+names tie it to CUDA. `answer_for_cuda` answers them in this process. Streams and events are empty: on a CPU everything
+is done when a call returns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 _GPU_ONLY = ("transformer_engine", "apex")
-"""Whose kernels Megatron-Core calls wherever they are installed."""
+"""Packages whose kernels Megatron-Core calls wherever they are installed."""
 
 
 class _Event:
@@ -101,7 +101,9 @@ _ANSWERS: dict[str, Any] = {
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Maps the device "cuda" to the CPU, and a CPU tensor's type name to the CUDA one that Megatron-Core knows."""
+    """Maps the device "cuda" to the CPU, page-locked memory to any, and a CPU tensor's type name to the CUDA one that
+    Megatron-Core knows.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,6 +117,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 
@@ -135,9 +139,10 @@ def _allowing_uneven_gather(all_gather: Callable[..., Any]) -> Callable[..., Any
         if len({output.shape for output in outputs}) == 1:
             return all_gather(outputs, tensor, group=group, async_op=async_op)
         for source, output in enumerate(outputs):
-            part = tensor.contiguous() if source == torch.distributed.get_rank(group) else torch.empty_like(output)
-            torch.distributed.broadcast(part, group_src=source, group=group)
-            output.copy_(part)
+            is_source = source == torch.distributed.get_rank(group)
+            buffer = tensor.contiguous() if is_source else torch.empty_like(output)
+            torch.distributed.broadcast(buffer, group_src=source, group=group)
+            output.copy_(buffer)
         return None
 
     return gather
@@ -154,10 +159,10 @@ def _allowing_uneven_scatter(reduce_scatter: Callable[..., Any]) -> Callable[...
         if len({tensor.shape for tensor in inputs}) == 1:
             return reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
         for target, tensor in enumerate(inputs):
-            part = tensor.clone()
-            torch.distributed.reduce(part, group_dst=target, op=op, group=group)
+            total = tensor.clone()
+            torch.distributed.reduce(total, group_dst=target, op=op, group=group)
             if target == torch.distributed.get_rank(group):
-                output.copy_(part)
+                output.copy_(total)
         return None
 
     return scatter
@@ -192,7 +197,7 @@ def answer_for_cuda() -> None:
         sys.modules["torch._dynamo"].config.disable = True
     for name in _GPU_ONLY:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    # Imported before the answers are given: what it imports in turn asks torch.cuda at import, and needs the truth.
+    # Imported before torch.cuda is replaced: what it imports in turn asks torch.cuda at import, and needs the truth.
     with _uncompiled():
         import megatron.core.models.gpt.gpt_model  # noqa: F401
     import megatron.core.tensor_parallel.random as megatron_random

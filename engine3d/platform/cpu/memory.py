@@ -57,8 +57,8 @@ def map_shared(handle: MemoryHandle) -> torch.UntypedStorage:
 
 def _check_free(nbytes: int) -> None:
     """torch reserves the memory too, but says of a full file system only that it could not."""
-    facts = os.statvfs(_SHARED_MEMORY)
-    free = facts.f_bavail * facts.f_frsize
+    file_system = os.statvfs(_SHARED_MEMORY)
+    free = file_system.f_bavail * file_system.f_frsize
     if nbytes > free:
         raise EngineError(
             f"{_SHARED_MEMORY} has {free} bytes free of the {nbytes} that a parameter buffer needs: enlarge it "

@@ -11,14 +11,14 @@ from engine3d.startup.lazy_imports import dist, torch
 
 
 class CpuPeerMemory(PeerMemory):
-    """In shared memory."""
+    """Peer memory in shared memory."""
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        own = torch.empty(nbytes, dtype=torch.uint8)
+        local = torch.empty(nbytes, dtype=torch.uint8)
         handles: list[MemoryHandle | None] = [None] * group.size()
-        dist.all_gather_object(handles, cpu_memory.share(own.untyped_storage()), group)
+        dist.all_gather_object(handles, cpu_memory.share(local.untyped_storage()), group)
         mapped = [
-            own if rank == group.rank() else torch.empty(0, dtype=torch.uint8).set_(cpu_memory.map_shared(handle))  # type: ignore[call-overload]
+            local if rank == group.rank() else torch.empty(0, dtype=torch.uint8).set_(cpu_memory.map_shared(handle))  # type: ignore[call-overload]
             for rank, handle in enumerate(handles)
             if handle is not None
         ]
@@ -35,21 +35,21 @@ class CpuPeerMemory(PeerMemory):
 
 
 class CpuPeerExchange(PeerExchange):
-    """Each rank puts its part into memory of its own, and reads all parts where they are."""
+    """Exchange in which each rank writes its tensor into its own memory, and reads all tensors where they are."""
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
         super().__init__(group.rank(), group.size())
         self._memory = CpuPeerMemory(group, nbytes)
 
-    def gather(self, own: torch.Tensor, into: torch.Tensor) -> None:
-        self._put(own)
-        for rank, part in enumerate(into):
-            part.copy_(self._memory.of(rank, own.shape, own.dtype))
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        self._put(tensor)
+        for rank, target in enumerate(into):
+            target.copy_(self._memory.of(rank, tensor.shape, tensor.dtype))
 
-    def add_up(self, whole: torch.Tensor, into: torch.Tensor) -> None:
-        self._put(whole)
-        parts = (self._memory.of(rank, whole.shape, whole.dtype)[self.rank] for rank in range(self.ranks))
-        sum_in_order(parts, into)
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        self._put(tensor)
+        terms = (self._memory.of(rank, tensor.shape, tensor.dtype)[self.rank] for rank in range(self.ranks))
+        sum_in_order(terms, into)
 
     def _put(self, tensor: torch.Tensor) -> None:
         self._memory.meet()  # everyone has read what was there
@@ -58,4 +58,4 @@ class CpuPeerExchange(PeerExchange):
 
 
 def _nothing() -> None:
-    """The copies are made."""
+    """Wait for nothing: the copies are made."""

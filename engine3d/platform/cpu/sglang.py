@@ -1,4 +1,4 @@
-"""What SGLang needs on a CPU: which platform class it takes, its arguments and its environment.
+"""Requirements of SGLang on a CPU: its platform class, its arguments and its environment.
 
 SGLang finds `activate` through the entry point group `sglang.srt.platforms`, in every process that it starts. Nothing
 of SGLang is imported here, because the rollout client asks for the arguments and should not pay for SGLang's imports.
@@ -16,8 +16,8 @@ from engine3d.startup.lazy_imports import torch
 START_METHOD_VARIABLE = "ENGINE3D_SGLANG_START_METHOD"
 
 _LEFT_OUT = ("scipy", "sklearn", "torchao")
-"""What transformers imports with any model where it is installed, for object detection, assisted generation and a
-quantization: a second of each start, for nothing here. scikit-learn needs SciPy."""
+"""Packages that transformers imports with any model where they are installed, for object detection, assisted generation
+and a quantization: a second of each start, without use here. scikit-learn needs SciPy."""
 
 
 def activate() -> str | None:

@@ -1,6 +1,6 @@
 """SGLang's attention in plain PyTorch, with one call for all sequences of a length in place of one for each sequence.
 
-The numbers are those of SGLang's own loop: what one sequence gets does not depend on which others are beside it.
+The numbers are those of SGLang's own loop: the result of one sequence does not depend on the others of the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def _attend_to_latents() -> None:
-    """Let latent attention work on the cached latents in every forward pass, as it does when it decodes.
+    """Make latent attention work on the cached latents in every forward pass, as it does when it decodes.
 
     SGLang's default makes keys and values of a prompt, which its native PyTorch backend would not look at: that reads
     everything from the cache.
@@ -104,20 +104,20 @@ def extend(
     """
     starts = extend_seq_lens.cumsum(0) - extend_seq_lens
     for (length, prefix), rows in _groups(seq_lens, extend_prefix_lens):
-        places = starts[rows].unsqueeze(1) + torch.arange(length - prefix)
+        positions = starts[rows].unsqueeze(1) + torch.arange(length - prefix)
         # The causal mask counts from the first key, so the prefix has queries too, whose results are dropped.
         padded = query.new_zeros(len(rows), query.shape[1], length, query.shape[2])
-        padded[:, :, prefix:] = query[places].transpose(1, 2)
+        padded[:, :, prefix:] = query[positions].transpose(1, 2)
         slots = req_to_token[req_pool_indices[rows], :length]
         attended = _attend(padded, k_cache[slots], v_cache[slots], scaling, enable_gqa, causal)
-        output[places] = attended[:, :, prefix:].transpose(1, 2)
+        output[positions] = attended[:, :, prefix:].transpose(1, 2)
     return output
 
 
 def _groups(*lengths: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Sequences with the same lengths, in groups whose tokens are not too many."""
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for row, key in enumerate(zip(*(each.tolist() for each in lengths), strict=True)):
+    for row, key in enumerate(zip(*(column.tolist() for column in lengths), strict=True)):
         groups[key].append(row)
     for key, rows in groups.items():
         step = max(1, _GATHERED_TOKENS // max(1, key[0]))
@@ -129,5 +129,5 @@ def _attend(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, enable_gqa: bool, causal: bool
 ) -> Tensor:
     """[n, heads, q, head_dim] against [n, k, groups, head_dim] -> as the query."""
-    keys, values = (each.transpose(1, 2).to(query.dtype) for each in (keys, values))
+    keys, values = (tensor.transpose(1, 2).to(query.dtype) for tensor in (keys, values))
     return scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=enable_gqa, is_causal=causal)

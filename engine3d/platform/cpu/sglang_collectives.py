@@ -8,7 +8,7 @@ import torch
 
 
 def register() -> None:
-    """Register them in the place of SGLang's."""
+    """Register them in place of SGLang's."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
@@ -18,21 +18,21 @@ def register() -> None:
 
 
 def _reduce_scatter(
-    group: Any, whole: torch.Tensor, output: torch.Tensor | None = None, sizes: list[int] | None = None
+    group: Any, tensor: torch.Tensor, output: torch.Tensor | None = None, sizes: list[int] | None = None
 ) -> torch.Tensor:
     """SGLang's `GroupCoordinator.reduce_scatterv`, which is NCCL's alone."""
-    total = whole.clone()
+    total = tensor.clone()
     torch.distributed.all_reduce(total, group=group.device_group)
-    parts = total.split(sizes if sizes is not None else len(whole) // group.world_size)
-    own = parts[group.rank_in_group]
-    return own.contiguous() if output is None else output.copy_(own)
+    blocks = total.split(sizes if sizes is not None else len(tensor) // group.world_size)
+    block = blocks[group.rank_in_group]
+    return block.contiguous() if output is None else output.copy_(block)
 
 
-def _reduce_scatter_equal(group: Any, output: torch.Tensor, whole: torch.Tensor) -> None:
+def _reduce_scatter_equal(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> None:
     """SGLang's `GroupCoordinator.reduce_scatter_tensor`, whose operator is there for GPUs alone."""
-    _reduce_scatter(group, whole, output)
+    _reduce_scatter(group, tensor, output)
 
 
-def _all_gather(group: Any, output: torch.Tensor, own: torch.Tensor) -> None:
+def _all_gather(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> None:
     """SGLang's `GroupCoordinator.all_gather_into_tensor`, whose operator is there for GPUs alone."""
-    torch.distributed.all_gather_into_tensor(output.view(-1), own.reshape(-1), group=group.device_group)
+    torch.distributed.all_gather_into_tensor(output.view(-1), tensor.reshape(-1), group=group.device_group)

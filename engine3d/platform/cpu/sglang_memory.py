@@ -20,9 +20,10 @@ _GARBAGE = 0xA5
 
 
 class CpuMemorySaver:
-    """What torch_memory_saver does with the memory of a GPU: the same methods as SGLang's adapter of it has.
+    """torch_memory_saver for a CPU, with the methods of SGLang's adapter.
 
-    Of released memory every whole page is given back. Tensors keep their addresses, and lose what they held.
+    Every complete page of released memory goes back to the system. Tensors keep their addresses, and lose their
+    contents.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class CpuMemorySaver:
             yield
 
     def pause(self, tag: str) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         for storage in self._storages.get(tag, ()):
             first = -(-storage.data_ptr() // _PAGE) * _PAGE
             nbytes = (storage.data_ptr() + storage.nbytes()) // _PAGE * _PAGE - first
@@ -48,15 +49,15 @@ class CpuMemorySaver:
                 raise RuntimeError(f"madvise of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
 
     def resume(self, tag: str) -> None:
-        """Have the memory again, with nothing in it that means anything."""
+        """Take the memory again, filled with `_GARBAGE`."""
         for storage in self._storages.get(tag, ()):
             ctypes.memset(storage.data_ptr(), _GARBAGE, storage.nbytes())
 
     def check_validity(self, caller_name: str) -> None:
-        """It always works."""
+        """Do nothing: it always works."""
 
     def configure_subprocess(self) -> AbstractContextManager[None]:
-        """No library has to be loaded before others."""
+        """Do nothing: no library has to be loaded before others."""
         return nullcontext()
 
     def disable(self) -> AbstractContextManager[None]:
@@ -64,7 +65,7 @@ class CpuMemorySaver:
 
 
 def create(enable: bool) -> Any:
-    """In place of `TorchMemorySaverAdapter.create`: all parts of SGLang in this process have one saver."""
+    """Replace `TorchMemorySaverAdapter.create`: all of SGLang in this process has one saver."""
     from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
 
     return _saver if enable else _TorchMemorySaverAdapterNoop()
@@ -80,17 +81,18 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            if tensor.untyped_storage()._cdata not in given:
+            if tensor.untyped_storage()._cdata not in inputs:
                 self._storages.add(tensor.untyped_storage())
         return result
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Those on the CPU."""
-    return (each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.device.type == "cpu")
+    """Tensors on the CPU."""
+    leaves = tree_leaves(values)
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu")
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -11,6 +11,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from engine3d.platform.cpu import sglang_attention as sglang_cpu_attention
+from engine3d.platform.cpu import sglang_fp8 as sglang_cpu_fp8
 from engine3d.platform.cpu.sglang_sampling import murmur_hash32
 
 
@@ -54,6 +55,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         sglang_cpu_attention.install()
         factory.get_rope_cpu = _rope(factory.get_rope_cpu, factory.get_rope)
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
+        sglang_cpu_fp8.install()
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"
@@ -86,7 +88,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What has nothing to do on a CPU."""
+    """Do nothing, on a CPU."""
 
 
 def _copy_rows(
@@ -97,7 +99,7 @@ def _copy_rows(
     rows: torch.Tensor,
     from_there: bool,
 ) -> None:
-    """What SGLang's kernel of that name copies: `rows` rows, from `offset` on in the source or in the target."""
+    """Copy `rows` rows, from `offset` on in the source or in the target, as SGLang's kernel of that name."""
     first, count = int(offset), int(rows)
     if from_there:
         target[:count] = source[first : first + count]

@@ -1,4 +1,4 @@
-"""Which requests share pages of a KV cache, and attention over these and over their own pages added up."""
+"""Shared pages of requests in a KV cache, and the merge of attention over them with that over each request's rest."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import triton.language as tl
 from torch import Tensor
 
 _PAGES = 1024
-"""Of a program that writes tables or compares them."""
+"""Pages of a program that writes tables or compares them."""
 _HEADS = 16
-"""Of a program that adds up."""
+"""Heads of a program that merges."""
 
 
 @dataclass(frozen=True)
 class SharedPages:
-    """What the requests of a batch share, and what each has alone, as one call of attention over pages takes them.
+    """Pages that the requests of a batch share, and pages of each alone, in the form of one call of paged attention.
 
-    A group is of requests that begin with the same pages; it goes through these, and then each request through its own.
+    The requests of a group begin with the same pages. Attention goes through these once a group, and then through the
+    pages of each request alone.
     B requests, G groups at most, W pages of a request at most.
     """
 
     most: int
-    """Requests of a group, 3 or more; what more of them share is several groups'."""
+    """Most requests of a group, 3 or more. More requests that share pages are several groups."""
     page_size: int
     """Tokens of a page."""
     block: int
     """Requests that a program compares: the same for all that have this memory, so that one kernel is compiled."""
     rows: Tensor
-    """(2 * B,) int32, whose query a row is: of the requests of the first group, of the second and so on, and then of
-    all requests. What is left after these is of any."""
+    """(2 * B,) int32, the request of each query row: those of the first group, of the second and so on, and then all
+    requests. Rows after these are of any request."""
     starts: Tensor
     """(G + B + 1,) int32: the rows of the groups, and of each request."""
     lengths: Tensor
@@ -39,15 +40,15 @@ class SharedPages:
     pages: Tensor
     """(G + B, W) int32: their pages."""
     shared: Tensor
-    """(B,) int32: first tokens of a request that are its group's; 0 without a group."""
-    place: Tensor
+    """(B,) int32: tokens of a request that its group shares; 0 without a group."""
+    group_row: Tensor
     """(B,) int32: its row in a group."""
     scratch: Tensor
     """(6, B) int32."""
 
     @staticmethod
     def make(requests: int, width: int, *, most: int, page_size: int, device: torch.device | str) -> SharedPages:
-        """For so many requests at most, each of so many pages."""
+        """Allocate memory for at most `requests` requests of `width` pages each."""
         entries = requests + _groups(requests)
 
         def zeros(*shape: int) -> Tensor:
@@ -62,7 +63,7 @@ class SharedPages:
             lengths=zeros(entries),
             pages=zeros(entries, width),
             shared=zeros(requests),
-            place=zeros(requests),
+            group_row=zeros(requests),
             scratch=zeros(6, requests),
         )
 
@@ -76,7 +77,7 @@ class SharedPages:
             lengths=self.lengths[:entries],
             pages=self.pages[:entries],
             shared=self.shared[:requests],
-            place=self.place[:requests],
+            group_row=self.group_row[:requests],
             scratch=self.scratch[:, :requests],
         )
 
@@ -104,7 +105,7 @@ class SharedPages:
             sizes,
             self.shared,
             self.rows,
-            self.place,
+            self.group_row,
             self.starts,
             self.lengths,
             sources,
@@ -126,22 +127,22 @@ class SharedPages:
             BLOCK=_PAGES,
         )
 
-    def merge(self, parts: Tensor, sums: Tensor) -> Tensor:
-        """Attention over what is shared and over what is a request's own -> (B, heads, D), over both.
+    def merge(self, outputs: Tensor, sums: Tensor) -> Tensor:
+        """Attention over what is shared and over what is a request's request -> (B, heads, D), over both.
 
         Each is divided by its sum of exponentials, of which a and b are the logarithms: (e^a A + e^b B) / (e^a + e^b).
 
         Args:
-            parts: (2 * B, heads, D), contiguous: of each row.
+            outputs: (2 * B, heads, D), contiguous: of each row.
             sums: (heads, 2 * B) float32, contiguous: the logarithms.
         """
-        (count, heads, width), requests = parts.shape, len(self.shared)
-        result = torch.empty_like(parts[:requests])
+        (count, heads, width), requests = outputs.shape, len(self.shared)
+        result = torch.empty_like(outputs[:requests])
         _merge[(requests, triton.cdiv(heads, _HEADS))](
-            parts,
+            outputs,
             sums,
             result,
-            self.place,
+            self.group_row,
             self.shared,
             self.starts[len(self.lengths) - requests :],
             count,
@@ -154,7 +155,7 @@ class SharedPages:
 
 
 def _groups(requests: int) -> int:
-    """Most of them: any two requests or more make one, and four or more are cut into no more than half as many."""
+    """Most groups of `requests`: two requests or more make one, four or more at most half as many."""
     return max(1, requests // 2)
 
 
@@ -162,56 +163,56 @@ def _groups(requests: int) -> int:
 def _nearest(  # type: ignore[no-untyped-def]
     table, lengths, deepest, leaders, requests, stride, page_size, halvings, BLOCK: tl.constexpr
 ):
-    """Pages that each request shares with any other, and the first of those with which it shares so many."""
-    own = tl.program_id(0)
+    """Most pages that each request shares with any other, and the first of the requests with which it shares them."""
+    request = tl.program_id(0)
     other = tl.arange(0, BLOCK)
-    there = (other < requests) & (other != own)
-    high = tl.minimum(tl.load(lengths + own), tl.load(lengths + other, mask=there, other=1)) - 1
+    there = (other < requests) & (other != request)
+    high = tl.minimum(tl.load(lengths + request), tl.load(lengths + other, mask=there, other=1)) - 1
     high = tl.where(there, high // page_size, 0)
     low = tl.zeros((BLOCK,), dtype=tl.int32)
-    mine, theirs = table + own.to(tl.int64) * stride - 1, table + other.to(tl.int64) * stride - 1
+    mine, theirs = table + request.to(tl.int64) * stride - 1, table + other.to(tl.int64) * stride - 1
     # Where a page is the same, so are those before it: halve what is left.
     for _ in range(0, halvings):
         middle = (low + high + 1) // 2
-        asked = middle > low
-        same = tl.load(mine + middle, mask=asked, other=0) == tl.load(theirs + middle, mask=asked, other=0)
-        low = tl.where(asked & same, middle, low)
-        high = tl.where(asked & (same == 0), middle - 1, high)
+        searching = middle > low
+        same = tl.load(mine + middle, mask=searching, other=0) == tl.load(theirs + middle, mask=searching, other=0)
+        low = tl.where(searching & same, middle, low)
+        high = tl.where(searching & (same == 0), middle - 1, high)
     most = tl.max(low, axis=0)
     first = tl.min(tl.where(low == most, other, BLOCK), axis=0)
-    tl.store(deepest + own, most)
-    tl.store(leaders + own, tl.where(most > 0, tl.minimum(first, own), own))
+    tl.store(deepest + request, most)
+    tl.store(leaders + request, tl.where(most > 0, tl.minimum(first, request), request))
 
 
 @triton.jit(do_not_specialize=["stride"])
 def _follow(table, deepest, leaders, follows, agreed, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first request of each one's group, and how many first pages are that one's."""
-    own = tl.program_id(0)
-    pages = tl.load(deepest + own)
-    leader = tl.load(leaders + own)
-    leader = tl.where(tl.load(deepest + leader) == pages, leader, own)
-    found = pages
+    request = tl.program_id(0)
+    pages = tl.load(deepest + request)
+    leader = tl.load(leaders + request)
+    leader = tl.where(tl.load(deepest + leader) == pages, leader, request)
+    agreed_pages = pages
     for start in range(0, pages, BLOCK):
         page = start + tl.arange(0, BLOCK)
-        mine = tl.load(table + own.to(tl.int64) * stride + page, mask=page < pages, other=0)
+        mine = tl.load(table + request.to(tl.int64) * stride + page, mask=page < pages, other=0)
         first = tl.load(table + leader.to(tl.int64) * stride + page, mask=page < pages, other=0)
-        found = tl.minimum(found, tl.min(tl.where(mine != first, page, pages), axis=0))
-    tl.store(follows + own, leader)
-    tl.store(agreed + own, found)
+        agreed_pages = tl.minimum(agreed_pages, tl.min(tl.where(mine != first, page, pages), axis=0))
+    tl.store(follows + request, leader)
+    tl.store(agreed + request, agreed_pages)
 
 
 @triton.jit(do_not_specialize=["requests", "page_size"])
 def _measure(follows, agreed, sizes, shared, requests, page_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Requests of each one's group, and the tokens that all of them share."""
-    own = tl.program_id(0)
+    request = tl.program_id(0)
     other = tl.arange(0, BLOCK)
     there = other < requests
-    same = there & (tl.load(follows + other, mask=there, other=-1) == tl.load(follows + own))
+    same = there & (tl.load(follows + other, mask=there, other=-1) == tl.load(follows + request))
     size = tl.sum(same.to(tl.int32), axis=0)
-    mine = tl.load(agreed + own)
+    mine = tl.load(agreed + request)
     pages = tl.min(tl.where(same, tl.load(agreed + other, mask=there, other=0), mine), axis=0)
-    tl.store(sizes + own, size)
-    tl.store(shared + own, tl.where(size > 1, pages * page_size, 0))
+    tl.store(sizes + request, size)
+    tl.store(shared + request, tl.where(size > 1, pages * page_size, 0))
 
 
 @triton.jit(do_not_specialize=["requests", "groups", "most"])
@@ -221,7 +222,7 @@ def _arrange(  # type: ignore[no-untyped-def]
     sizes,
     shared,
     rows,
-    place,
+    group_row,
     starts,
     entry_lengths,
     sources,
@@ -231,31 +232,31 @@ def _arrange(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Rows and lengths of the groups, then of each request."""
-    own = tl.program_id(0)
+    request = tl.program_id(0)
     other = tl.arange(0, BLOCK)
     there = other < requests
     leader = tl.load(follows + other, mask=there, other=-1)
     grouped = there & (tl.load(shared + other, mask=there, other=0) > 0)
-    parts = (tl.load(sizes + other, mask=there, other=0) + most - 1) // most
-    parts = tl.where(grouped & (leader == other), parts, 0)
-    count, used = tl.sum(grouped.to(tl.int32), axis=0), tl.sum(parts, axis=0)
-    if (own >= used) & (own < groups):
-        tl.store(starts + own, count)
-        tl.store(entry_lengths + own, 0)
-    if own < requests:
-        first, tokens = tl.load(follows + own), tl.load(shared + own)
-        tl.store(rows + count + own, own)
-        tl.store(rows + count + requests + own, 0, mask=count + own < requests)
-        tl.store(starts + groups + own, count + own)
-        tl.store(starts + groups + requests, count + requests, mask=own == 0)
-        tl.store(entry_lengths + groups + own, tl.load(lengths + own) - tokens)
+    splits = (tl.load(sizes + other, mask=there, other=0) + most - 1) // most
+    splits = tl.where(grouped & (leader == other), splits, 0)
+    count, used = tl.sum(grouped.to(tl.int32), axis=0), tl.sum(splits, axis=0)
+    if (request >= used) & (request < groups):
+        tl.store(starts + request, count)
+        tl.store(entry_lengths + request, 0)
+    if request < requests:
+        first, tokens = tl.load(follows + request), tl.load(shared + request)
+        tl.store(rows + count + request, request)
+        tl.store(rows + count + requests + request, 0, mask=count + request < requests)
+        tl.store(starts + groups + request, count + request)
+        tl.store(starts + groups + requests, count + requests, mask=request == 0)
+        tl.store(entry_lengths + groups + request, tl.load(lengths + request) - tokens)
         if tokens > 0:
-            within = tl.sum((grouped & (leader == first) & (other < own)).to(tl.int32), axis=0)
+            within = tl.sum((grouped & (leader == first) & (other < request)).to(tl.int32), axis=0)
             position = tl.sum((grouped & (leader < first)).to(tl.int32), axis=0) + within
-            tl.store(rows + position, own)
-            tl.store(place + own, position)
+            tl.store(rows + position, request)
+            tl.store(group_row + request, position)
             if within % most == 0:
-                group = tl.sum(tl.where(other < first, parts, 0), axis=0) + within // most
+                group = tl.sum(tl.where(other < first, splits, 0), axis=0) + within // most
                 tl.store(starts + group, position)
                 tl.store(entry_lengths + group, tokens)
                 tl.store(sources + group, first)
@@ -274,28 +275,28 @@ def _write(  # type: ignore[no-untyped-def]
     else:
         source = entry - groups
         first = tl.load(shared + source) // page_size
-    found = tl.load(table + source.to(tl.int64) * stride + first + page, mask=inside, other=0)
-    tl.store(pages + entry.to(tl.int64) * width + page, found, mask=inside)
+    entry_pages = tl.load(table + source.to(tl.int64) * stride + first + page, mask=inside, other=0)
+    tl.store(pages + entry.to(tl.int64) * width + page, entry_pages, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _merge(  # type: ignore[no-untyped-def]
-    parts, sums, result, place, shared, starts, count, heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr
+    outputs, sums, result, group_row, shared, starts, count, heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr
 ):
     request = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, WIDTH)
     inside = (head < heads)[:, None] & (column < width)[None, :]
     cell = head.to(tl.int64)[:, None] * width + column[None, :]
-    own = tl.load(starts + request).to(tl.int64)
-    total = tl.load(parts + own * heads * width + cell, mask=inside, other=0.0).to(tl.float32)
+    request_row = tl.load(starts + request).to(tl.int64)
+    total = tl.load(outputs + request_row * heads * width + cell, mask=inside, other=0.0).to(tl.float32)
     if tl.load(shared + request) > 0:
-        group = tl.load(place + request).to(tl.int64)
-        a = tl.load(sums + head * count + own, mask=head < heads, other=0.0)
+        group = tl.load(group_row + request).to(tl.int64)
+        a = tl.load(sums + head * count + request_row, mask=head < heads, other=0.0)
         b = tl.load(sums + head * count + group, mask=head < heads, other=0.0)
         most = tl.maximum(a, b)
         a, b = tl.exp(a - most), tl.exp(b - most)
-        of_group = tl.load(parts + group * heads * width + cell, mask=inside, other=0.0).to(tl.float32)
-        total = (a / (a + b))[:, None] * total + (b / (a + b))[:, None] * of_group
+        group_output = tl.load(outputs + group * heads * width + cell, mask=inside, other=0.0).to(tl.float32)
+        total = (a / (a + b))[:, None] * total + (b / (a + b))[:, None] * group_output
     here = result + request.to(tl.int64) * heads * width + cell
     tl.store(here, total.to(result.dtype.element_ty), mask=inside)

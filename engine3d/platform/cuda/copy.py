@@ -36,7 +36,7 @@ def copy_tiles(table, tiles, COLUMNS: tl.constexpr, WORD: tl.constexpr, BLOCK: t
     else:
         element = tl.int64
     lane = tl.arange(0, BLOCK)
-    part = tl.arange(0, ELEMENTS)[None, :]
+    within = tl.arange(0, ELEMENTS)[None, :]
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         entry = table + tile * COLUMNS
         source = tl.multiple_of(tl.load(entry).to(tl.pointer_type(element)), WORD)
@@ -49,27 +49,27 @@ def copy_tiles(table, tiles, COLUMNS: tl.constexpr, WORD: tl.constexpr, BLOCK: t
             word = first + lane
             inside = (word < words)[:, None]
             if words == width:
-                run = word[:, None] * ELEMENTS + part
+                run = word[:, None] * ELEMENTS + within
                 # Past the first-level cache: nothing is read twice.
                 value = tl.load(source + run, mask=inside, cache_modifier=".cg")
                 tl.store(target + run, value, mask=inside)
             else:
                 row = (word // width).to(tl.int64)
                 column = word % width
-                read = (row * source_stride + column)[:, None] * ELEMENTS + part
-                write = (row * target_stride + column)[:, None] * ELEMENTS + part
+                read = (row * source_stride + column)[:, None] * ELEMENTS + within
+                write = (row * target_stride + column)[:, None] * ELEMENTS + within
                 value = tl.load(source + read, mask=inside, cache_modifier=".cg")
                 tl.store(target + write, value, mask=inside)
 
 
 def runner(copies: Copies, method: CopyMethod, programs_per_sm: int = _PROGRAMS_PER_SM) -> RunCopies:
-    """What enqueues the copies on the current stream of the current device, which is the one it is made on.
+    """Return a function that enqueues the copies on the current stream of the current device, that of this call.
 
-    They are captured as one CUDA graph: what it begins at the same time does not depend on how many queues the process
-    has, which Megatron-Core wants to be one (CUDA_DEVICE_MAX_CONNECTIONS).
+    They are captured as one CUDA graph: its concurrency does not depend on the process's number of queues, of which
+    Megatron-Core needs one (CUDA_DEVICE_MAX_CONNECTIONS).
 
     Args:
-        copies: whose memory the current device reaches.
+        copies: between memory that the current device reaches.
         method: of copies that do not cast; torch's kernels cast.
         programs_per_sm: of the kernel.
     """
@@ -95,8 +95,8 @@ def runner(copies: Copies, method: CopyMethod, programs_per_sm: int = _PROGRAMS_
 def _kernels(copies: Copies, programs_per_sm: int) -> list[RunCopies]:
     programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count * programs_per_sm
     least, most = _TILE_BYTES
-    wanted = copies.nbytes // (programs * _TILES_PER_PROGRAM)
-    tile_bytes = min(most, max(least, wanted // least * least))
+    even = copies.nbytes // (programs * _TILES_PER_PROGRAM)
+    tile_bytes = min(most, max(least, even // least * least))
     runs: list[RunCopies] = []
     for word, rows in copies.tiles(tile_bytes).items():
         table = torch.from_numpy(rows).cuda()
@@ -115,9 +115,9 @@ def launch(table: torch.Tensor, tiles: int, word: int, programs: int) -> None:
 
 
 def _captured(copies: Copies, kernels: Sequence[RunCopies]) -> torch.cuda.CUDAGraph:
-    """Kernels beside copies by torch, those of different routes at the same time.
+    """Capture kernels next to copies by torch. Copies of different routes run at the same time.
 
-    Of the copies, runs become nodes of the copy engines, and rows with strides and casts become kernels of torch.
+    Runs become nodes of the copy engines. Rows with strides and casts become kernels of torch.
     """
     targets, sources = copies.views()
     routes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}

@@ -11,7 +11,6 @@ import torch
 from torch.distributed import ProcessGroup, Store
 
 from engine3d.errors import UserError
-from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.cuda import expandable as cuda_expandable
 from engine3d.platform.cuda import memory as cuda_memory
@@ -21,6 +20,7 @@ from engine3d.platform.cuda.page_locked import page_locked
 from engine3d.platform.cuda.peer_memory import CudaPeerExchange, CudaPeerMemory
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.offload_memory import OffloadMemory
 from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 
@@ -56,14 +56,14 @@ def graph_batch_sizes(most: int) -> list[int]:
     """
     sizes = {1, 2, 4}
     for octave in _OCTAVES:
-        sizes |= {octave * part // 4 for part in ((4, 6) if octave < _LARGE_BATCH else (4, 5, 6, 7))}
-    found = sorted(size for size in sizes if size < most)
-    if len(found) > 1:
-        *fewer, last = found
+        sizes |= {octave * quarters // 4 for quarters in ((4, 6) if octave < _LARGE_BATCH else (4, 5, 6, 7))}
+    smaller = sorted(size for size in sizes if size < most)
+    if len(smaller) > 1:
+        *fewer, last = smaller
         padded = fewer[-1] + 1  # the least batch that would run in the graph of `most` without the last one
         if last > most * 31 // 32 and most < (1.25 if padded >= _LARGE_BATCH else 1.5) * padded:
-            found = fewer
-    return [*found, most]
+            smaller = fewer
+    return [*smaller, most]
 
 
 def expert_kernels(capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
@@ -93,8 +93,9 @@ class CudaPlatform(Platform):
         return torch.device("cuda", local_rank)
 
     def stay_near(self, device: torch.device) -> None:
-        found: Any = torch.cuda.get_device_properties(device)
-        stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+        properties: Any = torch.cuda.get_device_properties(device)
+        bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        stay_near(bus)
 
     def prepare_training(self) -> None:
         # Transformer Engine's: one kernel for all local experts, in place of a launch for each.
@@ -125,8 +126,8 @@ class CudaPlatform(Platform):
     def host_scratch(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def away_memory(self, nbytes: int) -> AwayMemory:
-        return AwayMemory(page_locked(nbytes))
+    def offload_memory(self, nbytes: int) -> OffloadMemory:
+        return OffloadMemory(page_locked(nbytes))
 
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -26,18 +26,18 @@ def allocator_settings(environment: Mapping[str, str]) -> str:
 
 
 def is_expandable(settings: str) -> bool:
-    """Whether segments are expandable with these settings."""
-    return any(_pair(part) == (_NAME, "true") for part in settings.split(","))
+    """True if segments are expandable with these settings."""
+    return any(_pair(setting) == (_NAME, "true") for setting in settings.split(","))
 
 
 def without_expandable(settings: str) -> str:
     """The same settings with segments that are not."""
-    kept = [part for part in settings.split(",") if part.strip() and _pair(part)[0] != _NAME]
+    kept = [setting for setting in settings.split(",") if setting.strip() and _pair(setting)[0] != _NAME]
     return ",".join([*kept, f"{_NAME}:False"])
 
 
 def not_expandable(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to set in a process's environment so that it has no expandable segments; nothing where it has none."""
+    """Environment variables of a process without expandable segments; none where it has none anyway."""
     if not is_expandable(allocator_settings(environment)):
         return {}
     return {name: without_expandable(environment[name]) for name in VARIABLES if environment.get(name)}
@@ -57,6 +57,6 @@ def shareable_memory() -> Iterator[None]:
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
-def _pair(part: str) -> tuple[str, str]:
-    name, _, value = part.partition(":")
+def _pair(setting: str) -> tuple[str, str]:
+    name, _, value = setting.partition(":")
     return name.strip(), value.strip().lower()

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllToAllOptions, ErrorType
 from torch.distributed import ProcessGroupNCCL, Store, Work
 
 from engine3d.errors import first_line
-from engine3d.platform.wire import Exchange, Wire, WireError, all_connected, meet
+from engine3d.platform.wire import PendingExchange, Wire, WireError, all_connected, meet
 
 _POLL_S = 50e-6
 _NEVER = timedelta(days=365)
@@ -65,7 +65,7 @@ class NcclWire(Wire):
 
     def _exchange(
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
-    ) -> Exchange:
+    ) -> PendingExchange:
         sent, received = outgoing[: sum(outgoing_sizes)], incoming[: sum(incoming_sizes)]
         peers = [peer for peer, sizes in enumerate(zip(outgoing_sizes, incoming_sizes, strict=True)) if any(sizes)]
         try:
@@ -75,7 +75,7 @@ class NcclWire(Wire):
         return _NcclExchange(self, work, peers, self._stream)
 
     def error(self) -> str | None:
-        """What NCCL has noticed by itself, such as a broken connection to another host."""
+        """Asynchronous error of NCCL, such as a broken connection to another host."""
         kind = self._group.get_error()
         return None if kind == ErrorType.SUCCESS else str(kind)
 
@@ -83,7 +83,7 @@ class NcclWire(Wire):
         self._group.abort()
 
 
-class _NcclExchange(Exchange):
+class _NcclExchange(PendingExchange):
     def __init__(self, wire: NcclWire, work: Work, peers: list[int], stream: torch.cuda.Stream) -> None:
         self._wire = wire
         self._work = work

@@ -12,7 +12,7 @@ _FEWEST = 4
 
 
 def near(device: str, usable: AbstractSet[int], devices: Path = _DEVICES) -> set[int]:
-    """Of some processors those on the same side of the host as a device.
+    """Select the processors on the same side of the host as a device.
 
     Args:
         device: its address on the PCI bus, as "0000:1b:00.0".
@@ -20,27 +20,27 @@ def near(device: str, usable: AbstractSet[int], devices: Path = _DEVICES) -> set
         devices: where Linux tells of the bus.
 
     Returns:
-        All of them where the host does not say, as in some virtual machines, or where almost none would be left.
+        All `usable` ones where the host does not say, as in some virtual machines, or where almost none would be left.
     """
     try:
         text = (devices / device / "local_cpulist").read_text()
     except OSError:
         return set(usable)
-    found = usable & _processors(text.strip())
-    return set(found if len(found) >= _FEWEST else usable)
+    local = usable & _processors(text.strip())
+    return set(local if len(local) >= _FEWEST else usable)
 
 
 def stay_near(device: str, devices: Path = _DEVICES) -> None:
     """Keep this thread, and those that it starts from here on, to the processors near a device."""
     usable = os.sched_getaffinity(0)
-    if (found := near(device, usable, devices)) != usable:
-        os.sched_setaffinity(0, found)
+    if (local := near(device, usable, devices)) != usable:
+        os.sched_setaffinity(0, local)
 
 
 def _processors(text: str) -> set[int]:
-    """Those of a list as Linux writes it: "0-31,64-95"."""
-    found: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+    """Parse a list as Linux writes it: "0-31,64-95"."""
+    processors: set[int] = set()
+    for interval in filter(None, text.split(",")):
+        first, _, last = interval.partition("-")
+        processors |= set(range(int(first), int(last or first) + 1))
+    return processors

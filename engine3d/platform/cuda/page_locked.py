@@ -1,4 +1,4 @@
-"""Page-locked host memory of just the size that is asked for, which PyTorch rounds up to a power of two."""
+"""Page-locked host memory of exactly the requested size, which PyTorch would round up to a power of two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """(nbytes,) uint8. The system has it back once no tensor views it, and what was queued before is done.
+    """(nbytes,) uint8. It is freed once no tensor views it, and what was queued before is done.
 
     Raises:
         RuntimeError: there is not so much.
@@ -25,19 +25,19 @@ def page_locked(nbytes: int) -> torch.Tensor:
         runtime.cudaGetLastError()  # forgotten, or PyTorch takes it for a failure of what is queued next
         raise RuntimeError(f"cudaHostAlloc: {runtime.cudaGetErrorString(failed).decode()}")
     assert address.value is not None
-    return tensor_at(address.value, nbytes, partial(_give_back, address, torch.cuda.current_device()))
+    return tensor_at(address.value, nbytes, partial(_free, address, torch.cuda.current_device()))
 
 
-def tensor_at(address: int, nbytes: int, give_back: Callable[[], None]) -> torch.Tensor:
-    """(nbytes,) uint8 over memory whose owner is called when no tensor views it any more."""
+def tensor_at(address: int, nbytes: int, release: Callable[[], None]) -> torch.Tensor:
+    """(nbytes,) uint8 over memory; `release` is called when no tensor views it any more."""
     block = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(block, give_back).atexit = False  # the end of a process gives everything back
+    weakref.finalize(block, release).atexit = False  # the end of a process frees everything
     return torch.frombuffer(block, dtype=torch.uint8)  # its storage keeps the block
 
 
-def _give_back(address: ctypes.c_void_p, device: int) -> None:
+def _free(address: ctypes.c_void_p, device: int) -> None:
     with torch.cuda.device(device):  # whichever thread this is
-        _runtime().cudaFreeHost(address)  # waits for the device: copies may still be on their way
+        _runtime().cudaFreeHost(address)  # waits for the device: copies may still be in flight
 
 
 @cache

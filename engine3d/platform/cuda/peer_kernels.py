@@ -2,7 +2,7 @@
 
 A tensor goes in slots, of one size whatever the tensor. A program puts its slots into the memory of the other GPUs,
 each with a flag after it, then waits for the flags of theirs and takes what they have put. A slot's number of exchanges
-is its flag, and says which of two places the slot uses: when a place is used again, every GPU has begun the exchange
+is its flag, and says which of two halves the slot uses: when a half is used again, every GPU has begun the exchange
 between the two, so that it has ended the one before.
 """
 
@@ -17,19 +17,19 @@ import triton.language as tl
 
 SLOT_BYTES = 8192
 _PROGRAMS = 128
-"""At most, all of which a GPU runs at once: each waits for the same one of every other GPU."""
+"""Most programs, all of which a GPU runs at once: each waits for the same one of every other GPU."""
 _WARPS = 8
 _TRY_S = 2e-7
-"""What a look at the flags takes at least."""
+"""Least duration of one read of the flags."""
 _MOST_TRIES = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Room:
-    """What is in a GPU's memory for the others: flags, int32 (slots, ranks), then two places of (slots, ranks) slots.
+class ExchangeBuffer:
+    """Layout of a GPU's buffer for the others: flags, int32 (slots, ranks), then two halves of (slots, ranks) slots.
 
     Args:
-        slots: of a rank's part, at most.
+        slots: of a rank's tensor, at most.
         ranks: that exchange.
     """
 
@@ -37,9 +37,9 @@ class Room:
     ranks: int
 
     @staticmethod
-    def of(nbytes: int, ranks: int) -> Room:
-        """For at most so many bytes of all ranks' parts together."""
-        return Room(triton.cdiv(nbytes, SLOT_BYTES * ranks), ranks)
+    def of(nbytes: int, ranks: int) -> ExchangeBuffer:
+        """Make a layout for at most `nbytes` of all ranks' tensors together."""
+        return ExchangeBuffer(triton.cdiv(nbytes, SLOT_BYTES * ranks), ranks)
 
     @property
     def flags(self) -> int:
@@ -47,59 +47,65 @@ class Room:
         return triton.cdiv(4 * self.slots * self.ranks, SLOT_BYTES) * SLOT_BYTES
 
     @property
-    def place(self) -> int:
-        """Bytes of each of the two places."""
+    def half(self) -> int:
+        """Bytes of each of the two halves."""
         return self.slots * self.ranks * SLOT_BYTES
 
     @property
     def nbytes(self) -> int:
-        return self.flags + 2 * self.place
+        return self.flags + 2 * self.half
 
 
-class Exchange:
+class ExchangeKernels:
     """The kernels of one rank.
 
     Args:
         mine: its number.
-        addresses: of each rank's room, which is all zeros at first.
-        room: that each of them has.
+        addresses: of each rank's buffer, which is all zeros at first.
+        layout: of each buffer.
         timeout_s: how long a kernel waits at least before it ends the process with an error of CUDA.
         device: of this rank's tensors.
     """
 
-    def __init__(self, mine: int, addresses: Sequence[int], room: Room, timeout_s: float, device: str = "cuda") -> None:
-        self._mine, self._room = mine, room
+    def __init__(
+        self, mine: int, addresses: Sequence[int], layout: ExchangeBuffer, timeout_s: float, device: str = "cuda"
+    ) -> None:
+        self._mine, self._layout = mine, layout
         self._flags = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._places = self._flags + room.flags
-        self._counts = torch.zeros(room.slots, dtype=torch.int32, device=device)
+        self._halves = self._flags + layout.flags
+        self._counts = torch.zeros(layout.slots, dtype=torch.int32, device=device)
         self._tries = min(_MOST_TRIES, round(timeout_s / _TRY_S))
         self._traps = device == "cuda"  # which the interpreter cannot
 
-    def gather(self, own: torch.Tensor, into: torch.Tensor) -> None:
-        """See `PeerExchange.gather`."""
-        words = own.nbytes // 8
-        self._run(_gather, own.view(-1).view(torch.int64), into.view(-1).view(torch.int64), words, SLOT_BYTES // 8)
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """See `PeerExchange.all_gather`."""
+        words = tensor.nbytes // 8
+        self._run(
+            _all_gather, tensor.view(-1).view(torch.int64), into.view(-1).view(torch.int64), words, SLOT_BYTES // 8
+        )
 
-    def add_up(self, whole: torch.Tensor, into: torch.Tensor) -> None:
-        """See `PeerExchange.add_up`."""
-        self._run(_add_up, whole, into, into.numel(), SLOT_BYTES // into.itemsize)
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """See `PeerExchange.reduce_scatter`."""
+        self._run(_reduce_scatter, tensor, into, into.numel(), SLOT_BYTES // into.itemsize)
 
-    def _run(self, kernel: triton.JITFunction, own: torch.Tensor, into: torch.Tensor, count: int, of_slot: int) -> None:
+    def _run(
+        self, kernel: triton.JITFunction, tensor: torch.Tensor, into: torch.Tensor, count: int, of_slot: int
+    ) -> None:
         slots = triton.cdiv(count, of_slot)
         if not slots:
             return
         kernel[(min(slots, _PROGRAMS),)](
             self._flags,
-            self._places,
+            self._halves,
             self._counts,
-            own,
+            tensor,
             into,
             count,
             self._mine,
-            self._room.place,
+            self._layout.half,
             self._tries,
-            RANKS=self._room.ranks,
-            PADDED=triton.next_power_of_2(self._room.ranks),
+            RANKS=self._layout.ranks,
+            PADDED=triton.next_power_of_2(self._layout.ranks),
             OF_SLOT=of_slot,
             SLOT_BYTES=SLOT_BYTES,
             TRAPS=self._traps,
@@ -116,10 +122,10 @@ def _others(addresses, mine, RANKS: tl.constexpr, PADDED: tl.constexpr):  # type
 
 
 @triton.jit
-def _tell(flags, others, mine, slot, count, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have the other ranks see all that this program has put into a slot of theirs.
+def _signal(flags, others, mine, slot, count, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Signal the other ranks that this program has written into a slot of theirs.
 
-    By one operation for all of them: each waits until what was put is there.
+    One operation signals all of them: each waits until the writes have arrived.
     """
     tl.debug_barrier()
     flag = flags.to(tl.pointer_type(tl.int32)) + (slot * RANKS + mine)
@@ -129,8 +135,8 @@ def _tell(flags, others, mine, slot, count, RANKS: tl.constexpr):  # type: ignor
 @triton.jit
 def _least(flag, others, count):  # type: ignore[no-untyped-def]
     """The least of the other ranks' flags, or `count` if that is less; what came before them may be read then."""
-    found = tl.atomic_add(flag, tl.zeros_like(others).to(tl.int32), mask=others, sem="acquire", scope="sys")
-    return tl.min(tl.where(others, found, count))
+    values = tl.atomic_add(flag, tl.zeros_like(others).to(tl.int32), mask=others, sem="acquire", scope="sys")
+    return tl.min(tl.where(others, values, count))
 
 
 @triton.jit
@@ -149,22 +155,24 @@ def _await(flags, rank, others, mine, slot, count, tries, RANKS: tl.constexpr, T
 
 
 @triton.jit
-def _slots_of(places, slot, source, count, place, kind: tl.constexpr, RANKS: tl.constexpr, SLOT_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where, in ranks' memory that is at `places`, sources put a slot; one of both is of one rank."""
-    there = places + (count & 1) * place + (slot * RANKS + source) * SLOT_BYTES
+def _slot_pointers(  # type: ignore[no-untyped-def]
+    halves, slot, source, count, half, kind: tl.constexpr, RANKS: tl.constexpr, SLOT_BYTES: tl.constexpr
+):
+    """Pointers to a slot of `source` in the buffers at `halves`. Either argument is of one rank."""
+    there = halves + (count & 1) * half + (slot * RANKS + source) * SLOT_BYTES
     return tl.multiple_of(there.to(tl.pointer_type(kind)), [16, 16])
 
 
 @triton.jit(do_not_specialize=["mine", "tries"])
-def _gather(  # type: ignore[no-untyped-def]
+def _all_gather(  # type: ignore[no-untyped-def]
     flags,
-    places,
+    halves,
     counts,
-    own,
+    tensor,
     into,
     words,
     mine,
-    place,
+    half,
     tries,
     RANKS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -175,23 +183,23 @@ def _gather(  # type: ignore[no-untyped-def]
     # A word of 16 bytes is two elements of 8, which the compiler joins into one access. All ranks' at once: a load that
     # comes after a store is not begun before it.
     rank, others, their_flags = _others(flags, mine, RANKS, PADDED)
-    _, _, their_places = _others(places, mine, RANKS, PADDED)
-    my_places = tl.load(places + mine + tl.zeros_like(rank))
+    _, _, their_halves = _others(halves, mine, RANKS, PADDED)
+    my_halves = tl.load(halves + mine + tl.zeros_like(rank))
     element = tl.arange(0, OF_SLOT)[None, :]
     slots = tl.cdiv(words, OF_SLOT)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
         word = slot * OF_SLOT + element
-        value = tl.load(own + word, mask=word < words)
-        there = _slots_of(their_places, slot, mine, count, place, tl.int64, RANKS, SLOT_BYTES)
+        value = tl.load(tensor + word, mask=word < words)
+        there = _slot_pointers(their_halves, slot, mine, count, half, tl.int64, RANKS, SLOT_BYTES)
         tl.store(there + element, tl.broadcast_to(value, PADDED, OF_SLOT), mask=others & (word < words))
-        _tell(their_flags, others, mine, slot, count, RANKS)
+        _signal(their_flags, others, mine, slot, count, RANKS)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
         word = slot * OF_SLOT + element
-        tl.store(into + mine * words + word, tl.load(own + word, mask=word < words), mask=word < words)
+        tl.store(into + mine * words + word, tl.load(tensor + word, mask=word < words), mask=word < words)
         _await(flags, rank, others, mine, slot, count, tries, RANKS, TRAPS)
-        here = _slots_of(my_places, slot, rank, count, place, tl.int64, RANKS, SLOT_BYTES)
+        here = _slot_pointers(my_halves, slot, rank, count, half, tl.int64, RANKS, SLOT_BYTES)
         value = tl.load(here + element, mask=others & (word < words), cache_modifier=".cg")
         tl.store(into + rank * words + word, value, mask=others & (word < words))
         tl.debug_barrier()
@@ -199,15 +207,15 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["mine", "tries"])
-def _add_up(  # type: ignore[no-untyped-def]
+def _reduce_scatter(  # type: ignore[no-untyped-def]
     flags,
-    places,
+    halves,
     counts,
-    whole,
+    tensor,
     into,
     elements,
     mine,
-    place,
+    half,
     tries,
     RANKS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -217,32 +225,32 @@ def _add_up(  # type: ignore[no-untyped-def]
 ):
     kind = into.dtype.element_ty
     rank, others, their_flags = _others(flags, mine, RANKS, PADDED)
-    _, _, their_places = _others(places, mine, RANKS, PADDED)
-    my_place = tl.load(places + mine)
+    _, _, their_halves = _others(halves, mine, RANKS, PADDED)
+    my_half = tl.load(halves + mine)
     element = tl.arange(0, OF_SLOT)
     slots = tl.cdiv(elements, OF_SLOT)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
         at = (slot * OF_SLOT + element)[None, :]
-        value = tl.load(whole + rank * elements + at, mask=others & (at < elements))
-        there = _slots_of(their_places, slot, mine, count, place, kind, RANKS, SLOT_BYTES)
+        value = tl.load(tensor + rank * elements + at, mask=others & (at < elements))
+        there = _slot_pointers(their_halves, slot, mine, count, half, kind, RANKS, SLOT_BYTES)
         tl.store(there + element[None, :], value, mask=others & (at < elements))
-        _tell(their_flags, others, mine, slot, count, RANKS)
+        _signal(their_flags, others, mine, slot, count, RANKS)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
         at = slot * OF_SLOT + element
-        own = tl.load(whole + mine * elements + at, mask=at < elements, other=0.0)
+        local = tl.load(tensor + mine * elements + at, mask=at < elements, other=0.0)
         _await(flags, rank, others, mine, slot, count, tries, RANKS, TRAPS)
         total = tl.zeros((OF_SLOT,), dtype=tl.float32)
         for source in tl.static_range(RANKS):
-            here = my_place + (count & 1) * place + (slot * RANKS + source) * SLOT_BYTES
+            here = my_half + (count & 1) * half + (slot * RANKS + source) * SLOT_BYTES
             put = tl.load(
                 tl.multiple_of(here.to(tl.pointer_type(kind)), 16) + element,
                 mask=(at < elements) & (source != mine),
                 other=0.0,
                 cache_modifier=".cg",
             )
-            total += tl.where(source == mine, own, put).to(tl.float32)
+            total += tl.where(source == mine, local, put).to(tl.float32)
         tl.store(into + at, total.to(kind), mask=at < elements)
         tl.debug_barrier()
         tl.store(counts + slot, count)

@@ -1,4 +1,4 @@
-"""Memory of GPUs that all ranks of a group write into: PyTorch's symmetric memory."""
+"""PyTorch's symmetric memory: memory of GPUs that all ranks of a group write into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine3d.platform.peer_memory import Copy, PeerExchange, PeerMemory
 
 
 @functools.cache
-def _beside(device: int) -> torch.cuda.Stream:
+def _copy_stream(device: int) -> torch.cuda.Stream:
     """The stream of all copies of a device: one set of them after the other, each at the full rate."""
     return torch.cuda.Stream(device)
 
@@ -29,24 +29,24 @@ class CudaPeerMemory(PeerMemory):
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        self._own = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group.group_name)
-        self._handle = _SymmetricMemory.rendezvous(self._own)
+        self._local = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group.group_name)
+        self._handle = _SymmetricMemory.rendezvous(self._local)
         memory = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
         super().__init__(group.rank(), memory)
         self._timeout_ms = max(1, round(1000 * timeout_s))
-        self._beside = _beside(device.index)
+        self._copy_stream = _copy_stream(device.index)
 
     def meet(self) -> None:
         self._handle.barrier(0, self._timeout_ms)
 
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
-        # No kernel is queued beside the others: with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core wants, one that
-        # waits for the copies would keep waiting all that is queued after it. A copy within a device is one.
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
+        # No kernel is queued next to the others. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core needs, one
+        # that waits for the copies would delay all that is queued after it. A copy within a device is a kernel.
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-            done = self._beside.record_event()
+            done = self._copy_stream.record_event()
 
         def wait(kept: Sequence[Copy] = copies) -> None:  # or their memory would be used for something else
             torch.cuda.current_stream().wait_event(done)
@@ -59,7 +59,7 @@ class CudaPeerExchange(PeerExchange):
 
     Args:
         group, timeout_s: as of `CudaPeerMemory`.
-        nbytes: of all ranks' parts together, at most.
+        nbytes: of all ranks' tensors together, at most.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> None:
@@ -67,15 +67,15 @@ class CudaPeerExchange(PeerExchange):
         from engine3d.platform.cuda import peer_kernels
 
         super().__init__(group.rank(), group.size())
-        room = peer_kernels.Room.of(nbytes, self.ranks)
-        self._memory = CudaPeerMemory(group, room.nbytes, timeout_s)
-        self._memory.of(self.rank, (room.nbytes,), torch.uint8).zero_()
+        layout = peer_kernels.ExchangeBuffer.of(nbytes, self.ranks)
+        self._memory = CudaPeerMemory(group, layout.nbytes, timeout_s)
+        self._memory.of(self.rank, (layout.nbytes,), torch.uint8).zero_()
         self._memory.meet()
-        addresses = [self._memory.of(rank, (room.nbytes,), torch.uint8).data_ptr() for rank in range(self.ranks)]
-        self._kernels = peer_kernels.Exchange(self.rank, addresses, room, timeout_s)
+        addresses = [self._memory.of(rank, (layout.nbytes,), torch.uint8).data_ptr() for rank in range(self.ranks)]
+        self._kernels = peer_kernels.ExchangeKernels(self.rank, addresses, layout, timeout_s)
 
-    def gather(self, own: torch.Tensor, into: torch.Tensor) -> None:
-        self._kernels.gather(own, into)
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        self._kernels.all_gather(tensor, into)
 
-    def add_up(self, whole: torch.Tensor, into: torch.Tensor) -> None:
-        self._kernels.add_up(whole, into)
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        self._kernels.reduce_scatter(tensor, into)

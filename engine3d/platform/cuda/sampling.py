@@ -18,7 +18,7 @@ def draw_rows(  # type: ignore[no-untyped-def]
     stride,
     temperatures,
     uniforms,
-    parts,
+    block_sums,
     tokens,
     logprobs,
     vocabulary,
@@ -27,15 +27,15 @@ def draw_rows(  # type: ignore[no-untyped-def]
 ):
     """Draw one token for each row of logits, by inversion: the first whose cumulative probability is beyond `uniforms`.
 
-    The sum of a row's exponentials is made block by block, and kept for each block, in `parts`, [rows, 2, blocks]: then
-    one block alone has to be read again. What is added up over blocks is float64. A row's result does not depend on the
-    other rows; with another stride or alignment of rows its log-prob can differ by rounding.
+    `block_sums`, [rows, 2, blocks], keeps the sums of a row's exponentials block by block, so that one block alone has
+    to be read again. Sums over blocks are in float64. A row's result does not depend on the other rows. With another
+    stride or alignment of rows its log-prob can differ by rounding.
     """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     temperature = tl.load(temperatures + row).to(tl.float32)
     count = tl.cdiv(vocabulary, BLOCK)
-    maxima = parts + row.to(tl.int64) * 2 * count
+    maxima = block_sums + row.to(tl.int64) * 2 * count
     sums = maxima + count
     lane = tl.arange(0, BLOCK)
     for block in range(0, count):
@@ -66,10 +66,10 @@ def draw_rows(  # type: ignore[no-untyped-def]
     scaled = tl.load(start + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32) / temperature
     weight = tl.exp(scaled - highest)
     rest = (target - reached).to(tl.float32)
-    place = tl.min(tl.where((tl.cumsum(weight, axis=0) > rest) & (weight > 0), lane, BLOCK), axis=0)
-    place = tl.minimum(place, tl.max(tl.where(weight > 0, lane, 0), axis=0))
-    drawn = tl.sum(tl.where(lane == place, scaled, 0.0), axis=0)
-    tl.store(tokens + row, tl.where(sound, block * BLOCK + place, 0))
+    position = tl.min(tl.where((tl.cumsum(weight, axis=0) > rest) & (weight > 0), lane, BLOCK), axis=0)
+    position = tl.minimum(position, tl.max(tl.where(weight > 0, lane, 0), axis=0))
+    drawn = tl.sum(tl.where(lane == position, scaled, 0.0), axis=0)
+    tl.store(tokens + row, tl.where(sound, block * BLOCK + position, 0))
     tl.store(logprobs + row, tl.where(sound, drawn - highest - tl.log(total).to(tl.float32), float("nan")))
 
 
@@ -79,7 +79,7 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     blocks = triton.cdiv(vocabulary, _BLOCK)
-    parts = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits.device)
+    block_sums = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -88,7 +88,7 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple
             logits.stride(0),
             temperatures.contiguous(),
             uniforms,
-            parts,
+            block_sums,
             tokens,
             logprobs,
             vocabulary,

@@ -1,1 +1,1 @@
-"""What each side of a transfer holds: boxes of HuggingFace tensors in buffers."""
+"""Shards of each side of a transfer: boxes of HuggingFace tensors in buffers."""

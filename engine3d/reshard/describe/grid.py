@@ -1,4 +1,4 @@
-"""Which of a tensor's elements are in which of some boxes."""
+"""Grid of a tensor's elements, cut at the edges of boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from engine3d.models.rules import Box
 
 
-class Grid:
+class CellGrid:
     """A tensor's elements, in cells that no box cuts, each with a number: -1 at first."""
 
     def __init__(self, boxes: Sequence[Box], shape: Sequence[int]) -> None:
@@ -29,6 +29,6 @@ class Grid:
         return set(np.unique(self._numbers[self._slices(box)]).tolist())
 
     def elements(self, number: int) -> int:
-        """How many elements have a number."""
+        """Count the elements that have a number."""
         cells = np.argwhere(self._numbers == number)
         return sum(prod(int(sizes[i]) for sizes, i in zip(self._sizes, cell, strict=True)) for cell in cells)

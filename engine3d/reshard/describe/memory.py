@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine3d.platform.interface import MemoryHandle
-from engine3d.reshard.describe.shards import Shards
+from engine3d.reshard.describe.shards import RankShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class SharedShards:
     Args:
         shards: the rank's.
         handles: one for each buffer.
-        pulls: of an engine's rank: nobody can map its memory, which it gives back between transfers. It has no handles,
-            and reads what it needs from the memory of trainer's ranks.
+        pulls: true for an engine's rank that releases its memory between transfers, so that nobody can map it. It has
+            no handles, and reads what it needs from the memory of trainer's ranks.
     """
 
-    shards: Shards
+    shards: RankShards
     handles: tuple[MemoryHandle | None, ...]
     pulls: bool = False

@@ -1,4 +1,4 @@
-"""Whether a trainer and an engine have the same model."""
+"""Check that a trainer and an engine have the same model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine3d.errors import UserError
 from engine3d.models.rules import Box
-from engine3d.reshard.describe.grid import Grid
+from engine3d.reshard.describe.grid import CellGrid
 from engine3d.reshard.describe.shards import Holding
 
 
@@ -23,7 +23,7 @@ def check_same_model(
 ) -> None:
     """Check that what an engine's ranks hold together is every element of every tensor, and nothing else.
 
-    SGLang's loaders pass over names that they do not know and take their part of tensors that are too large.
+    SGLang's loaders skip unknown names and take their shard of tensors that are too large.
 
     Args:
         ranks: all of one engine.
@@ -33,27 +33,27 @@ def check_same_model(
     Raises:
         UserError: naming a tensor that only one of the two has, or that has different shapes.
     """
-    boxes: dict[str, set[Box]] = {tensor: set() for tensor in shapes}
+    by_tensor: dict[str, set[Box]] = {tensor: set() for tensor in shapes}
     for rank in ranks:
         for holding in rank.holdings:
-            boxes.setdefault(holding.tensor, set()).add(holding.box)
-    for tensor, held in boxes.items():
-        if not held:
+            by_tensor.setdefault(holding.tensor, set()).add(holding.box)
+    for tensor, boxes in by_tensor.items():
+        if not boxes:
             raise UserError(f"tensor {tensor}: the trainer has it in shape {list(shapes[tensor])}, {name} has not")
-        sizes = tuple(max(stops) for stops in zip(*(tuple(stop for _, stop in box) for box in held), strict=True))
+        sizes = tuple(max(stops) for stops in zip(*(tuple(stop for _, stop in box) for box in boxes), strict=True))
         if tensor not in shapes:
             raise UserError(f"tensor {tensor}: {name} has it in shape {list(sizes)}, the trainer has not")
         if sizes != shapes[tensor]:
             raise UserError(
                 f"tensor {tensor}: the trainer has it in shape {list(shapes[tensor])}, {name} in {list(sizes)}"
             )
-        if tuple((0, size) for size in sizes) not in held:
-            _check_whole(tensor, sizes, held, name)
+        if tuple((0, size) for size in sizes) not in boxes:
+            _check_covered(tensor, sizes, boxes, name)
 
 
-def _check_whole(tensor: str, shape: tuple[int, ...], held: set[Box], name: str) -> None:
-    grid = Grid(list(held), shape)
-    for box in held:
+def _check_covered(tensor: str, shape: tuple[int, ...], boxes: set[Box], name: str) -> None:
+    grid = CellGrid(list(boxes), shape)
+    for box in boxes:
         grid.write(box, 0)
     if missing := grid.elements(-1):
         raise UserError(f"tensor {tensor} of shape {list(shape)}: {name} has {missing} of its elements on no rank")

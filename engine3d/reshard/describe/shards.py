@@ -1,4 +1,4 @@
-"""What both sides of a weight transfer say of themselves: which elements of the model lie where in their memory.
+"""Shards of one rank on either side of a weight transfer: which elements of the model lie where in its memory.
 
 Offsets, strides and lengths are in elements of the buffer's dtype, never in bytes.
 """
@@ -13,8 +13,8 @@ from engine3d.models.rules import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank's memory is: a node, and a device that has no other of its name on the node."""
+class Location:
+    """Node and device that a rank's memory is on. A device's name is unique on its node."""
 
     node: str
     device: str
@@ -48,7 +48,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A box of a HuggingFace tensor lies in a buffer.
+    """Box of a HuggingFace tensor in a buffer.
 
     The element at index i of the tensor, with box[d][0] <= i[d] < box[d][1], is the buffer's element
     `offset + sum((i[d] - box[d][0]) * strides[d])`.
@@ -68,7 +68,7 @@ class Holding:
     strides: tuple[int, ...]
 
     def has(self, element: int) -> bool:
-        """Whether an element of the buffer is of the box."""
+        """True if an element of the buffer belongs to the box."""
         left = element - self.offset
         for stride, (start, stop) in sorted(zip(self.strides, self.box, strict=True), reverse=True):
             if stop - start > 1:
@@ -78,7 +78,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A whole buffer of an engine rank is memory of a trainer's rank, seen with strides.
+    """Binding of a complete buffer of an engine rank to memory of a trainer's rank, with strides.
 
     Args:
         target_buffer: index of the engine rank's buffer, whose element at index i (of its shape) is the source
@@ -97,22 +97,22 @@ class Alias:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
-    """The part of a model that one rank holds, of the trainer (a source) or of an engine (a target).
+class RankShards:
+    """Shards of a model on one rank, of the trainer (a source) or of an engine (a target).
 
     Args:
         name: how errors call the rank, such as "actor rank 3" or "engine 0 rank 1".
         rank: its number among the sources, or among the targets counted over all engines.
-        place: where its memory is.
+        location: node and device of its memory.
         buffers: its memory. All of a target's elements that SGLang loads are in its holdings.
-        holdings: what lies in the buffers. No two of a target overlap in memory.
+        holdings: contents of the buffers. No two of a target overlap in memory.
         aliases: of a target: buffers that are bound to a trainer's memory. Nothing moves for them.
-        owner: how errors call the trainer or the engine that the rank is a part of.
+        owner: how errors call the trainer or the engine that the rank belongs to.
     """
 
     name: str
     rank: int
-    place: Place
+    location: Location
     buffers: tuple[Buffer, ...]
     holdings: tuple[Holding, ...]
     aliases: tuple[Alias, ...] = ()
@@ -120,4 +120,6 @@ class Shards:
 
     def tensor_at(self, buffer: int, element: int) -> str | None:
         """The HuggingFace tensor that an element of a buffer belongs to, if it is of any."""
-        return next((each.tensor for each in self.holdings if each.buffer == buffer and each.has(element)), None)
+        return next(
+            (holding.tensor for holding in self.holdings if holding.buffer == buffer and holding.has(element)), None
+        )

@@ -1,8 +1,8 @@
-"""What any rank of any engine layout would hold, found on one machine: no engine, no weights, no process group.
+"""Traces of any rank of any engine layout, made on one machine: no engine, no weights, no process group.
 
 SGLang's own model is built on the meta device, with SGLang's own process groups but for the processes in them, and its
-own loader is traced. SGLang 0.5.16 cuts the dense part of a model over all tp ranks. The experts are cut over ep groups
-of tp / ep neighbouring ranks, and each expert over the ranks of its group (`moe_tp`).
+own loader is traced. SGLang 0.5.16 cuts the dense layers of a model over all tp ranks. The experts are cut over ep
+groups of tp / ep neighbouring ranks, and each expert over the ranks of its group (`moe_tp`).
 
 Data parallel attention (`attention_dp`) changes the cut: attention, embedding and output head are then cut over
 tp / attention_dp ranks. What SGLang decides by the machine it runs on, it decides here by this machine: on a GPU, with
@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from engine3d.errors import UserError
-from engine3d.models import sglang_overrides
+from engine3d.models import model_spec, sglang_overrides
+from engine3d.models.precision import Precision, quantisation_config
 from engine3d.reshard.describe.same_model import check_same_model
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, trace_load
@@ -50,8 +51,9 @@ def trace_engine_layout(
     dtype: torch.dtype | None = None,
     server_args: Mapping[str, Any] = _NO_ARGUMENTS,
     attention_dp: int = 1,
+    precision: Precision | None = None,
 ) -> list[LoadTrace]:
-    """What each tp rank of an engine holds, as `trace_load` would find it inside that engine, in order of rank.
+    """Trace each tp rank of an engine as `trace_load` would inside that engine, in order of rank.
 
     Layers with the same tensors are alike: only the model's first layers are built, up to the first of each kind, and
     the others get what their kind has. The traces hold no memory.
@@ -64,11 +66,12 @@ def trace_engine_layout(
         dtype: the engine's; None for what SGLang's dtype "auto" makes of the config's.
         server_args: further arguments of SGLang's that the engine has, such as enforce_shared_experts_fusion.
         attention_dp: groups of ranks with attention of their own.
+        precision: of the engine's weights; the tensors are then those of `served_tensors`.
 
     Raises:
         UserError: SGLang refuses the layout, or the tensors are another model's.
     """
-    pattern = _Pattern.of(hf_config, tensors, dtype)
+    pattern = _Pattern.of(hf_config, tensors, dtype, precision)
     traces = [pattern.trace(tp, ep, rank, server_args, attention_dp) for rank in range(tp)]
     check_same_model(traces, {name: shape for name, (shape, _) in tensors.items()})
     return traces
@@ -84,12 +87,12 @@ def trace_engine(
     server_args: Mapping[str, Any] = _NO_ARGUMENTS,
     attention_dp: int = 1,
 ) -> LoadTrace:
-    """What one tp rank of an engine holds: one of `trace_engine_layout`, unchecked against the other ranks."""
+    """Trace one tp rank of an engine: one of `trace_engine_layout`, unchecked against the other ranks."""
     return _Pattern.of(hf_config, tensors, dtype).trace(tp, ep, rank, server_args, attention_dp)
 
 
 def auto_dtype(hf_config: dict[str, Any]) -> torch.dtype:
-    """What SGLang's dtype "auto" is for a model: the config's, with float16 for float32."""
+    """Resolve SGLang's dtype "auto" for a model: the config's dtype, with float16 for float32."""
     name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
     return torch.float16 if dtype is torch.float32 else dtype
@@ -104,7 +107,7 @@ def engine_rank(
     ropes: dict[Any, Any] | None = None,
     attention_dp: int = 1,
 ) -> Iterator[None]:
-    """Within it, SGLang's modules are built as on one rank of an engine. Not for several threads at a time.
+    """Build SGLang's modules as on one rank of an engine, within the context. Not for several threads at a time.
 
     Args:
         tp: tensor parallel size.
@@ -159,26 +162,37 @@ def engine_rank(
         yield
 
 
-def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
+def build_model(
+    hf_config: dict[str, Any], dtype: torch.dtype, device: str, precision: Precision | None = None
+) -> nn.Module:
     """SGLang's model, its parameters not filled, for the rank of SGLang's present process groups."""
     from transformers import CONFIG_MAPPING
 
     # A copy, because SGLang's models write into theirs.
-    whole = deepcopy({**hf_config, **sglang_overrides(hf_config)})
-    config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(whole)
-    model_class = _model_class(whole["architectures"][0])
+    full_config = deepcopy({**hf_config, **sglang_overrides(hf_config)})
+    config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(full_config)
+    model_class = _model_class(full_config["architectures"][0])
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return model_class(config=config, quant_config=None)
+            return model_class(config=config, quant_config=_quant_config(hf_config, precision))
     finally:
         torch.set_default_dtype(default)
 
 
+def _quant_config(hf_config: dict[str, Any], precision: Precision | None) -> Any:
+    """SGLang's configuration of a quantised model, as its loader reads it."""
+    if precision is None:
+        return None
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config.from_config(quantisation_config(model_spec(hf_config)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What SGLang's models ask of a process group while they are built: of its `GroupCoordinator`, only the ranks."""
+    """Process group stand-in while SGLang's models are built: of its `GroupCoordinator`, only the ranks."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -206,7 +220,7 @@ class _Group:
 
 @contextmanager
 def _changed(module: Any, **values: Any) -> Iterator[None]:
-    """Names of a module that mean something else for a while."""
+    """Replace names of a module within the context."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -219,7 +233,7 @@ def _changed(module: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def _refusals(tp: int, ep: int) -> Iterator[None]:
-    """SGLang's assertions as errors for the user; one without words is told by its source."""
+    """Raise SGLang's assertions as errors for the user. One without a text is quoted from its source."""
     try:
         yield
     except (AssertionError, ValueError) as error:
@@ -244,14 +258,14 @@ def _model_class(architecture: str) -> type[nn.Module]:
         if defines.search(path.read_text()):
             with quick_imports():
                 module = importlib.import_module(f"sglang.srt.models.{path.stem}")
-            found: type[nn.Module] = getattr(module, architecture)
-            return found
+            model_class: type[nn.Module] = getattr(module, architecture)
+            return model_class
     raise UserError(f"SGLang has no model of the architecture {architecture}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """What of a model is really built and traced: its first layers, up to the first of each kind.
+    """Layers of a model that are really built and traced: the first ones, up to the first of each kind.
 
     Args:
         hf_config: of a model with these layers only.
@@ -259,6 +273,7 @@ class _Pattern:
         kinds: for the first layer of each kind, all layers of the kind.
         dtype: of the engine.
         ropes: SGLang's rotary embeddings, which all ranks share.
+        precision: of the engine's weights.
     """
 
     hf_config: dict[str, Any]
@@ -266,19 +281,25 @@ class _Pattern:
     kinds: dict[int, list[int]]
     dtype: torch.dtype
     ropes: dict[Any, Any]
+    precision: Precision | None = None
 
     @classmethod
-    def of(cls, hf_config: dict[str, Any], tensors: Tensors, dtype: torch.dtype | None) -> _Pattern:
+    def of(
+        cls,
+        hf_config: dict[str, Any],
+        tensors: Tensors,
+        dtype: torch.dtype | None,
+        precision: Precision | None = None,
+    ) -> _Pattern:
         kinds = _layer_kinds(hf_config, tensors)
         built = max(kinds) + 1
         few = {name: tensor for name, tensor in tensors.items() if (_layer_of(name) or 0) < built}
-        return cls(_with_layers(hf_config, built), few, kinds, dtype or auto_dtype(hf_config), {})
+        return cls(_with_layers(hf_config, built), few, kinds, dtype or auto_dtype(hf_config), {}, precision)
 
     def trace(self, tp: int, ep: int, rank: int, server_args: Mapping[str, Any], attention_dp: int) -> LoadTrace:
         with engine_rank(tp, ep, rank, server_args, self.ropes, attention_dp):
-            return _for_all_layers(
-                trace_load(build_model(self.hf_config, self.dtype, "meta"), self.tensors), self.kinds
-            )
+            model = build_model(self.hf_config, self.dtype, "meta", self.precision)
+            return _for_all_layers(trace_load(model, self.tensors), self.kinds)
 
 
 def _layer_of(name: str) -> int | None:
@@ -319,12 +340,12 @@ def _with_layers(hf_config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _for_all_layers(trace: LoadTrace, kinds: dict[int, list[int]]) -> LoadTrace:
-    """The trace of the whole model from that of its first layers, with the buffers in the whole model's order."""
-    held: list[list[Holding]] = [[] for _ in trace.buffers]
+    """Extend the trace of the first layers to the complete model, with the buffers in that model's order."""
+    by_buffer: list[list[Holding]] = [[] for _ in trace.buffers]
     for holding in trace.holdings:
-        held[holding.buffer].append(holding)
+        by_buffer[holding.buffer].append(holding)
     of_layer: dict[int | None, list[tuple[Buffer, list[Holding]]]] = defaultdict(list)
-    for entry in zip(trace.buffers, held, strict=True):
+    for entry in zip(trace.buffers, by_buffer, strict=True):
         of_layer[_layer_of(entry[0].name)].append(entry)
     first = next(index for index, buffer in enumerate(trace.buffers) if _layer_of(buffer.name) is not None)
     kind_of = {layer: kind for kind, alike in kinds.items() for layer in alike}
@@ -337,7 +358,8 @@ def _for_all_layers(trace: LoadTrace, kinds: dict[int, list[int]]) -> LoadTrace:
             index = len(buffers)
             buffers.append(Buffer(_in_layer(buffer.name, layer), buffer.dtype, buffer.shape))
             holdings.extend(
-                Holding(_in_layer(each.tensor, layer), each.box, index, each.offset, each.strides) for each in of_buffer
+                Holding(_in_layer(holding.tensor, layer), holding.box, index, holding.offset, holding.strides)
+                for holding in of_buffer
             )
 
     add(of_layer[None][:first], None)

@@ -1,17 +1,18 @@
-"""What a trainer's rank holds: from its parameters, or from shapes alone, laid out as Megatron-Core lays them out."""
+"""Shards of a trainer's rank: from its parameters, or from shapes alone, laid out as Megatron-Core lays them out."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cache
+from itertools import groupby, pairwise
 from math import lcm, prod
 
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import LocalParameter, ModelRules, local_parameters
-from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.shards import Buffer, Holding, Location, RankShards
 from engine3d.reshard.describe.strided import contiguous_strides
 from engine3d.startup.lazy_imports import torch
 
@@ -59,16 +60,17 @@ class PlannedTrainer:
     """The shards of every rank of a trainer, without a model.
 
     Memory is that of Megatron-Core's distributed optimizer (DistributedOptimizer._compute_per_buffer_param_layout, one
-    bucket a buffer): dense parameters in one buffer, with expert parallelism those of experts in another, the last
-    registered first, each on a multiple of 64 elements. What is no parameter has memory of its own.
+    bucket a buffer): a model chunk's dense parameters in one buffer, with expert parallelism those of experts in
+    another, the last registered first, each on a multiple of 64 elements. Tensors that are no parameters have memory of
+    their own.
 
-    Ranks that hold the same share what says so, which makes shards and plans of hundreds of ranks a matter of seconds.
+    Ranks that hold the same share one description, which makes shards and plans of hundreds of ranks in seconds.
 
     Args:
         spec: the model; its expert order is that of a rank's experts.
         layout: of the trainer. It must pass the model's `check_layout`.
         dtype: of the parameters.
-        transformer_engine: whether the model is built from Transformer Engine's layers.
+        transformer_engine: true if the model is built from Transformer Engine's layers.
     """
 
     def __init__(self, spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, transformer_engine: bool = True) -> None:
@@ -78,64 +80,70 @@ class PlannedTrainer:
         self._transformer_engine = transformer_engine
         self._tied = tied_stages(spec, layout)
         self._dense, self._experts = buffer_rules(spec.rules, layout)
-        self._dense_parts: dict[tuple[int, int], _Part] = {}
-        self._expert_parts: dict[tuple[int, int, int], _Part] = {}
+        self._dense_sections: dict[tuple[int, int], _MemorySection] = {}
+        self._expert_sections: dict[tuple[int, int, int], _MemorySection] = {}
 
-    def shards(self, rank: int, place: Place) -> Shards:
+    def shards(self, rank: int, location: Location) -> RankShards:
         """The shards of one rank."""
         at = self._layout.coordinates(rank)
-        if (at.tp, at.pp) not in self._dense_parts:
+        if (at.tp, at.pp) not in self._dense_sections:
             copies = self._layout.dp * self._layout.cp
-            self._dense_parts[at.tp, at.pp] = self._part("dense parameters", self._dense, at, copies, 0)
-        part = self._dense_parts[at.tp, at.pp]
+            self._dense_sections[at.tp, at.pp] = self._section("dense parameters", self._dense, at, copies, 0)
+        section = self._dense_sections[at.tp, at.pp]
         if self._experts is not None:
             key = at.etp, at.ep, at.pp
-            if key not in self._expert_parts:
-                first = len(part.buffers)
-                own = self._part("expert parameters", self._experts, at, self._layout.edp, first)
-                self._expert_parts[key] = own
-            part += self._expert_parts[key]
-        return Shards(f"trainer rank {rank}", rank, place, part.buffers, part.holdings)
+            if key not in self._expert_sections:
+                first = len(section.buffers)
+                experts = self._section("expert parameters", self._experts, at, self._layout.edp, first)
+                self._expert_sections[key] = experts
+            section += self._expert_sections[key]
+        return RankShards(f"trainer rank {rank}", rank, location, section.buffers, section.holdings)
 
-    def _part(self, name: str, rules: ModelRules, at: Coordinates, copies: int, first: int) -> _Part:
-        """What a rank holds by some of the rules: parameters in one buffer, and others. Buffers count from `first`."""
-        held = local_parameters(
+    def _section(self, name: str, rules: ModelRules, at: Coordinates, copies: int, first: int) -> _MemorySection:
+        """Lay out what some rules give a rank: parameters in one buffer, and others. Buffers count from `first`."""
+        local_tensors = local_parameters(
             rules,
             self._layout,
             at,
             transformer_engine=self._transformer_engine,
             expert_order=self._spec.expert_order,
         )
-        parameters = [each for each in held if not each.buffer]
-        laid_out = parameter_buffer(parameters, copies, tied=self._tied)
-        buffers = [Buffer(name, _name(self._dtype), (laid_out.elements,))] if parameters else []
+        buffers: list[Buffer] = []
         holdings: list[Holding] = []
-        for local, offset in laid_out.places:
-            holdings += _holdings(local, first, offset, contiguous_strides(local.shape))
-        for local in held:
+        for laid_out in parameter_buffers(local_tensors, copies, tied=self._tied):
+            for local, offset in laid_out.starts:
+                holdings += _holdings(local, first + len(buffers), offset, contiguous_strides(local.shape))
+            buffers.append(Buffer(name, _name(self._dtype), (laid_out.elements,)))
+        for local in local_tensors:
             if local.buffer:
                 holdings += _holdings(local, first + len(buffers), 0, contiguous_strides(local.shape))
                 buffers.append(Buffer(local.name, "float32", local.shape))
-        return _Part(tuple(buffers), tuple(holdings))
+        return _MemorySection(tuple(buffers), tuple(holdings))
 
 
 def planned_shards(
-    spec: ModelSpec, layout: Layout, rank: int, place: Place, dtype: torch.dtype, *, transformer_engine: bool = True
-) -> Shards:
+    spec: ModelSpec,
+    layout: Layout,
+    rank: int,
+    location: Location,
+    dtype: torch.dtype,
+    *,
+    transformer_engine: bool = True,
+) -> RankShards:
     """The shards of one rank of a trainer, as `PlannedTrainer` has them."""
-    return PlannedTrainer(spec, layout, dtype, transformer_engine=transformer_engine).shards(rank, place)
+    return PlannedTrainer(spec, layout, dtype, transformer_engine=transformer_engine).shards(rank, location)
 
 
 def model_shards(
-    parameters: Iterable[tuple[LocalParameter, torch.Tensor]], name: str, rank: int, place: Place
-) -> tuple[Shards, list[torch.UntypedStorage]]:
+    parameters: Iterable[tuple[LocalParameter, torch.Tensor]], name: str, rank: int, location: Location
+) -> tuple[RankShards, list[torch.UntypedStorage]]:
     """The shards of a trainer's rank as its parameters lie in memory, and the memory.
 
     Args:
-        parameters: of the rank, each with what its rule says of it (`rank_parameters`).
+        parameters: of the rank, each with its rule (`rank_parameters`).
         name: how errors call the rank.
         rank: its number among the sources.
-        place: of its memory.
+        location: of its memory.
 
     Returns:
         The shards, one buffer for each distinct storage (and dtype), and the storages in the order of the buffers.
@@ -152,9 +160,10 @@ def model_shards(
             buffers.append(Buffer(f"memory of {local.name}", _name(tensor.dtype), shape))
             storages.append(storage)
         holdings += _holdings(local, number, int(tensor.storage_offset()), tensor.stride())
-    return Shards(name, rank, place, tuple(buffers), tuple(holdings)), storages
+    return RankShards(name, rank, location, tuple(buffers), tuple(holdings)), storages
 
 
+@cache
 def registration_order(name: str) -> tuple[int, ...]:
     """A key that sorts the names of a model's parameters as its `named_parameters` does.
 
@@ -162,9 +171,9 @@ def registration_order(name: str) -> tuple[int, ...]:
     (`models.transformer_engine_modules`): the last comes first.
     """
     key: list[int] = []
-    for part in name.split("."):
-        numbered = _NUMBERED.fullmatch(part)
-        word, number = numbered.groups() if numbered else (part, "")
+    for component in name.split("."):
+        numbered = _NUMBERED.fullmatch(component)
+        word, number = numbered.groups() if numbered else (component, "")
         key += [_ORDER[word]] if word else []
         key += [-int(number) if word else int(number)] if number else []
     return tuple(key)
@@ -180,7 +189,7 @@ def buffer_rules(rules: ModelRules, layout: Layout) -> tuple[ModelRules, ModelRu
 
 
 def tied_stages(spec: ModelSpec, layout: Layout) -> bool:
-    """Whether the first and the last stage have a copy each of one embedding."""
+    """True if the first and the last stage have a copy each of one embedding."""
     return spec.sizes.tied and not spec.value_head and layout.pp > 1
 
 
@@ -189,54 +198,60 @@ class ParameterBuffer:
     """A buffer of parameters.
 
     Args:
-        places: each parameter with the element at which it starts.
+        starts: each parameter with the element at which it starts.
         elements: of the buffer, padding included.
-        buckets: ranges of elements. Each is cut evenly over the ranks that have the buffer: what of it is a rank's own
-            in the optimizer.
+        buckets: ranges of elements. Each is cut evenly over the ranks that have the buffer: a rank's optimizer owns
+            one share.
     """
 
-    places: tuple[tuple[LocalParameter, int], ...]
+    starts: tuple[tuple[LocalParameter, int], ...]
     elements: int
     buckets: tuple[tuple[int, int], ...]
 
 
-def parameter_buffer(parameters: Iterable[LocalParameter], copies: int, *, tied: bool) -> ParameterBuffer:
-    """The buffer of a rank's parameters.
+def parameter_buffers(local_tensors: Iterable[LocalParameter], copies: int, *, tied: bool) -> list[ParameterBuffer]:
+    """The buffers of a rank's parameters: one for each model chunk that has any.
 
     Args:
-        parameters: those that share a buffer, in any order.
-        copies: ranks that have the same buffer.
+        local_tensors: those that share the buffer of their chunk, chunk by chunk. Tensors that are no parameters are in
+            none.
+        copies: ranks that have the same buffers.
         tied: `tied_stages`.
     """
+    parameters = [local for local in local_tensors if not local.buffer]
+    return [_chunk_buffer(chunk, copies, tied) for _, chunk in groupby(parameters, key=lambda local: local.chunk)]
+
+
+def _chunk_buffer(parameters: Iterable[LocalParameter], copies: int, tied: bool) -> ParameterBuffer:
     bucket_alignment = lcm(copies, _BUCKET_ALIGNMENT)
-    places: list[tuple[LocalParameter, int]] = []
+    starts: list[tuple[LocalParameter, int]] = []
     bounds = {0}
     end = 0
-    for local in sorted(parameters, key=lambda each: registration_order(each.name), reverse=True):
+    for local in sorted(parameters, key=lambda parameter: registration_order(parameter.name), reverse=True):
         end = _up(end, _PARAMETER_ALIGNMENT)
         # The embedding that another stage shares has a bucket of its own.
-        alone = tied and local.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        alone = tied and local.name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
         if alone:
             end = _up(end, bucket_alignment)
             bounds.add(end)
-        places.append((local, end))
+        starts.append((local, end))
         end += prod(local.shape)
         if alone:
             end = _up(end, bucket_alignment)
             bounds.add(end)
     end = _up(end, bucket_alignment)
-    return ParameterBuffer(tuple(places), end, tuple(pairwise(sorted(bounds | {end}))))
+    return ParameterBuffer(tuple(starts), end, tuple(pairwise(sorted(bounds | {end}))))
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Some of a rank's memory."""
+class _MemorySection:
+    """A range of a rank's memory."""
 
     buffers: tuple[Buffer, ...]
     holdings: tuple[Holding, ...]
 
-    def __add__(self, other: _Part) -> _Part:
-        return _Part(self.buffers + other.buffers, self.holdings + other.holdings)
+    def __add__(self, other: _MemorySection) -> _MemorySection:
+        return _MemorySection(self.buffers + other.buffers, self.holdings + other.holdings)
 
 
 def _up(value: int, multiple: int) -> int:
@@ -244,9 +259,9 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _holdings(local: LocalParameter, buffer: int, offset: int, strides: tuple[int, ...]) -> Iterator[Holding]:
-    for piece in local.pieces:
-        first = offset + sum(start * stride for (start, _), stride in zip(piece.local_box, strides, strict=True))
-        yield Holding(piece.hf_name, piece.hf_box, buffer, first, strides)
+    for region in local.slices:
+        first = offset + sum(start * stride for (start, _), stride in zip(region.local_box, strides, strict=True))
+        yield Holding(region.hf_name, region.hf_box, buffer, first, strides)
 
 
 def _name(dtype: torch.dtype) -> str:

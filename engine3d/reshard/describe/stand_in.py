@@ -1,7 +1,7 @@
-"""Tensors without data, which stand in for a checkpoint's in SGLang's weight loader and tell where they are copied to.
+"""Tensors without data, which stand in for a checkpoint's in SGLang's weight loader and record their copies.
 
-A stand-in is a tensor subclass, so that what happens to it is seen in whichever thread it happens; a dispatch mode
-would see one thread only, and SGLang loads some models from a pool of them.
+A stand-in is a tensor subclass, so that operations on it are seen in every thread. A dispatch mode would see one
+thread only, and SGLang loads some models from a pool of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SourceTensor:
     Args:
         name: its name.
         shape: its shape.
-        order: its place in the order of loading.
-        copied: what to tell of copies.
+        order: its index in the order of loading.
+        copied: callback for copies.
     """
 
     name: str
@@ -40,7 +40,7 @@ class SourceTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceBox:
     """A box of a stand-in that comes from one tensor of the checkpoint.
 
     Args:
@@ -61,16 +61,16 @@ class StandIn(Tensor):
     look at the data raises EngineError.
     """
 
-    parts: tuple[Part, ...]
+    boxes: tuple[SourceBox, ...]
     casts: tuple[torch.dtype, ...]
     """Every dtype that the values went through, the checkpoint's first."""
 
     @staticmethod
-    def __new__(cls, parts: tuple[Part, ...], shape: Sequence[int], casts: tuple[torch.dtype, ...]) -> StandIn:
-        strides = parts[0].view.stride() if len(parts) == 1 else None
+    def __new__(cls, boxes: tuple[SourceBox, ...], shape: Sequence[int], casts: tuple[torch.dtype, ...]) -> StandIn:
+        strides = boxes[0].view.stride() if len(boxes) == 1 else None
         wrapper: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         made: StandIn = wrapper(cls, shape, strides=strides, dtype=casts[-1], device="meta")
-        made.parts = parts
+        made.boxes = boxes
         made.casts = casts
         return made
 
@@ -81,17 +81,17 @@ class StandIn(Tensor):
 
     @classmethod
     def of(cls, source: SourceTensor, dtype: torch.dtype) -> StandIn:
-        """The whole of a tensor."""
+        """Make the stand-in of a complete tensor."""
         view = torch.empty(source.shape, dtype=torch.uint8, device="meta")
-        return cls((Part(source, view, (0,) * len(source.shape)),), source.shape, (dtype,))
+        return cls((SourceBox(source, view, (0,) * len(source.shape)),), source.shape, (dtype,))
 
     @property
     def origin(self) -> str:
-        return ", ".join(part.source.name for part in self.parts)
+        return ", ".join(box.source.name for box in self.boxes)
 
     @property
     def order(self) -> int:
-        return max(part.source.order for part in self.parts)
+        return max(box.source.order for box in self.boxes)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -99,7 +99,7 @@ class StandIn(Tensor):
         first: Any = args[0] if args else None
         if func is _aten.copy_.default and not isinstance(first, StandIn):
             source = args[1]
-            source.parts[0].source.copied(first, source)
+            source.boxes[0].source.copied(first, source)
             return first
         if isinstance(first, StandIn):
             if func in _CONVERSIONS:
@@ -108,7 +108,7 @@ class StandIn(Tensor):
                 return first._viewed(func, args[1:], kwargs)
         if func is _aten.cat.default:
             return _concatenated(first, args[1] if len(args) > 1 else kwargs.get("dim", 0))
-        names = sorted({each.origin for each in _stand_ins([*args, *kwargs.values()])})
+        names = sorted({stand_in.origin for stand_in in _stand_ins([*args, *kwargs.values()])})
         raise EngineError(
             f"tracing SGLang's weight loader: {', '.join(names)}: the loader calls {func}, which is not a copy: its "
             f"result cannot be followed back to the checkpoint"
@@ -116,30 +116,30 @@ class StandIn(Tensor):
 
     def _converted(self, dtype: torch.dtype | None) -> StandIn:
         if dtype is None or dtype == self.dtype:
-            return self._with(self.parts, self.shape)
-        return StandIn(self.parts, self.shape, (*self.casts, dtype))
+            return self._with(self.boxes, self.shape)
+        return StandIn(self.boxes, self.shape, (*self.casts, dtype))
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if len(self.parts) > 1:
-            return self._viewed_in_parts(func, args, kwargs)
-        (part,) = self.parts
+        if len(self.boxes) > 1:
+            return self._viewed_in_boxes(func, args, kwargs)
+        (box,) = self.boxes
         if func is _aten.view.dtype:
             raise EngineError(
                 f"tracing SGLang's weight loader: {self.origin}: the loader reads its bytes as another dtype, which "
                 f"cannot be followed"
             )
-        views = func(part.view, *args, **kwargs)
+        views = func(box.view, *args, **kwargs)
         if isinstance(views, Tensor):
-            return self._of_view(part, views)
-        return [self._of_view(part, view) for view in views]
+            return self._of_view(box, views)
+        return [self._of_view(box, view) for view in views]
 
-    def _of_view(self, part: Part, view: Tensor) -> StandIn:
-        return self._with((Part(part.source, view, (0,) * view.dim()),), view.shape)
+    def _of_view(self, box: SourceBox, view: Tensor) -> StandIn:
+        return self._with((SourceBox(box.source, view, (0,) * view.dim()),), view.shape)
 
-    def _viewed_in_parts(self, func: Any, args: Any, kwargs: Any) -> StandIn:
-        """A view of a concatenation: the whole of it, or a slice."""
+    def _viewed_in_boxes(self, func: Any, args: Any, kwargs: Any) -> StandIn:
+        """View a concatenation: all of it, or a slice."""
         if func in (_aten.detach.default, _aten.alias.default):
-            return self._with(self.parts, self.shape)
+            return self._with(self.boxes, self.shape)
         if func is not _aten.slice.Tensor:
             raise EngineError(
                 f"tracing SGLang's weight loader: {self.origin}: the loader calls {func} on a concatenation of these, "
@@ -152,44 +152,44 @@ class StandIn(Tensor):
         start, stop, _ = slice(first, last).indices(self.shape[dimension])
         shape = list(self.shape)
         shape[dimension] = max(0, stop - start)
-        parts = []
-        for part in self.parts:
-            at = part.start[dimension]
-            begins, ends = max(start, at), min(stop, at + part.view.shape[dimension])
+        boxes = []
+        for box in self.boxes:
+            at = box.start[dimension]
+            begins, ends = max(start, at), min(stop, at + box.view.shape[dimension])
             if begins < ends:
-                begin = list(part.start)
+                begin = list(box.start)
                 begin[dimension] = begins - start
-                view = part.view.narrow(dimension, begins - at, ends - begins)
-                parts.append(Part(part.source, view, tuple(begin)))
-        return self._with(tuple(parts), shape)
+                view = box.view.narrow(dimension, begins - at, ends - begins)
+                boxes.append(SourceBox(box.source, view, tuple(begin)))
+        return self._with(tuple(boxes), shape)
 
-    def _with(self, parts: tuple[Part, ...], shape: Sequence[int]) -> StandIn:
-        return StandIn(parts, shape, self.casts)
+    def _with(self, boxes: tuple[SourceBox, ...], shape: Sequence[int]) -> StandIn:
+        return StandIn(boxes, shape, self.casts)
 
 
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 def _concatenated(tensors: Sequence[Tensor], dimension: int) -> StandIn:
     stand_ins = list(_stand_ins(tensors))
     first = stand_ins[0]
-    if len(stand_ins) != len(tensors) or any(each.casts != first.casts for each in stand_ins):
-        names = ", ".join(each.origin for each in stand_ins)
+    if len(stand_ins) != len(tensors) or any(stand_in.casts != first.casts for stand_in in stand_ins):
+        names = ", ".join(stand_in.origin for stand_in in stand_ins)
         raise EngineError(
             f"tracing SGLang's weight loader: {names}: the loader joins it with a tensor that is not of the "
             f"checkpoint, or that has another dtype, which cannot be followed"
         )
-    shape = torch.cat([torch.empty(each.shape, device="meta") for each in stand_ins], dimension).shape
-    parts, at = [], 0
-    for each in stand_ins:
-        for part in each.parts:
-            start = list(part.start)
+    shape = torch.cat([torch.empty(stand_in.shape, device="meta") for stand_in in stand_ins], dimension).shape
+    boxes, at = [], 0
+    for stand_in in stand_ins:
+        for box in stand_in.boxes:
+            start = list(box.start)
             start[dimension] += at
-            parts.append(Part(part.source, part.view, tuple(start)))
-        at += each.shape[dimension]
-    return StandIn(tuple(parts), shape, first.casts)
+            boxes.append(SourceBox(box.source, box.view, tuple(start)))
+        at += stand_in.shape[dimension]
+    return StandIn(tuple(boxes), shape, first.casts)
 
 
 def _stand_ins(values: Iterable[Any]) -> Iterable[StandIn]:

@@ -1,4 +1,4 @@
-"""A view of a contiguous tensor, told as boxes of that tensor."""
+"""Views of a contiguous tensor, described as boxes of that tensor."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def boxes_of_view(
     other_offset: int,
     other_strides: Sequence[int],
 ) -> list[BoxOfView]:
-    """Tell a view of a contiguous tensor of `shape` as boxes, each with where it lies on another side.
+    """Describe a view of a contiguous tensor of `shape` as boxes, each with its position on another side.
 
     The view's element at index i is the tensor's element `offset + i @ strides` and the other side's element
     `other_offset + i @ other_strides`, all in elements. A dimension of one element has stride 0 in the result.
@@ -75,27 +75,27 @@ def boxes_of_view(
     """
     if prod(sizes) == 0:
         return []
-    own = contiguous_strides(shape)
-    starts = [offset // stride % size for stride, size in zip(own, shape, strict=True)]
+    dense = contiguous_strides(shape)
+    starts = [offset // stride % size for stride, size in zip(dense, shape, strict=True)]
     leading = len(shape) - len(sizes)
-    if leading >= 0 and tuple(strides) == own[leading:]:
+    if leading >= 0 and tuple(strides) == dense[leading:]:
         box = tuple((start, start + length) for start, length in zip(starts, (*(1,) * leading, *sizes), strict=True))
         if all(stop <= size for (_, stop), size in zip(box, shape, strict=True)):
-            # One box, as most views are: what follows would find the same, more slowly.
+            # One box, as most views are. The general case below gives the same, more slowly.
             others = (0 if size == 1 else stride for size, stride in zip(sizes, other_strides, strict=True))
             return [BoxOfView(box, other_offset, (*(0,) * leading, *others))]
     axes: list[list[_Axis]] = [[] for _ in shape]
     for size, stride, other in zip(sizes, strides, other_strides, strict=True):
-        _place_axis(axes, shape, own, starts, size, stride, other)
+        _place_axis(axes, shape, dense, starts, size, stride, other)
     for start, size, along in zip(starts, shape, axes, strict=True):
         if start + sum(axis.step * (axis.size - 1) for axis in along) >= size:
             raise NotABox("it runs over the edge of a dimension")
     ranges = [list(_ranges(start, along)) for start, along in zip(starts, axes, strict=True)]
     return [
         BoxOfView(
-            tuple((each.start, each.start + each.length) for each in one),
-            other_offset + sum(each.offset for each in one),
-            tuple(each.stride for each in one),
+            tuple((interval.start, interval.start + interval.length) for interval in one),
+            other_offset + sum(interval.offset for interval in one),
+            tuple(interval.stride for interval in one),
         )
         for one in product(*ranges)
     ]
@@ -104,7 +104,7 @@ def boxes_of_view(
 def _place_axis(
     axes: list[list[_Axis]],
     shape: Sequence[int],
-    own: Sequence[int],
+    dense: Sequence[int],
     starts: Sequence[int],
     size: int,
     stride: int,
@@ -114,9 +114,9 @@ def _place_axis(
     while size > 1:
         if stride == 0:
             raise NotABox("it repeats an element")
-        dimension = next(d for d, step in enumerate(own) if step <= stride and shape[d] > 1)
+        dimension = next(d for d, step in enumerate(dense) if step <= stride and shape[d] > 1)
         length = shape[dimension]
-        step, rest = divmod(stride, own[dimension])
+        step, rest = divmod(stride, dense[dimension])
         if rest:
             raise NotABox("it runs across a dimension")
         if starts[dimension] + step * (size - 1) < length:

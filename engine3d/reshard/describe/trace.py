@@ -1,4 +1,4 @@
-"""What SGLang's own `load_weights` would put where, found by running it on tensors without data.
+"""Trace of SGLang's own `load_weights`: what it would put where, from a run on tensors without data.
 
 Nothing here knows SGLang's fused names, shard orders or paddings: the model's loader is run as it is, on stand-ins for
 the checkpoint's tensors, and every copy into the model is noted in place of being made. Only zeros with which a loader
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine3d.errors import EngineError, UserError
+from engine3d.models.precision import BLOCK, scale_name
 from engine3d.models.rules import Box
-from engine3d.reshard.describe.grid import Grid
+from engine3d.reshard.describe.grid import CellGrid
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.stand_in import SourceTensor, StandIn
 from engine3d.reshard.describe.strided import NotABox, boxes_of_view
@@ -33,13 +34,13 @@ _FILLS = {_aten.fill_.Scalar, _aten.zero_.default}
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """What a rank's model holds, of the checkpoint's tensors, after its `load_weights`.
+    """Elements of the checkpoint's tensors in a rank's model after its `load_weights`.
 
     Args:
         buffers: the model's parameters, and those of its registered buffers that are loaded.
         holdings: what lies in them, sorted by buffer and offset. No two overlap in memory. The elements in none are
             padding, which the loader fills with zeros.
-        tensors: the buffers' memory, in the same order; empty where there is no model. No part of a comparison.
+        tensors: the buffers' memory, in the same order; empty where there is no model. Not compared.
     """
 
     buffers: tuple[Buffer, ...]
@@ -48,7 +49,7 @@ class LoadTrace:
 
 
 def trace_load(model: nn.Module, tensors: Tensors) -> LoadTrace:
-    """Find what the model's `load_weights` makes of a checkpoint with these tensors, without changing the model.
+    """Trace what the model's `load_weights` makes of a checkpoint with these tensors, without changing the model.
 
     Zeros that the loader writes into padding are really written. The model may be on any device, meta included. What
     a family computes after loading is not computed: see `refresh_derived`.
@@ -73,7 +74,7 @@ def trace_load(model: nn.Module, tensors: Tensors) -> LoadTrace:
 
 
 def refresh_derived(model: nn.Module) -> None:
-    """Compute again what SGLang derives from loaded parameters, after new values were written into those.
+    """Recompute what SGLang derives from loaded parameters, after new values were written into those.
 
     That is the `post_load_weights` of a family: for DeepSeek's latent attention, the absorbed projections `w_kc` and
     `w_vc`, which are rearranged copies of `kv_b_proj.weight`. It copies into the tensors that exist, so that CUDA
@@ -106,26 +107,49 @@ def derived_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-# Attributes of SGLang's layers, and what is done to their weights after loading where they are true.
+# Attributes of SGLang's layers, and the transformation of their weights after loading where they are true.
 _REARRANGED = {
     "use_flashinfer_trtllm_moe": "moe_runner_backend=flashinfer_trtllm permutes the experts' weights",
     "use_intel_amx_backend": "the AMX backend packs weights",
 }
+# The same of the methods that quantised layers have.
+_REARRANGED_QUANTISED = {
+    "use_marlin": "devices without fp8 pack weights for Marlin's kernels",
+    "use_mxfp8": "MXFP8 has other scales",
+    "is_fp4_expert": "experts are in fp4",
+}
 
 
 def _check_as_loaded(model: nn.Module) -> None:
-    """Refuse models whose weights are rearranged after loading: values written where the loader puts them are lost."""
-    if getattr(model, "quant_config", None) is not None:
+    """Refuse models whose weights are rearranged after loading: values written where the loader puts them are lost.
+
+    Weights in fp8 blocks are kept as they are loaded, with scales of float32. Of scales that DeepGEMM is to have as
+    exponents alone, SGLang makes other scales in their place.
+    """
+    quantisation = getattr(model, "quant_config", None)
+    if quantisation is not None and getattr(quantisation, "weight_block_size", None) != [BLOCK, BLOCK]:
         raise EngineError("SGLang's model is quantized: its parameters are not what its loader is given")
     for name, module in model.named_modules():
-        for attribute, reason in _REARRANGED.items():
-            if getattr(module, attribute, False):
-                raise EngineError(f"module {name} of SGLang's model is not kept as it is loaded: {reason}")
+        method = getattr(module, "quant_method", None)
+        for owner, reasons in ((module, _REARRANGED), (method, _REARRANGED_QUANTISED)):
+            for attribute, reason in reasons.items():
+                if getattr(owner, attribute, False):
+                    raise EngineError(f"module {name} of SGLang's model is not kept as it is loaded: {reason}")
+        for parameter, tensor in module.named_parameters(recurse=False):
+            if getattr(tensor, "format_ue8m0", False) or (_is_scale(parameter) and tensor.dtype != torch.float32):
+                raise EngineError(
+                    f"parameter {name}.{parameter} of SGLang's model is not kept as it is loaded: its scales are "
+                    "exponents, as DeepGEMM has them on Blackwell"
+                )
+
+
+def _is_scale(parameter: str) -> bool:
+    return parameter.endswith(scale_name("weight"))
 
 
 @contextmanager
 def _without_post_load(model: nn.Module) -> Iterator[None]:
-    """DeepSeek's `load_weights` ends with `post_load_weights`, which would compute with the values that are there."""
+    """Disable `post_load_weights`, the end of DeepSeek's `load_weights`: it would compute with the current values."""
     if hasattr(model, "post_load_weights"):
         model.__dict__["post_load_weights"] = lambda *args, **kwargs: None
     try:
@@ -136,11 +160,12 @@ def _without_post_load(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Memory of the model that may be loaded."""
+    """Memory of the model that may be loaded; `is_loaded` if it must be."""
 
     name: str
     tensor: Tensor
     is_parameter: bool
+    is_loaded: bool
 
     @property
     def buffer(self) -> Buffer:
@@ -149,7 +174,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """One copy or fill: the boxes of the target that it writes, and what then lies there (nothing, for a fill)."""
+    """One copy or fill: the boxes of the target that it writes, and their contents (none, for a fill)."""
 
     order: int
     boxes: tuple[Box, ...]
@@ -157,7 +182,7 @@ class _Write:
 
 
 class _Recorder:
-    """What a loader does, write by write."""
+    """Record of a loader's writes, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         self._targets: list[_Target] = []
@@ -167,7 +192,9 @@ class _Recorder:
         self._current: SourceTensor | None = None
         for is_parameter, named in ((True, model.named_parameters()), (False, model.named_buffers())):
             for name, tensor in named:
-                self._add_target(_Target(name, tensor.detach(), is_parameter))
+                # SGLang marks the scales of a quantised KV cache, which have a default.
+                is_loaded = is_parameter and not getattr(tensor, "_skip_weight_check", False)
+                self._add_target(_Target(name, tensor.detach(), is_parameter, is_loaded))
 
     def _add_target(self, target: _Target) -> None:
         if target.is_parameter and not target.tensor.is_contiguous():
@@ -186,16 +213,16 @@ class _Recorder:
     def copied(self, destination: Tensor, source: StandIn) -> None:
         """A loader copies a stand-in into the model."""
         if destination.shape != source.shape:
-            raise self._refused(source.parts[0].source, f"SGLang copies {list(source.shape)} of it", destination.shape)
+            raise self._refused(source.boxes[0].source, f"SGLang copies {list(source.shape)} of it", destination.shape)
         if not source.numel():
             return
         _check_casts(source, destination.dtype)
         index = self._find(destination, source.origin)
-        for part in source.parts:
+        for box in source.boxes:
             region = destination
-            for dimension, (start, size) in enumerate(zip(part.start, part.view.shape, strict=True)):
+            for dimension, (start, size) in enumerate(zip(box.start, box.view.shape, strict=True)):
                 region = region.narrow(dimension, start, size)
-            self._write(index, region, source.order, part.source, part.view)
+            self._write(index, region, source.order, box.source, box.view)
 
     def filled(self, destination: Tensor) -> None:
         """A loader fills a region of the model with zeros."""
@@ -222,30 +249,30 @@ class _Recorder:
         try:
             written = boxes_of_view(target.shape, offset, sizes, strides, 0, nothing)
             if source is not None and view is not None:
-                held = boxes_of_view(source.shape, _offset(view), sizes, view.stride(), offset, strides)
-                holdings = tuple(Holding(source.name, each.box, index, each.offset, each.strides) for each in held)
+                source_boxes = boxes_of_view(source.shape, _offset(view), sizes, view.stride(), offset, strides)
+                holdings = tuple(Holding(source.name, box.box, index, box.offset, box.strides) for box in source_boxes)
         except NotABox as error:
             name = source.name if source else "a fill"
             raise EngineError(
                 f"tracing SGLang's weight loader: {name}: what is copied into {self._targets[index].name} is no box of "
                 f"it: {error}"
             ) from error
-        write = _Write(order, tuple(each.box for each in written), holdings)
+        write = _Write(order, tuple(box.box for box in written), holdings)
         with self._lock:
             self._writes.setdefault(index, []).append(write)
 
     def result(self) -> LoadTrace:
-        """What is loaded in the end. Raises EngineError if not all of the parameters is."""
+        """Collect what is loaded in the end. Raises EngineError if elements of a parameter are not."""
         buffers: list[Buffer] = []
         holdings: list[Holding] = []
         tensors: list[Tensor] = []
         for index, target in enumerate(self._targets):
-            if not target.is_parameter and index not in self._writes:
+            if not target.is_loaded and index not in self._writes:
                 continue  # computed by the model itself, such as the rotary embedding's cosines
             # A pool's threads come in any order, a checkpoint's tensors in one.
             writes = sorted(self._writes.get(index, ()), key=lambda write: write.order)
-            found = _last_writes(target, writes)
-            holdings += [replace(holding, buffer=len(buffers)) for holding in sorted(found, key=_by_offset)]
+            remaining = _last_writes(target, writes)
+            holdings += [replace(holding, buffer=len(buffers)) for holding in sorted(remaining, key=_by_offset)]
             buffers.append(target.buffer)
             tensors.append(target.tensor)
         return LoadTrace(tuple(buffers), tuple(holdings), tuple(tensors))
@@ -255,7 +282,7 @@ class _Recorder:
         self._targets.clear()
 
     def refusal(self, error: Exception) -> UserError | EngineError:
-        """What an error inside a loader means: it refuses the tensor that it was given last."""
+        """Translate an error inside a loader: it refuses the tensor that it was given last."""
         reason = " ".join(str(error).split()) or type(error).__name__
         if self._current is None:
             return EngineError(f"tracing SGLang's weight loader: {type(error).__name__}: {reason}")
@@ -267,9 +294,9 @@ class _Recorder:
 
 
 class _PlainWrites(TorchDispatchMode):
-    """Sees what a loader writes into the model that comes from no stand-in, in the thread that called the loader.
+    """Recorder of a loader's writes into the model that come from no stand-in, in the thread that called the loader.
 
-    Only zeros are expected. Those of other threads are not seen: what they fill then counts as written by nobody.
+    Only zeros are expected. Writes of other threads are not seen: what they fill counts as unwritten.
     """
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -293,7 +320,7 @@ def _last_writes(target: _Target, writes: Sequence[_Write]) -> list[Holding]:
     shape = tuple(target.tensor.shape)
     if len(writes) == 1 and writes[0].boxes == (tuple((0, size) for size in shape),):
         return list(writes[0].holdings)
-    grid = Grid([box for write in writes for box in write.boxes], shape)
+    grid = CellGrid([box for write in writes for box in write.boxes], shape)
     for number, write in enumerate(writes):
         for box in write.boxes:
             grid.write(box, number)
@@ -309,7 +336,7 @@ def _last_writes(target: _Target, writes: Sequence[_Write]) -> list[Holding]:
             kept += write.holdings
         elif number in left:
             raise EngineError(
-                f"parameter {target.name} of SGLang's model: a part of what is loaded into it is written over"
+                f"parameter {target.name} of SGLang's model: some of what is loaded into it is overwritten"
             )
     return kept
 
@@ -341,7 +368,7 @@ def _offset(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What identifies a tensor's memory, on the meta device too, where every address is 0."""
+    """Identity of a tensor's memory, on the meta device too, where every address is 0."""
     return tensor.untyped_storage()._cdata
 
 

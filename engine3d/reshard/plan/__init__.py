@@ -1,1 +1,1 @@
-"""Which elements go from which rank to which, and what carries them."""
+"""Plan of a transfer: which elements go from which rank to which, and over which transport."""

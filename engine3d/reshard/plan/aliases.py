@@ -1,4 +1,4 @@
-"""Which buffers of an engine's rank are already in a trainer's memory, element for element."""
+"""Buffers of an engine's rank that are already in a trainer's memory, element for element."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Shards
+from engine3d.reshard.describe.shards import Alias, Buffer, Holding, RankShards
 from engine3d.reshard.describe.strided import contiguous_strides
 
 
-def find_aliases(sources: Sequence[Shards], target: Shards) -> tuple[Alias, ...]:
-    """The target's buffers that can be bound to memory of one source rank at the target's place.
+def find_aliases(sources: Sequence[RankShards], target: RankShards) -> tuple[Alias, ...]:
+    """The target's buffers that can be bound to memory of one source rank at the target's location.
 
     A buffer can if all its elements are of the model (none is padding), all of them lie in one buffer of the source, of
     the same dtype, and a stride for each dimension of its shape leads to them. Matrices and vectors have to be
     contiguous, because kernels that SGLang calls take their address and nothing else; those of three dimensions, the
-    experts, may lie apart. Of several sources at the place the first that has a buffer is taken.
+    experts, may lie apart. Of several sources at the location the first that has a buffer is taken.
 
     Args:
-        sources: the trainer's ranks; those at other places are not looked at.
+        sources: the trainer's ranks; those at other locations are not looked at.
         target: the engine's rank.
 
     Returns:
@@ -29,8 +29,8 @@ def find_aliases(sources: Sequence[Shards], target: Shards) -> tuple[Alias, ...]
     of_buffer: dict[int, list[Holding]] = defaultdict(list)
     for holding in target.holdings:
         of_buffer[holding.buffer].append(holding)
-    wanted = {holding.tensor for holding in target.holdings}
-    near = [(source, _by_tensor(source, wanted)) for source in sources if source.place == target.place]
+    tensors = {holding.tensor for holding in target.holdings}
+    near = [(source, _by_tensor(source, tensors)) for source in sources if source.location == target.location]
     aliases = []
     for number, buffer in enumerate(target.buffers):
         for source, offered in near:
@@ -45,7 +45,8 @@ def _is_usable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     apart = 1 if len(shape) >= 3 else 0
     dense = contiguous_strides(shape)
     return all(
-        stride == wanted or size == 1 for size, stride, wanted in list(zip(shape, strides, dense, strict=True))[apart:]
+        stride == dense_stride or size == 1
+        for size, stride, dense_stride in list(zip(shape, strides, dense, strict=True))[apart:]
     )
 
 
@@ -63,7 +64,7 @@ class _Copy:
         return prod(size for size, _, _ in self.dimensions)
 
     def source_of(self, element: int) -> int | None:
-        """Where an element of the target is in the source, if this copy has it."""
+        """Locate an element of the target in the source. None if this copy lacks it."""
         left, source = element - self.target, self.source
         if left < 0:
             return None
@@ -74,16 +75,16 @@ class _Copy:
         return None if left else source
 
 
-def _by_tensor(source: Shards, wanted: set[str]) -> dict[str, list[Holding]]:
-    found: dict[str, list[Holding]] = defaultdict(list)
+def _by_tensor(source: RankShards, tensors: set[str]) -> dict[str, list[Holding]]:
+    by_tensor: dict[str, list[Holding]] = defaultdict(list)
     for holding in source.holdings:
-        if holding.tensor in wanted:
-            found[holding.tensor].append(holding)
-    return found
+        if holding.tensor in tensors:
+            by_tensor[holding.tensor].append(holding)
+    return by_tensor
 
 
 def _alias(
-    number: int, buffer: Buffer, holdings: list[Holding], source: Shards, offered: dict[str, list[Holding]]
+    number: int, buffer: Buffer, holdings: list[Holding], source: RankShards, offered: dict[str, list[Holding]]
 ) -> Alias | None:
     pairs = [(mine, theirs) for mine in holdings for theirs in offered.get(mine.tensor, ())]
     meeting = [(copy, theirs.buffer) for mine, theirs in pairs if (copy := _copy(mine, theirs)) is not None]
@@ -116,12 +117,12 @@ def _copy(mine: Holding, theirs: Holding) -> _Copy | None:
 
 def _affine(shape: tuple[int, ...], copies: list[_Copy]) -> tuple[int, tuple[int, ...]] | None:
     """Offset and strides in the source of a contiguous target that the copies fill, if there are such."""
-    own = contiguous_strides(shape)
+    dense = contiguous_strides(shape)
     offset = _find(copies, 0)
     if offset is None:
         return None
     strides: list[int] = []
-    for size, step in zip(reversed(shape), reversed(own), strict=True):
+    for size, step in zip(reversed(shape), reversed(dense), strict=True):
         if size > 1:
             second = _find(copies, step)
             strides.append(-1 if second is None else second - offset)
@@ -131,23 +132,23 @@ def _affine(shape: tuple[int, ...], copies: list[_Copy]) -> tuple[int, tuple[int
     strides.reverse()
     if min(strides, default=1) < 1 or (strides and shape[-1] > 1 and strides[-1] != 1):
         return None
-    if all(_follows(copy, shape, own, offset, strides) for copy in copies):
+    if all(_follows(copy, shape, dense, offset, strides) for copy in copies):
         return offset, tuple(strides)
     return None
 
 
 def _find(copies: list[_Copy], element: int) -> int | None:
-    return next((found for copy in copies if (found := copy.source_of(element)) is not None), None)
+    return next((position for copy in copies if (position := copy.source_of(element)) is not None), None)
 
 
-def _follows(copy: _Copy, shape: tuple[int, ...], own: tuple[int, ...], offset: int, strides: list[int]) -> bool:
-    """Whether offset and strides lead to every element of a copy."""
-    first = [copy.target // step % size for step, size in zip(own, shape, strict=True)]
+def _follows(copy: _Copy, shape: tuple[int, ...], dense: tuple[int, ...], offset: int, strides: list[int]) -> bool:
+    """True if offset and strides lead to every element of a copy."""
+    first = [copy.target // step % size for step, size in zip(dense, shape, strict=True)]
     if offset + sum(index * stride for index, stride in zip(first, strides, strict=True)) != copy.source:
         return False
     last = list(first)
-    for size, source_stride, target_stride in _refined(copy, own):
-        steps = [target_stride // step % length for step, length in zip(own, shape, strict=True)]
+    for size, source_stride, target_stride in _refined(copy, dense):
+        steps = [target_stride // step % length for step, length in zip(dense, shape, strict=True)]
         if sum(step * stride for step, stride in zip(steps, strides, strict=True)) != source_stride:
             return False
         last = [index + step * (size - 1) for index, step in zip(last, steps, strict=True)]
@@ -155,11 +156,11 @@ def _follows(copy: _Copy, shape: tuple[int, ...], own: tuple[int, ...], offset: 
     return all(index < length for index, length in zip(last, shape, strict=True))
 
 
-def _refined(copy: _Copy, own: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def _refined(copy: _Copy, dense: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """The copy's dimensions, those that run through several of the target's cut where the target's end."""
     for size, source_stride, target_stride in copy.dimensions:
         inner = 1
-        for step in reversed(own):
+        for step in reversed(dense):
             more, rest = divmod(step, target_stride * inner)
             if more > 1 and not rest and size % (inner * more) == 0:
                 yield more, source_stride * inner, target_stride * inner

@@ -1,4 +1,4 @@
-"""What each rank has to do in a transfer, worked out once by whoever sees all of them."""
+"""Orders of each rank for a transfer, worked out once by a process that sees all ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 from engine3d.errors import EngineError, UserError
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.same_model import check_same_model
-from engine3d.reshard.describe.shards import Shards
-from engine3d.reshard.plan.pieces import Link, Plan, Transfer
+from engine3d.reshard.describe.shards import RankShards
 from engine3d.reshard.plan.planner import make_plan
 from engine3d.reshard.plan.rounds import STAGING_BYTES, count_rounds
+from engine3d.reshard.plan.transfers import Link, Plan, Transfer
 
 TransportChoice = Literal["auto", "collective"]
 
@@ -41,7 +41,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOrder:
-    """One participant's part in the collective transport.
+    """Work of one participant in the collective transport.
 
     Args:
         index: of this participant.
@@ -65,13 +65,13 @@ class CollectiveOrder:
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """What a trainer's rank does in every transfer.
+    """Work of a trainer's rank in every transfer.
 
     Args:
-        one_sided: what it writes into memory that it maps.
+        one_sided: transfers that it writes into memory that it maps.
         targets: the memory of the engine ranks that it writes into, for its own transfers or on behalf of ranks of
             other nodes, by index among the targets.
-        collective: its part in the collective transport, if it has one.
+        collective: its order in the collective transport, if it has one.
     """
 
     one_sided: tuple[Transfer, ...]
@@ -81,11 +81,11 @@ class SendOrder:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:
-    """What an engine's rank does in every transfer.
+    """Work of an engine's rank in every transfer.
 
     Args:
-        collective: its part in the collective transport, if it has one.
-        one_sided: what it reads from memory that it maps, if nobody writes it.
+        collective: its order in the collective transport, if it has one.
+        one_sided: transfers that it reads from memory that it maps, if nobody writes them.
         sources: the memory of the trainer's ranks that it reads from, by index among the sources.
     """
 
@@ -95,13 +95,13 @@ class ReceiveOrder:
 
     @property
     def takes_part(self) -> bool:
-        """Whether anything is left to do for the rank."""
+        """True if anything is left to do for the rank."""
         return self.collective is not None or bool(self.one_sided)
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The plan of all transfers between some ranks, and each rank's part in it.
+    """Plan of all transfers between some ranks, and each rank's orders.
 
     Args:
         plan: which bytes go where.
@@ -115,7 +115,7 @@ class Orders:
 
     @property
     def engines_receive(self) -> bool:
-        """Whether ranks of engines take part in transfers themselves."""
+        """True if ranks of engines take part in transfers themselves."""
         return any(order.takes_part for order in self.receive)
 
 
@@ -130,10 +130,10 @@ def coordinate(
     staging_bytes: int = STAGING_BYTES,
     timeout_s: float = 600.0,
 ) -> Orders:
-    """Plan the transfers from a trainer to engines, and choose for each pair of ranks what carries them.
+    """Plan the transfers from a trainer to engines, and choose a transport for each pair of ranks.
 
     A source writes into the memory of targets on its own node. What goes between nodes goes over a process group of the
-    ranks concerned. There a trainer's rank on the target's own device takes it in and writes it into the target's
+    ranks concerned. There a trainer's rank on the target's own device receives it and writes it into the target's
     memory, since two processes cannot share a GPU in one NCCL group; where there is none the target does it itself.
     A target that pulls reads from the memory of sources on its node, and can have no trainer's rank write for it.
 
@@ -152,12 +152,12 @@ def coordinate(
             pulls, has a trainer's rank on its device and needs what comes over the process group.
         EngineError: no store where one is needed, or a staging that is too small for a rank's number of peers.
     """
-    engines: dict[str, list[Shards]] = {}
-    for each in targets:
-        engines.setdefault(each.shards.owner, []).append(each.shards)
+    engines: dict[str, list[RankShards]] = {}
+    for target in targets:
+        engines.setdefault(target.shards.owner, []).append(target.shards)
     for name, ranks in engines.items():
         check_same_model(ranks, tensors, name)
-    plan = make_plan([each.shards for each in sources], [each.shards for each in targets], tensors)
+    plan = make_plan([source.shards for source in sources], [target.shards for target in targets], tensors)
     relays = _relays(sources, targets)
     one_sided: list[list[Transfer]] = [[] for _ in sources]
     pulled: list[list[Transfer]] = [[] for _ in targets]
@@ -180,25 +180,25 @@ def coordinate(
         transfers.sort(key=lambda transfer: (transfer.target - first) % len(targets))
     if between and store is None:
         raise EngineError("weights have to go between nodes, and no store was given at which the ranks can meet")
-    parts: dict[tuple[str, int], CollectiveOrder] = {}
+    orders: dict[tuple[str, int], CollectiveOrder] = {}
     if between:
         assert store is not None
         collective = _collective(sources, targets, relays, between)
-        parts = _parts(collective, store(), group, staging_bytes, timeout_s)
+        orders = _collective_orders(collective, store(), group, staging_bytes, timeout_s)
     send = []
     for index, transfers in enumerate(one_sided):
-        part = parts.get(("source", index))
+        order = orders.get(("source", index))
         written = {transfer.target for transfer in transfers}
-        for message in part.incoming if part is not None else ():
+        for message in order.incoming if order is not None else ():
             written |= {transfer.target for transfer in message.transfers}
-        send.append(SendOrder(tuple(transfers), {target: targets[target] for target in sorted(written)}, part))
+        send.append(SendOrder(tuple(transfers), {target: targets[target] for target in sorted(written)}, order))
     receive = []
     for index, transfers in enumerate(pulled):
         first = index * len(sources) // len(targets) + 1
-        transfers.sort(key=lambda each: (each.link is Link.DEVICE, (each.source - first) % len(sources)))
+        transfers.sort(key=lambda transfer: (transfer.link is Link.DEVICE, (transfer.source - first) % len(sources)))
         read = sorted({transfer.source for transfer in transfers})
-        part = parts.get(("target", index))
-        receive.append(ReceiveOrder(part, tuple(transfers), {source: sources[source] for source in read}))
+        order = orders.get(("target", index))
+        receive.append(ReceiveOrder(order, tuple(transfers), {source: sources[source] for source in read}))
     return Orders(plan, tuple(send), tuple(receive))
 
 
@@ -211,15 +211,19 @@ def _not_pulled(source: SharedShards, target: SharedShards, relay: SharedShards)
 
 
 def _relays(sources: Sequence[SharedShards], targets: Sequence[SharedShards]) -> dict[int, int]:
-    """For each target on a trainer's device, the trainer's rank there."""
-    at_place = {each.shards.place: index for index, each in enumerate(sources)}
-    return {index: at_place[each.shards.place] for index, each in enumerate(targets) if each.shards.place in at_place}
+    """Map each target on a trainer's device to the trainer's rank there."""
+    by_location = {source.shards.location: index for index, source in enumerate(sources)}
+    return {
+        index: by_location[target.shards.location]
+        for index, target in enumerate(targets)
+        if target.shards.location in by_location
+    }
 
 
-def _parts(
+def _collective_orders(
     collective: _Collective, store: str, group: str, staging_bytes: int, timeout_s: float
 ) -> dict[tuple[str, int], CollectiveOrder]:
-    """Every participant's own messages, and the rounds that all of them make.
+    """List every participant's own messages, and the rounds that all of them make.
 
     Rounds are counted here, where all messages are seen: a rank that counted them would need the size of every message
     between any two others.
@@ -260,20 +264,20 @@ def _collective(
     relays: Mapping[int, int],
     transfers: Sequence[Transfer],
 ) -> _Collective:
-    """Who takes part in the collective transport, and who sends what to whom."""
+    """Collect the participants of the collective transport and their messages."""
 
     def receiver(target: int) -> tuple[str, int]:
         return ("source", relays[target]) if target in relays else ("target", target)
 
     by_pair: dict[tuple[tuple[str, int], tuple[str, int]], list[Transfer]] = {}
-    for transfer in sorted(transfers, key=lambda each: (each.source, each.target)):
+    for transfer in sorted(transfers, key=lambda transfer: (transfer.source, transfer.target)):
         by_pair.setdefault((("source", transfer.source), receiver(transfer.target)), []).append(transfer)
     participants = sorted({end for pair in by_pair for end in pair})
     index = {participant: number for number, participant in enumerate(participants)}
     ranks = {"source": sources, "target": targets}
     dtypes = {
-        each: tuple(buffer.dtype for buffer in targets[each].shards.buffers)
-        for each in {transfer.target for transfer in transfers}
+        target: tuple(buffer.dtype for buffer in targets[target].shards.buffers)
+        for target in {transfer.target for transfer in transfers}
     }
     return _Collective(
         participants,
@@ -282,9 +286,9 @@ def _collective(
             Message(
                 index[sender],
                 index[taker],
-                tuple(some),
-                tuple(dtypes[each.target] for each in some),
+                tuple(pair_transfers),
+                tuple(dtypes[transfer.target] for transfer in pair_transfers),
             )
-            for (sender, taker), some in by_pair.items()
+            for (sender, taker), pair_transfers in by_pair.items()
         ],
     )

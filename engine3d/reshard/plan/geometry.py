@@ -1,4 +1,4 @@
-"""What sources offer and targets need as columns of numbers, and where the two meet."""
+"""Intersections of what sources offer with what targets need, as columns of numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from engine3d.errors import EngineError, UserError
 from engine3d.models.rules import Box
-from engine3d.reshard.describe.shards import Shards
-from engine3d.reshard.plan.pieces import Pieces
-from engine3d.reshard.plan.runs import Copies, Integers, as_pieces
-from engine3d.reshard.plan.table import Columns, Shapes, Table, box_text
+from engine3d.reshard.describe.shards import RankShards
+from engine3d.reshard.plan.runs import Integers, StridedCopies, as_segments
+from engine3d.reshard.plan.table import HoldingColumns, HoldingTable, Shapes, box_text
+from engine3d.reshard.plan.transfers import Segments
 
 
 @dataclass(frozen=True)
 class Offers:
-    """The distinct boxes that sources hold, and where each source has them.
+    """Distinct boxes that sources hold, and their position in each source.
 
     Args:
         tensors: number of each tensor that targets need.
-        table: what the sources hold.
+        table: holdings of the sources.
         box_row: a row of the table for each box; boxes are sorted by tensor.
         first_box: [tensors + 1], where each tensor's boxes begin.
         holder_row: the table's row, one entry a box and a source that holds it, sorted by box, then source.
@@ -34,7 +34,7 @@ class Offers:
     """
 
     tensors: dict[str, int]
-    table: Columns
+    table: HoldingColumns
     box_row: Integers
     first_box: Integers
     holder_row: Integers
@@ -44,42 +44,42 @@ class Offers:
 
     @cached_property
     def layouts(self) -> tuple[dict[int, int], ...]:
-        """For each group, the number of each source's memory layout: equal numbers, equal places in memory."""
+        """Number of each source's memory layout, by group. Sources with equal numbers have equal offsets in memory."""
         order = np.argsort(self.groups, kind="stable")
         bounds = np.searchsorted(self.groups[order], np.arange(len(self.candidates) + 1))
-        found = []
+        by_group = []
         for group, sources in enumerate(self.candidates):
             first = self.first_holder[order[bounds[group] : bounds[group + 1]]]
             seen: dict[bytes, int] = {}
             layouts = [self.holder_row[first + position].tobytes() for position in range(len(sources))]
             numbers = [seen.setdefault(layout, len(seen)) for layout in layouts]
-            found.append(dict(zip(sources.tolist(), numbers, strict=True)))
-        return tuple(found)
+            by_group.append(dict(zip(sources.tolist(), numbers, strict=True)))
+        return tuple(by_group)
 
 
-def offers_of(sources: Sequence[Shards], targets: Sequence[Shards], shapes: Shapes) -> Offers:
-    """Everything that the sources hold of the tensors that the targets need."""
-    tensors = _wanted(targets, shapes)
-    collected = Table(tensors, shapes)
+def offers_of(sources: Sequence[RankShards], targets: Sequence[RankShards], shapes: Shapes) -> Offers:
+    """Collect what the sources hold of the tensors that the targets need."""
+    tensors = _needed_tensors(targets, shapes)
+    collected = HoldingTable(tensors, shapes)
     rows = [collected.rows(source) for source in sources]
     table = collected.columns(sources, rows)
     # Boxes are numbered by tensor, then as they come.
     numbers: dict[tuple[str, Box], int] = {}
-    named = [numbers.setdefault((held.tensor, held.box), len(numbers)) for held in collected.holdings]
+    named = [numbers.setdefault((holding.tensor, holding.box), len(numbers)) for holding in collected.holdings]
     box_of_row = np.array(named, dtype=np.int64)
     box_row = np.zeros(len(numbers), dtype=np.int64)
     box_row[box_of_row[::-1]] = np.arange(len(named))[::-1]
     by_tensor = np.argsort(table.tensor[box_row], kind="stable")
     box_row = box_row[by_tensor]
-    place = np.empty_like(by_tensor)
-    place[by_tensor] = np.arange(len(by_tensor))
+    sorted_position = np.empty_like(by_tensor)
+    sorted_position[by_tensor] = np.arange(len(by_tensor))
     first_box = np.searchsorted(table.tensor[box_row], np.arange(len(tensors) + 1))
     _check_disjoint(table.take(box_row), first_box, list(tensors))
 
     holder_row = np.concatenate([*rows, _NONE])
-    source = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    source = np.repeat(np.arange(len(rows)), [len(rank_rows) for rank_rows in rows])
     # A source that has a box twice offers the first.
-    key, first = np.unique(place[box_of_row[holder_row]] * max(1, len(rows)) + source, return_index=True)
+    key, first = np.unique(sorted_position[box_of_row[holder_row]] * max(1, len(rows)) + source, return_index=True)
     box, source = np.divmod(key, max(1, len(rows)))
     first_holder = np.searchsorted(box, np.arange(len(box_row) + 1))
     groups, candidates = _groups(source, first_holder)
@@ -87,21 +87,22 @@ def offers_of(sources: Sequence[Shards], targets: Sequence[Shards], shapes: Shap
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What one target needs, or several equal ones: parts, each the intersection of a holding with an offered box.
+class TargetNeeds:
+    """Regions that one target needs, or several equal ones. A region is the intersection of a holding with an offered
+    box.
 
     Args:
-        box: the offered box, one entry a part; parts are sorted by target buffer and offset.
-        start: [parts, dimensions], the first element in the HuggingFace tensor.
-        sizes: [parts, dimensions].
+        box: the offered box, one entry a region. Regions are sorted by target buffer and offset.
+        start: [regions, dimensions], the first element in the HuggingFace tensor.
+        sizes: [regions, dimensions].
         buffer: the target's.
         offset: of the first element in it.
-        strides: [parts, dimensions], in it.
-        part_bytes: of the target's dtype.
-        nbytes: of all parts.
-        nbytes_aliased: of the holdings in aliased buffers, which are in no part.
-        groups: for each group of boxes, its parts.
-        _pieces: what was worked out, shared by targets that differ in their aliases alone.
+        strides: [regions, dimensions], in it.
+        region_bytes: of the target's dtype.
+        nbytes: of all regions.
+        nbytes_aliased: of the holdings in aliased buffers, which are in no region.
+        groups: for each group of boxes, its regions.
+        _segments: cache, shared by targets that differ in their aliases alone.
     """
 
     box: Integers
@@ -110,56 +111,56 @@ class Needs:
     buffer: Integers
     offset: Integers
     strides: Integers
-    part_bytes: Integers
+    region_bytes: Integers
     nbytes: int
     nbytes_aliased: int
     groups: dict[int, Integers]
-    _pieces: dict[tuple[int, int, bytes], Pieces] = field(default_factory=dict)
+    _segments: dict[tuple[int, int, bytes], Segments] = field(default_factory=dict)
 
     def group_bytes(self, group: int, start: int = 0, stop: int | None = None) -> int:
-        """Bytes of a group's parts from start to stop."""
-        return int(self.part_bytes[self.groups[group][start:stop]].sum())
+        """Count the bytes of a group's regions from start to stop."""
+        return int(self.region_bytes[self.groups[group][start:stop]].sum())
 
     def cuts(self, group: int, count: int) -> list[int]:
-        """Where to cut a group's parts into at most `count` shares of about as many bytes, first and last end included.
+        """Cut a group's regions into at most `count` shares of about as many bytes, first and last end included.
 
-        Between two buffers where one ends near enough: the parts of a buffer merge best when they have one source.
+        Between two buffers where one ends near enough: the regions of a buffer merge best when they have one source.
         """
-        parts = self.groups[group]
-        upto = np.concatenate([[0], np.cumsum(self.part_bytes[parts])])
-        wanted = upto[-1] * np.arange(1, count) // count
-        buffer_ends = np.flatnonzero(np.diff(self.buffer[parts], prepend=-1, append=-1))
-        at_part, at_buffer = _closest(upto, wanted), buffer_ends[_closest(upto[buffer_ends], wanted)]
-        near = 2 * np.abs(upto[at_buffer] - wanted) * count <= upto[-1]
-        return sorted({0, len(parts), *np.where(near, at_buffer, at_part).tolist()})
+        regions = self.groups[group]
+        upto = np.concatenate([[0], np.cumsum(self.region_bytes[regions])])
+        even = upto[-1] * np.arange(1, count) // count
+        buffer_ends = np.flatnonzero(np.diff(self.buffer[regions], prepend=-1, append=-1))
+        at_region, at_buffer = _closest(upto, even), buffer_ends[_closest(upto[buffer_ends], even)]
+        near = 2 * np.abs(upto[at_buffer] - even) * count <= upto[-1]
+        return sorted({0, len(regions), *np.where(near, at_buffer, at_region).tolist()})
 
-    def pieces(self, offers: Offers, group: int, start: int, stop: int, source: int) -> Pieces:
-        """The group's parts from start to stop as pieces from one source to the target."""
-        parts = self.groups[group][start:stop]
-        key = group, offers.layouts[group][source], parts.tobytes()
-        if key not in self._pieces:
+    def segments(self, offers: Offers, group: int, start: int, stop: int, source: int) -> Segments:
+        """Convert the group's regions from start to stop to segments from one source to the target."""
+        regions = self.groups[group][start:stop]
+        key = group, offers.layouts[group][source], regions.tobytes()
+        if key not in self._segments:
             position = int(np.searchsorted(offers.candidates[group], source))
-            row = offers.holder_row[offers.first_holder[self.box[parts]] + position]
-            held = offers.table
-            strides = held.strides[row]
-            copies = Copies(
-                source_buffer=held.buffer[row],
-                source_offset=held.offset[row] + ((self.start[parts] - held.start[row]) * strides).sum(axis=1),
+            row = offers.holder_row[offers.first_holder[self.box[regions]] + position]
+            offered = offers.table
+            strides = offered.strides[row]
+            copies = StridedCopies(
+                source_buffer=offered.buffer[row],
+                source_offset=offered.offset[row] + ((self.start[regions] - offered.start[row]) * strides).sum(axis=1),
                 source_strides=strides,
-                target_buffer=self.buffer[parts],
-                target_offset=self.offset[parts],
-                target_strides=self.strides[parts],
-                sizes=self.sizes[parts],
+                target_buffer=self.buffer[regions],
+                target_offset=self.offset[regions],
+                target_strides=self.strides[regions],
+                sizes=self.sizes[regions],
             )
-            self._pieces[key] = as_pieces(copies)
-        return self._pieces[key]
+            self._segments[key] = as_segments(copies)
+        return self._segments[key]
 
 
-def needs_of(targets: Sequence[Shards], offers: Offers, shapes: Shapes) -> list[Needs]:
-    """What each target needs. Targets with equal buffers and holdings share one answer."""
+def needs_of(targets: Sequence[RankShards], offers: Offers, shapes: Shapes) -> list[TargetNeeds]:
+    """Work out what each target needs. Targets with equal buffers and holdings share one result."""
     by_identity: dict[tuple[int, int], int] = {}
     by_value: dict[tuple[object, object], int] = {}
-    distinct: list[Shards] = []
+    distinct: list[RankShards] = []
     numbers = []
     for target in targets:
         identity = id(target.buffers), id(target.holdings)
@@ -168,24 +169,26 @@ def needs_of(targets: Sequence[Shards], offers: Offers, shapes: Shapes) -> list[
             if by_identity[identity] == len(distinct):
                 distinct.append(target)
         numbers.append(by_identity[identity])
-    collected = Table(offers.tensors, shapes)
+    collected = HoldingTable(offers.tensors, shapes)
     rows = [collected.rows(target) for target in distinct]
     table = collected.columns(distinct, rows)
-    wholes = [_needs(target, table.take(own), offers, shapes) for target, own in zip(distinct, rows, strict=True)]
-    found: dict[tuple[int, frozenset[int]], Needs] = {}
+    complete = [
+        _needs(target, table.take(rank_rows), offers, shapes) for target, rank_rows in zip(distinct, rows, strict=True)
+    ]
+    by_key: dict[tuple[int, frozenset[int]], TargetNeeds] = {}
     needs = []
     for number, target in zip(numbers, targets, strict=True):
         key = number, frozenset(alias.target_buffer for alias in target.aliases)
-        if key not in found:
-            found[key] = _without(wholes[number], key[1], offers)
-        needs.append(found[key])
+        if key not in by_key:
+            by_key[key] = _without(complete[number], key[1], offers)
+        needs.append(by_key[key])
     return needs
 
 
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-def _wanted(targets: Sequence[Shards], shapes: Shapes) -> dict[str, int]:
+def _needed_tensors(targets: Sequence[RankShards], shapes: Shapes) -> dict[str, int]:
     """Every tensor that a target needs, numbered in the order of the model."""
     names: set[str] = set()
     for holdings in {id(target.holdings): target.holdings for target in targets}.values():
@@ -197,7 +200,7 @@ def _wanted(targets: Sequence[Shards], shapes: Shapes) -> dict[str, int]:
     return {name: number for number, name in enumerate(name for name in shapes if name in names)}
 
 
-def _check_disjoint(boxes: Columns, first_box: Integers, names: list[str]) -> None:
+def _check_disjoint(boxes: HoldingColumns, first_box: Integers, names: list[str]) -> None:
     """Refuse distinct boxes of one tensor that share elements."""
     for tensor in np.flatnonzero(np.diff(first_box) > 1).tolist():
         begin, end = int(first_box[tensor]), int(first_box[tensor + 1])
@@ -224,7 +227,7 @@ def _groups(source: Integers, first_holder: Integers) -> tuple[Integers, tuple[I
     return groups, tuple(candidates)
 
 
-def _needs(target: Shards, columns: Columns, offers: Offers, shapes: Shapes) -> Needs:
+def _needs(target: RankShards, columns: HoldingColumns, offers: Offers, shapes: Shapes) -> TargetNeeds:
     counts = np.diff(offers.first_box)[columns.tensor]
     holding = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(holding)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -238,57 +241,57 @@ def _needs(target: Shards, columns: Columns, offers: Offers, shapes: Shapes) -> 
     _check_covered(target, columns, holding, elements, counts, shapes)
     buffer, strides = columns.buffer[holding], columns.strides[holding]
     offset = columns.offset[holding] + ((start - columns.start[holding]) * strides).sum(axis=1)
-    itemsize = np.array([each.itemsize for each in target.buffers], dtype=np.int64)
+    itemsize = np.array([target_buffer.itemsize for target_buffer in target.buffers], dtype=np.int64)
     order = np.lexsort((offset, buffer))
-    part_bytes = elements * itemsize[buffer] if len(buffer) else elements
-    return Needs(
+    region_bytes = elements * itemsize[buffer] if len(buffer) else elements
+    return TargetNeeds(
         box=box[order],
         start=start[order],
         sizes=sizes[order],
         buffer=buffer[order],
         offset=offset[order],
         strides=strides[order],
-        part_bytes=part_bytes[order],
-        nbytes=int(part_bytes.sum()),
+        region_bytes=region_bytes[order],
+        nbytes=int(region_bytes.sum()),
         nbytes_aliased=0,
         groups={},
     )
 
 
 def _check_covered(
-    target: Shards, columns: Columns, holding: Integers, elements: Integers, counts: Integers, shapes: Shapes
+    target: RankShards, columns: HoldingColumns, holding: Integers, elements: Integers, counts: Integers, shapes: Shapes
 ) -> None:
     covered = np.zeros(len(columns.tensor), dtype=np.int64)
     np.add.at(covered, holding, elements)
     missing = columns.elements - covered
     if missing.any():
         index = int((missing != 0).argmax())
-        held = target.holdings[index]
-        what = f"{box_text(held.box)} of {held.tensor}, which has shape {list(shapes[held.tensor])}"
+        uncovered = target.holdings[index]
+        what = f"{box_text(uncovered.box)} of {uncovered.tensor}, which has shape {list(shapes[uncovered.tensor])}"
         lack = f"{missing[index]} of these elements" if counts[index] else "the tensor"
         raise UserError(f"reshard: {target.name} needs {what}, and no source holds {lack}")
 
 
-def _without(whole: Needs, aliased: frozenset[int], offers: Offers) -> Needs:
-    """The needs without those of aliased buffers, and with what is left in groups."""
-    bound = np.zeros(whole.buffer.max(initial=-1) + 1, dtype=np.bool_)
+def _without(needs: TargetNeeds, aliased: frozenset[int], offers: Offers) -> TargetNeeds:
+    """Drop the needs of aliased buffers, and group the others."""
+    bound = np.zeros(needs.buffer.max(initial=-1) + 1, dtype=np.bool_)
     bound[[buffer for buffer in aliased if buffer < len(bound)]] = True
-    free = ~bound[whole.buffer]
-    parts = np.flatnonzero(free)
-    group_of = offers.groups[whole.box[parts]] if len(parts) else parts
+    free = ~bound[needs.buffer]
+    regions = np.flatnonzero(free)
+    group_of = offers.groups[needs.box[regions]] if len(regions) else regions
     order = np.argsort(group_of, kind="stable")
     groups, first = np.unique(group_of[order], return_index=True)
-    nbytes = int(whole.part_bytes[parts].sum())
-    split = np.split(parts[order], first[1:]) if len(parts) else []
+    nbytes = int(needs.region_bytes[regions].sum())
+    split = np.split(regions[order], first[1:]) if len(regions) else []
     return replace(
-        whole,
+        needs,
         nbytes=nbytes,
-        nbytes_aliased=whole.nbytes - nbytes,
+        nbytes_aliased=needs.nbytes - nbytes,
         groups=dict(zip(groups.tolist(), split, strict=True)),
     )
 
 
-def _closest(ascending: Integers, wanted: Integers) -> NDArray[np.int64]:
+def _closest(ascending: Integers, values: Integers) -> NDArray[np.int64]:
     """Index of the entry closest to each wanted value."""
-    after = np.clip(np.searchsorted(ascending, wanted), 1, len(ascending) - 1)
-    return after - (wanted - ascending[after - 1] < ascending[after] - wanted)
+    after = np.clip(np.searchsorted(ascending, values), 1, len(ascending) - 1)
+    return after - (values - ascending[after - 1] < ascending[after] - values)

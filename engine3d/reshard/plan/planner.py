@@ -1,6 +1,6 @@
 """The plan of a weight transfer: which rank sends which elements to which, from shapes alone.
 
-What the sources hold and what the targets hold are boxes of the same HuggingFace tensors; a transfer is made of their
+Sources and targets hold boxes of the same HuggingFace tensors. A transfer is made of their
 intersections. The geometry of equal targets (the same rank of several engines) is worked out once. Everything is
 integer arithmetic in a fixed order: every process that makes the plan gets the same one.
 """
@@ -13,16 +13,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from engine3d.reshard.describe.shards import Shards
-from engine3d.reshard.plan.geometry import Needs, Offers, needs_of, offers_of
-from engine3d.reshard.plan.pieces import Link, Pieces, Plan, Transfer
+from engine3d.reshard.describe.shards import RankShards
+from engine3d.reshard.plan.geometry import Offers, TargetNeeds, needs_of, offers_of
 from engine3d.reshard.plan.runs import Integers, concatenated
+from engine3d.reshard.plan.transfers import Link, Plan, Segments, Transfer
 
 _SMALLEST_SHARE = 2**20
 _SHARES_PER_SOURCE = 8
 
 
-def make_plan(sources: Sequence[Shards], targets: Sequence[Shards], tensors: Mapping[str, tuple[int, ...]]) -> Plan:
+def make_plan(
+    sources: Sequence[RankShards], targets: Sequence[RankShards], tensors: Mapping[str, tuple[int, ...]]
+) -> Plan:
     """Give every element that a target needs one source, the nearest that holds it.
 
     Of several equally near ones it is the one with the fewest bytes to send so far; between nodes, first one on the
@@ -41,11 +43,11 @@ def make_plan(sources: Sequence[Shards], targets: Sequence[Shards], tensors: Map
     """
     offers = offers_of(sources, targets, tensors)
     needs = needs_of(targets, offers, tensors)
-    shares = _assigned(_Places.of(sources, targets), offers, needs)
+    shares = _assigned(_Locations.of(sources, targets), offers, needs)
     transfers: list[Transfer] = []
-    for (source, target), (link, parts) in sorted(shares.items(), key=lambda item: item[0]):
-        pieces, nbytes = _pieces(offers, needs[target], source, parts)
-        transfers.append(Transfer(source, target, link, pieces, nbytes))
+    for (source, target), (link, ranges) in sorted(shares.items(), key=lambda item: item[0]):
+        segments, nbytes = _segments(offers, needs[target], source, ranges)
+        transfers.append(Transfer(source, target, link, segments, nbytes))
     return Plan(
         transfers=tuple(transfers),
         aliases=tuple(target.aliases for target in targets),
@@ -55,7 +57,7 @@ def make_plan(sources: Sequence[Shards], targets: Sequence[Shards], tensors: Map
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _Locations:
     """Node and device of every source and target as numbers."""
 
     source_node: Integers
@@ -64,19 +66,19 @@ class _Places:
     target_device: Integers
 
     @classmethod
-    def of(cls, sources: Sequence[Shards], targets: Sequence[Shards]) -> _Places:
+    def of(cls, sources: Sequence[RankShards], targets: Sequence[RankShards]) -> _Locations:
         nodes: dict[str, int] = {}
         devices: dict[object, int] = {}
 
-        def numbers(ranks: Sequence[Shards]) -> tuple[Integers, Integers]:
-            node = [nodes.setdefault(rank.place.node, len(nodes)) for rank in ranks]
-            device = [devices.setdefault(rank.place, len(devices)) for rank in ranks]
+        def numbers(ranks: Sequence[RankShards]) -> tuple[Integers, Integers]:
+            node = [nodes.setdefault(rank.location.node, len(nodes)) for rank in ranks]
+            device = [devices.setdefault(rank.location, len(devices)) for rank in ranks]
             return np.array(node, dtype=np.int64), np.array(device, dtype=np.int64)
 
         return cls(*numbers(sources), *numbers(targets))
 
     def nearest(self, candidates: Integers, target: int) -> tuple[Integers, Link]:
-        """Those of the candidates that are nearest to the target, and what lies between."""
+        """Select the candidates that are nearest to the target, and their link."""
         for mine, theirs, link in (
             (self.target_device, self.source_device, Link.DEVICE),
             (self.target_node, self.source_node, Link.NODE),
@@ -89,7 +91,7 @@ class _Places:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Some of a target's parts, with several equally near sources that all of them could come from."""
+    """Regions of a target, with several equally near sources that all of them could come from."""
 
     target: int
     group: int
@@ -103,8 +105,8 @@ class _Choice:
 class _Load:
     """Bytes that each source sends, and each node to others."""
 
-    def __init__(self, places: _Places) -> None:
-        self._node = places.source_node
+    def __init__(self, locations: _Locations) -> None:
+        self._node = locations.source_node
         self._rank_bytes = np.zeros(len(self._node), dtype=np.int64)
         self._node_bytes = np.zeros(self._node.max(initial=-1) + 1, dtype=np.int64)
 
@@ -123,21 +125,25 @@ class _Load:
 _Ranges = list[tuple[int, int, int]]
 
 
-def _assigned(places: _Places, offers: Offers, needs: list[Needs]) -> dict[tuple[int, int], tuple[Link, _Ranges]]:
-    """For each source and target, their link and which parts go: ranges (group, start, stop) of the target's groups."""
-    load = _Load(places)
-    found: dict[tuple[int, int], tuple[Link, _Ranges]] = {}
+def _assigned(
+    locations: _Locations, offers: Offers, needs: list[TargetNeeds]
+) -> dict[tuple[int, int], tuple[Link, _Ranges]]:
+    """Assign regions to sources. For each source and target: their link, and ranges (group, start, stop) of the
+    target's groups.
+    """
+    load = _Load(locations)
+    assigned: dict[tuple[int, int], tuple[Link, _Ranges]] = {}
 
     def assign(choice: _Choice, source: int) -> None:
         load.add(source, choice.link, choice.nbytes)
-        _, ranges = found.setdefault((source, choice.target), (choice.link, []))
+        _, ranges = assigned.setdefault((source, choice.target), (choice.link, []))
         ranges.append((choice.group, choice.start, choice.stop))
 
     open_choices: list[_Choice] = []
     for target, need in enumerate(needs):
-        for group, parts in need.groups.items():
-            near, link = places.nearest(offers.candidates[group], target)
-            choice = _Choice(target, group, 0, len(parts), near, link, need.group_bytes(group))
+        for group, regions in need.groups.items():
+            near, link = locations.nearest(offers.candidates[group], target)
+            choice = _Choice(target, group, 0, len(regions), near, link, need.group_bytes(group))
             if len(near) == 1:
                 assign(choice, int(near[0]))
             else:
@@ -145,10 +151,10 @@ def _assigned(places: _Places, offers: Offers, needs: list[Needs]) -> dict[tuple
     # The largest first, so that small ones even out what they leave.
     for choice in sorted(_shared(offers, needs, open_choices), key=lambda choice: -choice.nbytes):
         assign(choice, load.least(choice.near, choice.link))
-    return found
+    return assigned
 
 
-def _shared(offers: Offers, needs: list[Needs], choices: list[_Choice]) -> Iterator[_Choice]:
+def _shared(offers: Offers, needs: list[TargetNeeds], choices: list[_Choice]) -> Iterator[_Choice]:
     """The choices cut into shares, small enough that the sources can be loaded evenly."""
     totals: dict[int, int] = {}
     for choice in choices:
@@ -163,12 +169,12 @@ def _shared(offers: Offers, needs: list[Needs], choices: list[_Choice]) -> Itera
             yield _Choice(choice.target, choice.group, start, stop, choice.near, choice.link, nbytes)
 
 
-def _pieces(offers: Offers, need: Needs, source: int, ranges: _Ranges) -> tuple[Pieces, int]:
+def _segments(offers: Offers, need: TargetNeeds, source: int, ranges: _Ranges) -> tuple[Segments, int]:
     joined: _Ranges = []
     for group, start, stop in sorted(ranges):
         if joined and joined[-1][0] == group and joined[-1][2] == start:
             joined[-1] = (group, joined[-1][1], stop)
         else:
             joined.append((group, start, stop))
-    pieces = concatenated([need.pieces(offers, group, start, stop, source) for group, start, stop in joined])
-    return pieces, sum(need.group_bytes(*part) for part in joined)
+    segments = concatenated([need.segments(offers, group, start, stop, source) for group, start, stop in joined])
+    return segments, sum(need.group_bytes(*entry) for entry in joined)

@@ -1,4 +1,4 @@
-"""From strided copies of any number of dimensions to as few pieces as memory allows."""
+"""Conversion of strided copies of any number of dimensions to as few segments as memory allows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine3d.reshard.plan.pieces import Pieces
+from engine3d.reshard.plan.transfers import Segments
 
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class StridedCopies:
     """Strided copies as columns, one entry a copy. The strides and sizes are [copies, dimensions]."""
 
     source_buffer: Integers
@@ -25,17 +25,17 @@ class Copies:
     sizes: Integers
 
 
-def as_pieces(copies: Copies) -> Pieces:
-    """The copies as pieces, sorted by target buffer and offset.
+def as_segments(copies: StridedCopies) -> Segments:
+    """The copies as segments, sorted by target buffer and offset.
 
     Dimensions that lie without a gap within one another on both sides become one. The innermost of what is left is a
     run if its stride is 1 on both sides (else every element is a run of its own), the next one its rows, and each
-    index of those further out a piece. Then neighbouring pieces are merged.
+    index of those further out a segment. Then neighbouring segments are merged.
     """
     sizes, source_strides, target_strides = _coalesced(copies)
     rows, length = sizes[:, 1], sizes[:, 0]
     index, source_offset, target_offset = _outer(copies, sizes[:, 2:], source_strides[:, 2:], target_strides[:, 2:])
-    pieces = Pieces(
+    segments = Segments(
         source_buffer=copies.source_buffer[index],
         source_offset=source_offset,
         source_stride=source_strides[index, 1],
@@ -45,22 +45,25 @@ def as_pieces(copies: Copies) -> Pieces:
         rows=rows[index],
         length=length[index],
     )
-    return _merged(sorted_pieces(pieces))
+    return _merged(sorted_segments(segments))
 
 
-def sorted_pieces(pieces: Pieces) -> Pieces:
-    return _take(pieces, np.lexsort((pieces.target_offset, pieces.target_buffer)))
+def sorted_segments(segments: Segments) -> Segments:
+    return _take(segments, np.lexsort((segments.target_offset, segments.target_buffer)))
 
 
-def concatenated(parts: list[Pieces]) -> Pieces:
-    """All pieces of several, sorted by target buffer and offset."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = {column.name: np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(Pieces)}
-    return sorted_pieces(Pieces(**columns))
+def concatenated(several: list[Segments]) -> Segments:
+    """All segments of several, sorted by target buffer and offset."""
+    if len(several) == 1:
+        return several[0]
+    columns = {
+        column.name: np.concatenate([getattr(segments, column.name) for segments in several])
+        for column in fields(Segments)
+    }
+    return sorted_segments(Segments(**columns))
 
 
-def _coalesced(copies: Copies) -> tuple[Integers, Integers, Integers]:
+def _coalesced(copies: StridedCopies) -> tuple[Integers, Integers, Integers]:
     """Sizes, source and target strides, [copies, dimensions + 2], innermost first: the run, its rows, what is left."""
     count, dimensions = copies.sizes.shape
     order = np.argsort(
@@ -86,9 +89,9 @@ def _coalesced(copies: Copies) -> tuple[Integers, Integers, Integers]:
 
 
 def _outer(
-    copies: Copies, sizes: Integers, source_strides: Integers, target_strides: Integers
+    copies: StridedCopies, sizes: Integers, source_strides: Integers, target_strides: Integers
 ) -> tuple[Integers, Integers, Integers]:
-    """For every index of the outer dimensions: its copy, and where it starts in source and target."""
+    """List every index of the outer dimensions: its copy, and its offsets in source and target."""
     counts = sizes.prod(axis=1)
     index = np.repeat(np.arange(len(counts)), counts)
     source_offset, target_offset = copies.source_offset[index], copies.target_offset[index]
@@ -100,80 +103,82 @@ def _outer(
     return index, source_offset, target_offset
 
 
-def _merged(pieces: Pieces) -> Pieces:
-    pieces = _normal(pieces)
+def _merged(segments: Segments) -> Segments:
+    segments = _normal(segments)
     while True:
-        before = len(pieces)
+        before = len(segments)
         if before > 1:
-            pieces = _stacked(_side_by_side(pieces))
-        if len(pieces) == before:
-            return pieces
+            segments = _stacked(_side_by_side(segments))
+        if len(segments) == before:
+            return segments
 
 
-def _take(pieces: Pieces, index: Integers) -> Pieces:
-    return Pieces(**{column.name: getattr(pieces, column.name)[index] for column in fields(Pieces)})
+def _take(segments: Segments, index: Integers) -> Segments:
+    return Segments(**{column.name: getattr(segments, column.name)[index] for column in fields(Segments)})
 
 
-def _normal(pieces: Pieces) -> Pieces:
+def _normal(segments: Segments) -> Segments:
     """Rows without a gap between them are one row, and one row has its length as strides."""
-    whole = (pieces.source_stride == pieces.length) & (pieces.target_stride == pieces.length) | (pieces.rows == 1)
-    length = np.where(whole, pieces.rows * pieces.length, pieces.length)
+    gapless = (segments.source_stride == segments.length) & (segments.target_stride == segments.length) | (
+        segments.rows == 1
+    )
+    length = np.where(gapless, segments.rows * segments.length, segments.length)
     return replace(
-        pieces,
-        rows=np.where(whole, 1, pieces.rows),
+        segments,
+        rows=np.where(gapless, 1, segments.rows),
         length=length,
-        source_stride=np.where(whole, length, pieces.source_stride),
-        target_stride=np.where(whole, length, pieces.target_stride),
+        source_stride=np.where(gapless, length, segments.source_stride),
+        target_stride=np.where(gapless, length, segments.target_stride),
     )
 
 
-def _neighbours(pieces: Pieces, *columns: str) -> NDArray[np.bool_]:
-    """For each piece but the last, whether it and the next agree in the buffers and these columns."""
-    same = np.ones(len(pieces) - 1, dtype=np.bool_)
+def _neighbours(segments: Segments, *columns: str) -> NDArray[np.bool_]:
+    """True for each segment but the last that agrees with the next in the buffers and these columns."""
+    same = np.ones(len(segments) - 1, dtype=np.bool_)
     for name in ("source_buffer", "target_buffer", *columns):
-        column = getattr(pieces, name)
+        column = getattr(segments, name)
         same &= column[1:] == column[:-1]
     return same
 
 
-def _side_by_side(pieces: Pieces) -> Pieces:
-    """Pieces whose rows continue one another in source and target, as one with longer rows."""
-    one_row = pieces.rows[1:] == 1
-    joined = _neighbours(pieces, "rows") & (one_row | _neighbours(pieces, "source_stride", "target_stride"))
-    joined &= pieces.source_offset[1:] == pieces.source_offset[:-1] + pieces.length[:-1]
-    joined &= pieces.target_offset[1:] == pieces.target_offset[:-1] + pieces.length[:-1]
+def _side_by_side(segments: Segments) -> Segments:
+    """Segments whose rows continue one another in source and target, as one with longer rows."""
+    one_row = segments.rows[1:] == 1
+    joined = _neighbours(segments, "rows") & (one_row | _neighbours(segments, "source_stride", "target_stride"))
+    joined &= segments.source_offset[1:] == segments.source_offset[:-1] + segments.length[:-1]
+    joined &= segments.target_offset[1:] == segments.target_offset[:-1] + segments.length[:-1]
     if not joined.any():
-        return pieces
+        return segments
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
-    return _normal(replace(_take(pieces, first), length=np.add.reduceat(pieces.length, first)))
+    return _normal(replace(_take(segments, first), length=np.add.reduceat(segments.length, first)))
 
 
-def _stacked(pieces: Pieces) -> Pieces:
-    """Pieces of one row length, one below the other at one distance in source and target, as one with more rows."""
-    if len(pieces) == 1:
-        return pieces
+def _stacked(segments: Segments) -> Segments:
+    """Segments of one row length, one below the other at one distance in source and target, as one with more rows."""
+    if len(segments) == 1:
+        return segments
     source_gap, target_gap = (
-        offset[1:] - offset[:-1] - (pieces.rows[:-1] - 1) * stride[:-1]
+        offset[1:] - offset[:-1] - (segments.rows[:-1] - 1) * stride[:-1]
         for offset, stride in (
-            (pieces.source_offset, pieces.source_stride),
-            (pieces.target_offset, pieces.target_stride),
+            (segments.source_offset, segments.source_stride),
+            (segments.target_offset, segments.target_stride),
         )
     )
     # Rows go upwards on both sides: no tensor has a negative stride.
-    joined = _neighbours(pieces, "length") & (source_gap >= pieces.length[1:]) & (target_gap >= pieces.length[1:])
+    joined = _neighbours(segments, "length") & (source_gap >= segments.length[1:]) & (target_gap >= segments.length[1:])
     for side in (slice(None, -1), slice(1, None)):
-        fits = (pieces.source_stride[side] == source_gap) & (pieces.target_stride[side] == target_gap)
-        joined &= (pieces.rows[side] == 1) | fits
+        fits = (segments.source_stride[side] == source_gap) & (segments.target_stride[side] == target_gap)
+        joined &= (segments.rows[side] == 1) | fits
     joined = _without_shared(joined, source_gap, target_gap)
     if not joined.any():
-        return pieces
+        return segments
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
     several = np.concatenate([joined, [False]])[first]
-    stacked = _take(pieces, first)
+    stacked = _take(segments, first)
     return _normal(
         replace(
             stacked,
-            rows=np.add.reduceat(pieces.rows, first),
+            rows=np.add.reduceat(segments.rows, first),
             source_stride=np.where(several, np.append(source_gap, 0)[first], stacked.source_stride),
             target_stride=np.where(several, np.append(target_gap, 0)[first], stacked.target_stride),
         )
@@ -181,7 +186,7 @@ def _stacked(pieces: Pieces) -> Pieces:
 
 
 def _without_shared(joined: NDArray[np.bool_], source_gap: Integers, target_gap: Integers) -> NDArray[np.bool_]:
-    """The links of `joined` that remain when a piece between two links of different distance stays with the first.
+    """The links of `joined` that remain when a segment between two links of different distance stays with the first.
 
     Links of one distance in a row are a stretch. Where a stretch follows another at once, its first link is broken,
     unless nothing was left of the other.
@@ -194,7 +199,7 @@ def _without_shared(joined: NDArray[np.bool_], source_gap: Integers, target_gap:
     start = np.flatnonzero(np.concatenate([[True], ~(same & adjacent)]))
     lengths = np.diff(np.append(start, len(links)))
     follows = np.concatenate([[False], adjacent])[start]
-    # A stretch that follows nothing is whole; one that follows a longer one loses its first link; between such, in
+    # A stretch that follows nothing is complete; one that follows a longer one loses its first link; between such, in
     # runs of stretches of one link, every other is lost.
     certain = ~follows | np.concatenate([[True], lengths[:-1] > 1])
     position = np.arange(len(start))

@@ -1,1 +1,1 @@
-"""What carries out a plan: copies into memory of other processes, and messages."""
+"""Transports that carry out a plan: copies into memory of other processes, and messages."""

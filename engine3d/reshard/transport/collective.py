@@ -12,23 +12,23 @@ import torch
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 from engine3d.platform.copies import Copies, RunCopies
-from engine3d.platform.wire import Exchange, Wire, WireError
-from engine3d.reshard.plan.pieces import Pieces
+from engine3d.platform.wire import PendingExchange, Wire, WireError
 from engine3d.reshard.plan.rounds import Column, fragments, message_sizes
+from engine3d.reshard.plan.transfers import Segments
 
-Way = Literal["pack", "unpack"]
+Direction = Literal["pack", "unpack"]
 TensorAt = Callable[[int, int], str | None]
 """The HuggingFace tensor of an element of a buffer, by index of the buffer; for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What this participant sends to another.
+    """Segments that this participant sends to another.
 
     Args:
         receiver: the other's index among the participants.
         nbytes: that go, as the plan counts them.
-        pieces: what goes.
+        segments: elements that go.
         sources: for each source buffer a flat tensor of its elements.
         dtypes: of each target buffer. Elements are cast before they are sent.
         tensor_at: of the source buffers.
@@ -36,7 +36,7 @@ class Outgoing:
 
     receiver: int
     nbytes: int
-    pieces: Pieces
+    segments: Segments
     sources: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
     tensor_at: TensorAt | None = None
@@ -44,57 +44,58 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What this participant receives from another.
+    """Segments that this participant receives from another.
 
     Args:
         sender: the other's index among the participants.
         nbytes: that come, as the plan counts them.
-        pieces: what comes, the same as the sender's.
+        segments: elements that come, the same as the sender's.
         targets: for each target buffer a flat tensor of its elements.
         tensor_at: of the target buffers.
     """
 
     sender: int
     nbytes: int
-    pieces: Pieces
+    segments: Segments
     targets: Sequence[torch.Tensor]
     tensor_at: TensorAt | None = None
 
 
 class MessageMemory:
-    """Message buffers that transfers have in common, of which one runs at a time: two of each direction, used in turn.
+    """Message buffers that transfers share, of which one runs at a time: two of each direction, used in turn.
 
     Args:
         nbytes: that a transfer needs of each buffer of a direction at the most.
         device: of the memory.
     """
 
-    def __init__(self, nbytes: Mapping[Way, int], device: torch.device) -> None:
+    def __init__(self, nbytes: Mapping[Direction, int], device: torch.device) -> None:
         self._buffers = {
-            way: [torch.empty(each, dtype=torch.uint8, device=device) for _ in range(2)] for way, each in nbytes.items()
+            direction: [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+            for direction, size in nbytes.items()
         }
         self.nbytes = 2 * sum(nbytes.values())
         """Of all of them."""
 
-    def buffers(self, way: Way, nbytes: int) -> list[torch.Tensor]:
+    def buffers(self, direction: Direction, nbytes: int) -> list[torch.Tensor]:
         """The first bytes of both buffers of a direction."""
-        return [each[:nbytes] for each in self._buffers[way]]
+        return [buffer[:nbytes] for buffer in self._buffers[direction]]
 
 
 class CollectiveTransfer:
-    """One participant's part of a transfer, built once and run for every version.
+    """One participant's end of a transfer, built once and run for every version.
 
     While a round's messages are on the wire the next round's are packed.
 
     Args:
         wire: between the participants; each of them builds the transfer over it with the same rounds.
         rounds: that the transfer takes (`count_rounds`).
-        outgoing, incoming: of this participant. Both ends of a pair have the same pieces and dtypes: each works out
+        outgoing, incoming: of this participant. Both ends of a pair have the same segments and dtypes: each computes
             the pair's messages from its own.
         memory: where the messages are packed, or the device for memory of its own.
 
     Raises:
-        ValueError: the pieces are not of so many bytes in this memory, so that the two ends would cut other messages.
+        ValueError: the segments do not have these bytes in this memory, so that the two ends would cut other messages.
     """
 
     def __init__(
@@ -108,21 +109,31 @@ class CollectiveTransfer:
         self._wire = wire
         self.rounds = rounds
         pack = [
-            _Part("pack", each.receiver, each.pieces, each.sources, each.dtypes, each.tensor_at) for each in outgoing
+            _PeerStream("pack", message.receiver, message.segments, message.sources, message.dtypes, message.tensor_at)
+            for message in outgoing
         ]
         unpack = [
-            _Part("unpack", each.sender, each.pieces, each.targets, [t.dtype for t in each.targets], each.tensor_at)
-            for each in incoming
+            _PeerStream(
+                "unpack",
+                message.sender,
+                message.segments,
+                message.targets,
+                [t.dtype for t in message.targets],
+                message.tensor_at,
+            )
+            for message in incoming
         ]
-        planned = [*(each.nbytes for each in outgoing), *(each.nbytes for each in incoming)]
-        for nbytes, part in zip(planned, [*pack, *unpack], strict=True):
-            if part.nbytes != nbytes:
-                raise ValueError(f"pieces of {part.nbytes} bytes to {part.way} for {part.peer}, planned {nbytes}")
-        # They keep the memory, which copies on a GPU know by its address alone.
-        self._parts = (*unpack, *pack)
+        planned = [*(sent.nbytes for sent in outgoing), *(received.nbytes for received in incoming)]
+        for nbytes, stream in zip(planned, [*pack, *unpack], strict=True):
+            if stream.nbytes != nbytes:
+                raise ValueError(
+                    f"segments of {stream.nbytes} bytes to {stream.direction} for {stream.peer}, planned {nbytes}"
+                )
+        # They keep the memory alive, which copies on a GPU know by its address alone.
+        self._streams = (*unpack, *pack)
         self._sent = _Staging(pack, "pack", self.rounds, wire.size, memory)
         self._received = _Staging(unpack, "unpack", self.rounds, wire.size, memory)
-        self.nbytes = sum(part.nbytes for part in pack)
+        self.nbytes = sum(stream.nbytes for stream in pack)
         self.staged_bytes = self._sent.nbytes + self._received.nbytes
 
     def run(self, version: int) -> None:
@@ -134,32 +145,32 @@ class CollectiveTransfer:
             version: of the weights, for errors.
 
         Raises:
-            EngineError: a peer is gone or was late, in this or an earlier run. The targets then hold parts of two
+            EngineError: a peer is gone or was late, in this or an earlier run. The targets then hold a mixture of two
                 versions.
         """
-        under_way: Exchange | None = None
+        in_flight: PendingExchange | None = None
         for number in range(self.rounds + 1):
             current = number
             try:
                 following = self._begin(number) if number < self.rounds else None
                 current = number - 1
-                if under_way is not None:
-                    under_way.wait()
+                if in_flight is not None:
+                    in_flight.wait()
                     self._received.copy(current)
             except WireError as error:
                 me = self._wire.names[self._wire.rank]
                 doing = f"round {current + 1} of {self.rounds}{self._tensor(current, error.peers)}"
                 raise EngineError(f"{me}: weights of version {version}, {doing}: {error}") from error
-            under_way = following
+            in_flight = following
 
     def _tensor(self, number: int, peers: Sequence[int]) -> str:
         """The first tensor of a round's messages with these peers, if it is known."""
-        for part in self._parts:
-            if part.peer in peers and (tensor := part.first_tensor(number, self.rounds)) is not None:
+        for stream in self._streams:
+            if stream.peer in peers and (tensor := stream.first_tensor(number, self.rounds)) is not None:
                 return f", {tensor}"
         return ""
 
-    def _begin(self, number: int) -> Exchange:
+    def _begin(self, number: int) -> PendingExchange:
         self._sent.copy(number)
         return self._wire.exchange(
             self._sent.buffers[number % 2],
@@ -170,43 +181,45 @@ class CollectiveTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Pieces to or from one peer, and the memory at this end."""
+class _PeerStream:
+    """Segments to or from one peer, and the memory at this end."""
 
-    way: Way
+    direction: Direction
     peer: int
-    pieces: Pieces
+    segments: Segments
     memory: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
     tensor_at: TensorAt | None
 
     @property
     def itemsize(self) -> Column:
-        """Of each piece's elements on the wire."""
+        """Bytes of an element of each segment on the wire."""
         sizes = np.array([dtype.itemsize for dtype in self.dtypes], dtype=np.int64)
-        return sizes[self.pieces.target_buffer]
+        return sizes[self.segments.target_buffer]
 
     @property
     def nbytes(self) -> int:
-        return int((self.pieces.rows * self.pieces.length * self.itemsize).sum())
+        return int((self.segments.rows * self.segments.length * self.itemsize).sum())
 
     @property
-    def places(self) -> tuple[Column, Column, Column]:
-        """Buffer, offset and stride of each piece at this end."""
-        pieces = self.pieces
-        if self.way == "pack":
-            return pieces.source_buffer, pieces.source_offset, pieces.source_stride
-        return pieces.target_buffer, pieces.target_offset, pieces.target_stride
+    def positions(self) -> tuple[Column, Column, Column]:
+        """Buffer, offset and stride of each segment at this end."""
+        segments = self.segments
+        if self.direction == "pack":
+            return segments.source_buffer, segments.source_offset, segments.source_stride
+        return segments.target_buffer, segments.target_offset, segments.target_stride
 
     def first_tensor(self, number: int, rounds: int) -> str | None:
         """The HuggingFace tensor that a round's message begins with."""
-        some = fragments(self.pieces, self.itemsize, rounds)
-        of_round = np.flatnonzero(some.round == number)
+        message_fragments = fragments(self.segments, self.itemsize, rounds)
+        of_round = np.flatnonzero(message_fragments.round == number)
         if self.tensor_at is None or not len(of_round):
             return None
-        first = of_round[some.offset[of_round].argmin()]
-        buffer, offset, stride = (column[some.piece[first]] for column in self.places)
-        return self.tensor_at(int(buffer), int(offset + some.row[first] * stride + some.column[first]))
+        first = of_round[message_fragments.offset[of_round].argmin()]
+        buffer, offset, stride = (column[message_fragments.segment[first]] for column in self.positions)
+        return self.tensor_at(
+            int(buffer), int(offset + message_fragments.row[first] * stride + message_fragments.column[first])
+        )
 
 
 class _Staging:
@@ -220,44 +233,44 @@ class _Staging:
 
     def __init__(
         self,
-        parts: Sequence[_Part],
-        way: Way,
+        streams: Sequence[_PeerStream],
+        direction: Direction,
         rounds: int,
         participants: int,
         memory: MessageMemory | torch.device,
     ) -> None:
         self.sizes = np.zeros((rounds, participants), dtype=np.int64)
-        for part in parts:
-            self.sizes[:, part.peer] = message_sizes(part.nbytes, rounds)
+        for stream in streams:
+            self.sizes[:, stream.peer] = message_sizes(stream.nbytes, rounds)
         longest = int(self.sizes.sum(axis=1).max(initial=0))
-        memory = MessageMemory({way: longest}, memory) if isinstance(memory, torch.device) else memory
-        self.buffers = memory.buffers(way, longest)
+        memory = MessageMemory({direction: longest}, memory) if isinstance(memory, torch.device) else memory
+        self.buffers = memory.buffers(direction, longest)
         self.nbytes = 2 * longest
-        self._copies = self._rounds(parts, way, rounds) if parts else [_nothing] * rounds
+        self._copies = self._rounds(streams, direction, rounds) if streams else [_nothing] * rounds
 
     def copy(self, number: int) -> None:
         """Pack or unpack the messages of a round."""
         self._copies[number]()
 
-    def _rounds(self, parts: Sequence[_Part], way: Way, rounds: int) -> list[RunCopies]:
-        dtypes = sorted({dtype for part in parts for dtype in part.dtypes}, key=str)
+    def _rounds(self, streams: Sequence[_PeerStream], direction: Direction, rounds: int) -> list[RunCopies]:
+        dtypes = sorted({dtype for stream in streams for dtype in stream.dtypes}, key=str)
         memory: list[torch.Tensor] = []
         columns: list[tuple[Column, ...]] = []
         starts = np.cumsum(self.sizes, axis=1) - self.sizes
-        for route, part in enumerate(parts):
-            columns.append(_columns(part, rounds, route, len(memory), dtypes, starts[:, part.peer]))
-            memory += part.memory
+        for route, stream in enumerate(streams):
+            columns.append(_columns(stream, rounds, route, len(memory), dtypes, starts[:, stream.peer]))
+            memory += stream.memory
         table = [np.concatenate(column) for column in zip(*columns, strict=True)]
         order = np.argsort(table[0], kind="stable")
         number, route_of, buffer, offset, stride, dtype, staged, rows, length = (column[order] for column in table)
         ends = np.searchsorted(number, np.arange(rounds + 1))
-        views = [[each.view(dtype) for dtype in dtypes] for each in self.buffers]
+        views = [[buffer.view(dtype) for dtype in dtypes] for buffer in self.buffers]
         runs = []
         for index in range(rounds):
             which = slice(ends[index], ends[index + 1])
             weights = (memory, (buffer[which], offset[which], stride[which]))
             staging = (views[index % 2], (dtype[which], staged[which], length[which]))
-            source, target = (weights, staging) if way == "pack" else (staging, weights)
+            source, target = (weights, staging) if direction == "pack" else (staging, weights)
             copies = Copies(
                 source[0], target[0], route_of[which], *source[1], *target[1], rows=rows[which], length=length[which]
             )
@@ -266,27 +279,29 @@ class _Staging:
 
 
 def _columns(
-    part: _Part,
+    stream: _PeerStream,
     rounds: int,
     route: int,
     first_buffer: int,
     dtypes: list[torch.dtype],
     starts: Column,
 ) -> tuple[Column, ...]:
-    """Of every fragment: its round and route, where it lies in the weights and in the staging, rows and length."""
-    pieces, some = part.pieces, fragments(part.pieces, part.itemsize, rounds)
-    buffer, offset, stride = part.places
-    dtype = np.array([dtypes.index(dtype) for dtype in part.dtypes], dtype=np.int64)
+    """List every fragment: its round and route, its position in the weights and in the staging, rows and length."""
+    segments, message_fragments = stream.segments, fragments(stream.segments, stream.itemsize, rounds)
+    buffer, offset, stride = stream.positions
+    dtype = np.array([dtypes.index(dtype) for dtype in stream.dtypes], dtype=np.int64)
     return (
-        some.round,
-        np.full(len(some.piece), route, dtype=np.int64),
-        buffer[some.piece] + first_buffer,
-        offset[some.piece] + some.row * stride[some.piece] + some.column,
-        stride[some.piece],
-        dtype[pieces.target_buffer[some.piece]],
-        (starts[some.round] + some.offset) // part.itemsize[some.piece],
-        some.rows,
-        some.length,
+        message_fragments.round,
+        np.full(len(message_fragments.segment), route, dtype=np.int64),
+        buffer[message_fragments.segment] + first_buffer,
+        offset[message_fragments.segment]
+        + message_fragments.row * stride[message_fragments.segment]
+        + message_fragments.column,
+        stride[message_fragments.segment],
+        dtype[segments.target_buffer[message_fragments.segment]],
+        (starts[message_fragments.round] + message_fragments.offset) // stream.itemsize[message_fragments.segment],
+        message_fragments.rows,
+        message_fragments.length,
     )
 
 

@@ -11,30 +11,30 @@ from torch.distributed import PrefixStore
 
 from engine3d.platform import platform
 from engine3d.platform.wire import Wire
-from engine3d.reshard.describe.shards import Shards
+from engine3d.reshard.describe.shards import RankShards
 from engine3d.reshard.plan.coordinate import CollectiveOrder, Message
-from engine3d.reshard.plan.pieces import Pieces
 from engine3d.reshard.plan.rounds import longest_round
-from engine3d.reshard.transport.collective import CollectiveTransfer, Incoming, MessageMemory, Outgoing, Way
+from engine3d.reshard.plan.transfers import Segments
+from engine3d.reshard.transport.collective import CollectiveTransfer, Direction, Incoming, MessageMemory, Outgoing
 from engine3d.stores import join
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankMemory:
     """A rank's memory in this process: its shards, and for each buffer a flat tensor of its elements."""
 
-    shards: Shards
+    shards: RankShards
     tensors: Sequence[torch.Tensor]
 
 
 def message_memory(orders: Sequence[CollectiveOrder], device: torch.device) -> MessageMemory:
-    """What a trainer's rank needs for messages in the largest of these transfers, of which one runs at a time."""
-    ways: tuple[Way, ...] = ("pack", "unpack")
-    needed = dict.fromkeys(ways, 0)
+    """Allocate a trainer rank's message buffers for the largest of these transfers, of which one runs at a time."""
+    directions: tuple[Direction, ...] = ("pack", "unpack")
+    needed = dict.fromkeys(directions, 0)
     for order in orders:
-        for way, messages in zip(ways, (order.outgoing, order.incoming), strict=True):
+        for direction, messages in zip(directions, (order.outgoing, order.incoming), strict=True):
             nbytes = longest_round([message.nbytes for message in messages], order.rounds)
-            needed[way] = max(needed[way], nbytes)
+            needed[direction] = max(needed[direction], nbytes)
     return MessageMemory(needed, device)
 
 
@@ -42,10 +42,10 @@ class Participant:
     """A rank that sends or receives over the process group; it meets the others when it is made.
 
     Args:
-        order: its part.
+        order: its work.
         memory: for messages, or the device for memory of its own.
-        source: what a trainer's rank sends from; None for an engine's rank.
-        targets: what it receives into, by index among the targets.
+        source: memory that a trainer's rank sends from. None for an engine's rank.
+        targets: memory that it receives into, by index among the targets.
 
     Raises:
         EngineError: another participant did not come in time.
@@ -55,8 +55,8 @@ class Participant:
         self,
         order: CollectiveOrder,
         memory: MessageMemory | torch.device,
-        source: Held | None,
-        targets: Mapping[int, Held],
+        source: RankMemory | None,
+        targets: Mapping[int, RankMemory],
     ) -> None:
         store = join(order.store, order.timeout_s)
         self._wire: Wire = platform.wire(PrefixStore(order.group, store), order.names, order.index, order.timeout_s)
@@ -73,7 +73,8 @@ class Participant:
             if source is not None
         ]
         incoming = [
-            _incoming(message, [targets[each.target] for each in message.transfers]) for message in order.incoming
+            _incoming(message, [targets[transfer.target] for transfer in message.transfers])
+            for message in order.incoming
         ]
         self._transfer = CollectiveTransfer(self._wire, order.rounds, outgoing, incoming, memory)
 
@@ -88,7 +89,7 @@ class Participant:
         return self._transfer.staged_bytes
 
     def run(self, version: int) -> None:
-        """Send and receive a version; return when this participant's part is done.
+        """Send and receive a version; return when this participant is done.
 
         Raises:
             EngineError: another participant is gone or was late; targets may hold a mixture of versions.
@@ -101,18 +102,20 @@ class Participant:
         self._wire.close()
 
 
-def _incoming(message: Message, targets: Sequence[Held]) -> Incoming:
-    buffers = [(held, buffer) for held in targets for buffer in range(len(held.tensors))]
+def _incoming(message: Message, targets: Sequence[RankMemory]) -> Incoming:
+    buffers = [(target, buffer) for target in targets for buffer in range(len(target.tensors))]
 
     def tensor_at(joined: int, element: int) -> str | None:
-        held, buffer = buffers[joined]
-        return held.shards.tensor_at(buffer, element)
+        target, buffer = buffers[joined]
+        return target.shards.tensor_at(buffer, element)
 
-    memory = [held.tensors[buffer] for held, buffer in buffers]
+    memory = [target.tensors[buffer] for target, buffer in buffers]
     return Incoming(message.sender, message.nbytes, _joined(message), memory, tensor_at)
 
 
-def _joined(message: Message) -> Pieces:
-    """The pieces of all transfers of a message, with the buffers of all its targets counted through."""
+def _joined(message: Message) -> Segments:
+    """The segments of all transfers of a message, with the buffers of all its targets numbered consecutively."""
     first = accumulate((len(dtypes) for dtypes in message.dtypes), initial=0)
-    return Pieces.joined([(transfer.pieces, 0, base) for transfer, base in zip(message.transfers, first, strict=False)])
+    return Segments.joined(
+        [(transfer.segments, 0, base) for transfer, base in zip(message.transfers, first, strict=False)]
+    )

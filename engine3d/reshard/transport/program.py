@@ -10,21 +10,21 @@ import torch
 
 from engine3d.platform import platform
 from engine3d.platform.copies import Copies, CopyMethod
-from engine3d.reshard.plan.pieces import Pieces
+from engine3d.reshard.plan.transfers import Segments
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Pieces, and the memory that they go between.
+    """Segments, and the memory that they go between.
 
     Args:
-        pieces: what goes.
+        segments: elements that go.
         sources: for each source buffer a flat tensor of its elements.
         targets: for each target buffer a flat tensor of its elements.
-        near: whether the targets lie on the device that copies.
+        near: true if the targets lie on the device that copies.
     """
 
-    pieces: Pieces
+    segments: Segments
     sources: Sequence[torch.Tensor]
     targets: Sequence[torch.Tensor]
     near: bool = False
@@ -44,13 +44,13 @@ def flat(storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, e
 
 
 class CopyProgram:
-    """Copies the pieces of several routes at once, cast to the targets' dtypes.
+    """Copies the segments of several routes at once, cast to the targets' dtypes.
 
     All routes advance together, so that all links between a rank and its targets are busy from the first byte to the
     last. A program keeps the memory of its routes alive.
 
     Args:
-        routes: usually one for each target rank. No two pieces write the same memory.
+        routes: usually one for each target rank. No two segments write the same memory.
         method: how a GPU copies; a CPU has one way. The default is the platform's.
     """
 
@@ -66,26 +66,26 @@ class CopyProgram:
 
 
 def _joined(routes: Sequence[Route]) -> Copies:
-    """The pieces of all routes, with the indices of buffers counted over all of them."""
+    """The segments of all routes, with the buffers numbered consecutively."""
     sources: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
-    parts: list[tuple[Pieces, int, int]] = []
+    numbered: list[tuple[Segments, int, int]] = []
     for route in routes:
-        parts.append((route.pieces, len(sources), len(targets)))
+        numbered.append((route.segments, len(sources), len(targets)))
         sources += route.sources
         targets += route.targets
-    pieces = Pieces.joined(parts)
+    segments = Segments.joined(numbered)
     return Copies(
         sources=sources,
         targets=targets,
-        route=np.repeat(np.arange(len(routes)), [len(route.pieces) for route in routes]),
-        source=pieces.source_buffer,
-        source_offset=pieces.source_offset,
-        source_stride=pieces.source_stride,
-        target=pieces.target_buffer,
-        target_offset=pieces.target_offset,
-        target_stride=pieces.target_stride,
-        rows=pieces.rows,
-        length=pieces.length,
+        route=np.repeat(np.arange(len(routes)), [len(route.segments) for route in routes]),
+        source=segments.source_buffer,
+        source_offset=segments.source_offset,
+        source_stride=segments.source_stride,
+        target=segments.target_buffer,
+        target_offset=segments.target_offset,
+        target_stride=segments.target_stride,
+        rows=segments.rows,
+        length=segments.length,
         near_routes=frozenset(number for number, route in enumerate(routes) if route.near),
     )

@@ -1,10 +1,10 @@
-"""A trainer's rank in a transfer: it says where its weights lie, and writes them where they are needed."""
+"""Trainer's end of a transfer: it shares the memory of its weights, and writes them into the engines."""
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,11 +14,11 @@ import torch
 from engine3d.platform import platform
 from engine3d.platform.copies import CopyMethod
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Buffer, Shards
+from engine3d.reshard.describe.shards import Buffer, RankShards
 from engine3d.reshard.plan.coordinate import SendOrder
-from engine3d.reshard.plan.pieces import Link
+from engine3d.reshard.plan.transfers import Link
 from engine3d.reshard.transport.collective import MessageMemory
-from engine3d.reshard.transport.participant import Held, Participant, message_memory
+from engine3d.reshard.transport.participant import Participant, RankMemory, message_memory
 from engine3d.reshard.transport.program import CopyProgram, Route, flat
 
 Transport = Literal["one_sided", "collective"]
@@ -26,7 +26,7 @@ Transport = Literal["one_sided", "collective"]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one rank sent over one transport: bytes, and seconds from its first copy until all were done."""
+    """Bytes that one rank sent over one transport, and seconds from its first copy until all were done."""
 
     nbytes: int
     seconds: float
@@ -34,7 +34,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class _Outlet:
-    """What a rank does in the transfer to some of the engines."""
+    """Transfer of one rank to some of the engines."""
 
     program: CopyProgram
     participant: Participant | None
@@ -55,15 +55,25 @@ class _Outlet:
 
 
 class WeightSender:
-    """The weights of one rank, and the way they take to the engines.
+    """Weights of one rank, and their transfer to the engines.
 
     Args:
-        shards: what the rank holds.
+        shards: of the rank.
         storages: the memory of each buffer of the shards.
+        quantise: brings quantised memory up to date with the parameters, if there is any. Called once for each version:
+            before its first transfer, or one that is repeated.
     """
 
-    def __init__(self, shards: Shards, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(
+        self,
+        shards: RankShards,
+        storages: Sequence[torch.UntypedStorage],
+        quantise: Callable[[], None] | None = None,
+    ) -> None:
         self.shards = shards
+        self._quantise = quantise
+        self._quantised: int | None = None
+        self._sent: set[int] = set()
         self._storages = tuple(storages)
         self._outlets: list[_Outlet] = []
         self._messages: MessageMemory | None = None
@@ -73,7 +83,7 @@ class WeightSender:
         return SharedShards(self.shards, tuple(platform.share_memory(storage) for storage in self._storages))
 
     def publish(self, path: Path) -> None:
-        """Write what `share` says to a file, whole or not at all."""
+        """Write the result of `share` to a file, atomically."""
         partial = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial.write_bytes(pickle.dumps(self.share()))
@@ -83,8 +93,8 @@ class WeightSender:
         """Make ready to send: map the memory that is written, build the copies, join the collective transport's group.
 
         Args:
-            orders: what to send, from `coordinate`; one for each transfer that is made by itself. All ranks connect
-                these in the same order.
+            orders: from `coordinate`, one for each transfer that is made by itself. All ranks connect them in the same
+                order.
             method: how a GPU copies; the platform's choice if None.
         """
         self.close()
@@ -99,29 +109,35 @@ class WeightSender:
         targets = {index: mapped(shared) for index, shared in order.targets.items()}
         program = CopyProgram(
             [
-                Route(transfer.pieces, sources, targets[transfer.target], near=transfer.link is Link.DEVICE)
+                Route(transfer.segments, sources, targets[transfer.target], near=transfer.link is Link.DEVICE)
                 for transfer in order.one_sided
             ],
             method,
         )
         participant = None
         if order.collective is not None:
-            held = {index: Held(shared.shards, targets[index]) for index, shared in order.targets.items()}
-            participant = Participant(order.collective, messages, Held(self.shards, sources), held)
+            target_memory = {
+                index: RankMemory(shared.shards, targets[index]) for index, shared in order.targets.items()
+            }
+            participant = Participant(order.collective, messages, RankMemory(self.shards, sources), target_memory)
         return _Outlet(program, participant)
 
-    def send(self, version: int, part: int = 0) -> dict[Transport, Sent]:
-        """Write this rank's part of `version` into the engines; return when all of it is there.
+    def send(self, version: int, transfer: int = 0) -> dict[Transport, Sent]:
+        """Write this rank's shards of `version` into the engines. Returns when all of them are written.
 
         Args:
             version: of the weights.
-            part: which of the transfers that were connected.
+            transfer: index of the connected transfer.
 
         Raises:
             EngineError: another rank of the collective transport failed or did not answer in time.
         """
         assert self._outlets, "connect comes first"
-        return self._outlets[part].send(version)
+        if self._quantise is not None and (version != self._quantised or transfer in self._sent):
+            self._quantise()
+            self._quantised, self._sent = version, set()
+        self._sent.add(transfer)
+        return self._outlets[transfer].send(version)
 
     @property
     def staged_bytes(self) -> int:
@@ -129,8 +145,9 @@ class WeightSender:
         return self._messages.nbytes if self._messages is not None else 0
 
     def close(self) -> None:
-        """Let go of the memory of others, and leave the collective transport's groups."""
+        """Unmap the memory of other ranks, and leave the collective transport's groups."""
         outlets, self._outlets, self._messages = self._outlets, [], None
+        self._quantised, self._sent = None, set()
         for outlet in outlets:
             if outlet.participant is not None:
                 outlet.participant.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine3d.rollout.host.messages import EndedResponses, HostCall, Launch, Progress, Reply, ResponseFailed
+from engine3d.rollout.host.messages import EndedResponses, HostCall, Launch, Progress, Reply
 from engine3d.run_files import remove_run_files
 
 _PARENT_POLL_S = 1.0
@@ -30,7 +30,7 @@ class ClientConnection:
         threading.Thread(target=self._receive, name="client connection", daemon=True).start()
         threading.Thread(target=self._watch_parent, name="client watch", daemon=True).start()
 
-    def send(self, message: Reply | Progress | EndedResponses | ResponseFailed) -> None:
+    def send(self, message: Reply | Progress | EndedResponses) -> None:
         with self._send_lock:
             self._connection.send(message)
 

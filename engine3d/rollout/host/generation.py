@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import EngineError
 from engine3d.rollout.cache import samples_together
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.requests import Request, Response
+from engine3d.rollout.scheduler.routes import ROUTES
 from engine3d.rollout.scheduler.text_stops import PARAMETER
 from engine3d.rollout.scheduler.versions import VERSIONS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from engine3d.models.experts.routes import RouteFormat
 
 
 class SglangBatches:
@@ -23,10 +30,11 @@ class SglangBatches:
     Args:
         engine: SGLang's.
         token_versions: True if each token has the version of the weights that drew it.
+        routes: format of the routes that come with responses; None without any.
     """
 
-    def __init__(self, engine: Any, *, token_versions: bool) -> None:
-        self._engine, self._token_versions = engine, token_versions
+    def __init__(self, engine: Any, *, token_versions: bool, routes: RouteFormat | None) -> None:
+        self._engine, self._token_versions, self._routes = engine, token_versions, routes
         arguments = engine.tokenizer_manager.server_args
         self._groups = int(arguments.dp_size)  # of ranks, with attention and a KV cache of their own
         self._most_running = int(arguments.max_running_requests)
@@ -58,12 +66,26 @@ class SglangBatches:
             [index // together % self._groups for index in order],
             input_ids=[list(requests[index].prompt) for index in order],
             sampling_params=[parameters[index] for index in order],
+            return_routed_experts=self._routes is not None,
         )
         by_index = dict(zip(order, outputs, strict=True))
-        return [drawn(by_index[index]["meta_info"], self._token_versions) for index in range(len(requests))]
+        return [
+            drawn(
+                by_index[index]["meta_info"],
+                token_versions=self._token_versions,
+                routes=self._routes,
+                tokens_before=len(request.prompt),
+            )
+            for index, request in enumerate(requests)
+        ]
 
     async def outputs(
-        self, id: int, names: Sequence[str], groups: Sequence[int], **per_request: list[Any]
+        self,
+        id: int,
+        names: Sequence[str],
+        groups: Sequence[int],
+        return_routed_experts: bool = False,
+        **per_request: list[Any],
     ) -> list[dict[str, Any]]:
         """SGLang's outputs, in the order of `names`.
 
@@ -71,6 +93,7 @@ class SglangBatches:
             id: of the call.
             names: SGLang's names of the requests.
             groups: for each request, the group of the engine's ranks with attention of their own that computes it.
+            return_routed_experts: True if outputs have routes.
             per_request: further arguments of `async_generate`, with an entry for each request.
         """
         calls, indices = [], []
@@ -82,6 +105,7 @@ class SglangBatches:
             if self._groups > 1:
                 arguments["routed_dp_rank"] = group
             rids = [names[index] for index in of_group]
+            arguments["return_routed_experts"] = return_routed_experts
             calls.append(self._engine.async_generate(rid=rids, return_logprob=True, **arguments))
             indices += of_group
         self._names[id] = list(names)
@@ -135,20 +159,45 @@ def sample_seed(engine_seed: int, group: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def drawn(meta: dict[str, Any], token_versions: bool) -> Response:
+def drawn(
+    meta: dict[str, Any], *, token_versions: bool, routes: RouteFormat | None = None, tokens_before: int = 0
+) -> Response:
     """Response of an output, from SGLang's `meta_info`.
 
     Args:
         meta: of the output.
         token_versions: True if each token has a version of its own; otherwise all are of the version that is served.
+        routes: format of its routes; None without any.
+        tokens_before: those before it whose routes it has, too.
+
+    Raises:
+        EngineError: its tokens have other numbers of versions or of routes.
     """
     reason, tokens = meta["finish_reason"]["type"], meta.get("output_token_logprobs") or []
     if token_versions:
         versions = [int(version) for version in meta.get(VERSIONS) or []]
     else:
         versions = [int(meta["weight_version"])] * len(tokens)
+    if reason == "abort" and routes is not None and ROUTES not in meta:
+        versions = []
+    # An abort in SGLang's queue has tokens and neither versions nor routes: they are drawn again.
     if len(versions) != len(tokens):
         if reason != "abort":
             raise EngineError(f"{len(tokens)} tokens and {len(versions)} versions")
-        tokens, versions = [], []  # An abort in SGLang's queue tells tokens and no versions: they are drawn again.
-    return Response([int(token) for _, token, _ in tokens], [float(each) for each, _, _ in tokens], versions, reason)
+        tokens, versions = [], []
+    return Response(
+        [int(token) for _, token, _ in tokens],
+        [float(logprob) for logprob, _, _ in tokens],
+        versions,
+        reason,
+        routes=None if routes is None or not versions else _routes(meta, tokens_before + len(tokens) - 1, routes),
+    )
+
+
+def _routes(meta: dict[str, Any], rows: int, format: RouteFormat) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    values = np.frombuffer(base64.b64decode(meta.get(ROUTES) or ""), np.dtype(str(format.dtype).removeprefix("torch.")))
+    if values.size != rows * format.columns:
+        raise EngineError(f"{values.size} entries of routes, expected {format.columns} for each of {rows} tokens")
+    return values.reshape(rows, format.columns)

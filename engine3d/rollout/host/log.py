@@ -1,4 +1,4 @@
-"""What an engine's log has of failures, and the line of it that says why the engine died."""
+"""Failures in an engine's log, and the line of it that gives the cause of the engine's death."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def root_cause(log_path: Path) -> str:
     exceptions = [line for line in lines if _EXCEPTION.match(line)]
     causes = [line for line in exceptions if not _CONSEQUENCE.search(line)]
     crashes = [line for line in lines if _CRASH.search(line)]
-    for found in (causes, crashes, exceptions):
-        if found:
-            return _shown(found[0])
+    for lines_of_kind in (causes, crashes, exceptions):
+        if lines_of_kind:
+            return _shown(lines_of_kind[0])
     return ""
 
 
-def told_death(exit_code: int, log_path: Path) -> str:
-    """What a process died of, in words: how it ended, and what its log says of why."""
+def describe_death(exit_code: int, log_path: Path) -> str:
+    """Describe the death of a process: its exit code, and the cause in its log."""
     ended = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
     cause = root_cause(log_path)
     return f"its process {ended}{cause and f' after: {cause}'}; log: {log_path}"

@@ -36,15 +36,15 @@ def serve_member(engine: Any, client: ClientConnection) -> None:
     # SGLang signals it when one of its processes has failed; its own handler would wait five seconds first.
     signal.signal(signal.SIGQUIT, lambda *_: fail())
     client.send(Reply(START_ID))
-    told = 0
+    reported = 0
     while all(rank.exitcode is None for rank in ranks):
         with contextlib.suppress(queue.Empty):
             call = calls.get(timeout=PROGRESS_EVERY_S)
             if call.method == "shutdown":
                 end_engine(engine, client, call.id)
             client.send(Reply(call.id))
-        if (batches := scheduler_state(client.launch.run_directory).batches) != told:
-            told = batches
+        if (batches := scheduler_state(client.launch.run_directory).batches) != reported:
+            reported = batches
             client.send(Progress({}))
     fail()
 

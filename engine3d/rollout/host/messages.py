@@ -1,4 +1,4 @@
-"""What the client and the engine's host process say to each other, pickled over one Unix socket."""
+"""Messages between the client and the engine's host process, pickled over one Unix socket."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 from engine3d.rollout.requests import Response
 
 
@@ -16,18 +16,11 @@ class EndedResponses:
 
     Args:
         responses: by sample.
-        figures: of the engine.
+        stats: of the engine.
     """
 
     responses: dict[int, Response]
-    figures: EngineFigures
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseFailed:
-    """Sent where a response cannot be made, for a reason of the engine's. `error`: in one line."""
-
-    error: str
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the started engine accepts: positions in its KV cache, and token ids below `vocab_size`."""
+    """Limits of the started engine: positions in its KV cache, and token ids below `vocab_size`."""
 
     max_total_tokens: int
     vocab_size: int
@@ -84,11 +77,11 @@ class Progress:
 
     Args:
         done: for each call whose responses end together, by id, how many of them have ended.
-        figures: of the engine, once it has told them.
+        stats: of the engine, once it has reported them.
     """
 
     done: dict[int, int]
-    figures: EngineFigures | None = None
+    stats: EngineStats | None = None
 
 
 START_ID = 0  # the id of the Reply that says that the engine is up, with its Limits

@@ -30,7 +30,7 @@ class HostOwner(ABC):
         """Start it and wait until it is up. Raises EngineError after `start_timeout_s` at the latest."""
 
     def is_alive(self) -> bool:
-        """Whether its process runs. True too while it is busy or stuck."""
+        """True if its process runs, even while it is busy or stuck."""
         return self._host is not None and self._host.is_alive
 
     def shutdown(self) -> None:

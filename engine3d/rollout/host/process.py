@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import LOST_PART, EngineError
+from engine3d.errors import LOST_RANKS, EngineError
 from engine3d.progress import progress
-from engine3d.rollout.host.log import lost_neighbour, told_death
+from engine3d.rollout.host.log import describe_death, lost_neighbour
 from engine3d.rollout.host.messages import (
     START_ID,
     EndedResponses,
@@ -28,7 +28,6 @@ from engine3d.rollout.host.messages import (
     Limits,
     Progress,
     Reply,
-    ResponseFailed,
 )
 from engine3d.rollout.host.responses import PendingResponses
 from engine3d.rollout.host.run_environment import run_environment
@@ -197,15 +196,13 @@ class HostProcess:
                 message = self._connection.recv()
                 if isinstance(message, Progress):
                     self._progress, self._progress_at = message, time.monotonic()
-                    progress.part_done()
+                    progress.batch_done()
                     progress.done = message.done.get(self._counted, progress.done)
-                    self.responses.figures = message.figures or self.responses.figures
+                    self.responses.stats = message.stats or self.responses.stats
                     self.responses.came_further(message.done.get(self._counted, 0))
                 elif isinstance(message, EndedResponses):
-                    self.responses.figures = message.figures
+                    self.responses.stats = message.stats
                     self.responses.add(message.responses)
-                elif isinstance(message, ResponseFailed):
-                    self.responses.fail(f"rollout engine: {message.error}; log: {self.log_path}")
                 else:
                     self._resolve(message)
         except (EOFError, OSError):
@@ -233,9 +230,9 @@ class HostProcess:
             death = "it was shut down"
         else:
             if lost := self._several_hosts and lost_neighbour(self.log_path):
-                death = f"{LOST_PART}: {lost}; log: {self.log_path}"
+                death = f"{LOST_RANKS}: {lost}; log: {self.log_path}"
             else:
-                death = told_death(exit_code, self.log_path)
+                death = describe_death(exit_code, self.log_path)
         with self._lock:
             self._death = death
             waiting, self._pending = self._pending, {}

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
+from engine3d.models import load_model_spec
+from engine3d.models.experts.routes import RouteFormat
 from engine3d.platform import platform
 from engine3d.rollout import moe_configs
 from engine3d.rollout.host.client_connection import ClientConnection
@@ -36,17 +38,17 @@ from engine3d.rollout.host.messages import (
 )
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, SchedulerState, scheduler_state
 from engine3d.rollout.host.ranks import watched_ranks
-from engine3d.rollout.host.stream import ResponseStream, UnderWay
+from engine3d.rollout.host.stream import InFlightPolicy, ResponseStream
 from engine3d.rollout.requests import Request, Response
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
-from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
+from engine3d.rollout.scheduler.rank import Call, RankResult, answers_path
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
-from engine3d.stacks import write_stacks_when_asked
+from engine3d.stacks import write_stacks_on_request
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
 
 _CLEAR_UP_S = 10.0  # between the last response and a scheduler that has cleared up after it
-_KEEPING_CACHE: tuple[UnderWay, ...] = ("continue", "recompute")  # responses stay with a scheduler that is paused
+_KEEPING_CACHE: tuple[InFlightPolicy, ...] = ("continue", "recompute")  # responses stay with a scheduler that is paused
 
 
 class _Server:
@@ -59,8 +61,11 @@ class _Server:
         info = engine._scheduler_init_result.scheduler_infos[0]
         self._groups = int(self._manager.server_args.dp_size)  # of ranks, with attention and a KV cache of their own
         self._cache_tokens = int(info["max_total_num_tokens"]) * self._groups
-        self._batches = SglangBatches(engine, token_versions=VERSIONS_VARIABLE in os.environ)
         arguments = self._manager.server_args
+        routes = None
+        if arguments.enable_return_routed_experts:
+            routes = RouteFormat.of(load_model_spec(arguments.model_path).sizes)
+        self._batches = SglangBatches(engine, token_versions=VERSIONS_VARIABLE in os.environ, routes=routes)
         self._stream = ResponseStream(
             self._manager,
             self._batches,
@@ -68,8 +73,11 @@ class _Server:
             self._scheduler_state,
             self._cache_tokens,
             arguments.random_seed if arguments.enable_deterministic_inference else None,
+            routes,
         )
-        self._standstill: UnderWay | None = None  # of a transfer that was begun: the fate of responses in flight
+        self._standstill: InFlightPolicy | None = None  # of a transfer that was begun: the fate of responses in flight
+        self._locked = False  # True while a transfer has SGLang's lock, which generations in flight hold too
+        self._beginning = asyncio.Lock()  # of a transfer
         self._calling = asyncio.Lock()  # SGLang has one socket for calls of all ranks
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -95,15 +103,15 @@ class _Server:
 
     async def _tell_progress(self) -> None:
         """Tell the client, while calls or responses are in flight, that the engine has come further, and how far."""
-        told = 0
+        reported = 0
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
             if not self._tasks and not self._stream:
                 continue
             batches = self._scheduler_state().batches
-            if batches != told:
-                told = batches
-                self._client.send(Progress(self._batches.done, self._stream.figures))
+            if batches != reported:
+                reported = batches
+                self._client.send(Progress(self._batches.done, self._stream.stats))
 
     def _scheduler_state(self) -> SchedulerState:
         return scheduler_state(self._client.launch.run_directory)
@@ -169,37 +177,55 @@ class _Server:
         )
         return [_given_logprobs(output["meta_info"]) for output in outputs]
 
-    async def begin_weights(self, id: int, under_way: UnderWay) -> None:
+    async def begin_weights(self, id: int, in_flight: InFlightPolicy) -> None:
         """Hold back new generations until `commit_weights`.
 
         Args:
             id: of the request.
-            under_way: the fate of responses in flight.
+            in_flight: policy for responses in flight.
         """
-        if self._standstill is not None:
-            return  # the last transfer was not committed: this one takes over from it
-        pauses_scheduler = under_way in _KEEPING_CACHE
-        if under_way == "wait":
-            await self._wait_for_generations()
-        elif under_way == "resend":
-            # Not SGLang's own abort, which looks once a second whether all have ended.
-            async with self._manager.is_pause_cond:
-                self._manager.is_pause = True
-            await self._stream.park()
-        else:
+        async with self._beginning:  # also one that was cancelled ends before the next begins
+            if self._standstill is not None:
+                return  # the last transfer was not committed: this one takes over from it
+            try:
+                await self._stand_still(in_flight)
+                # The batch in flight reads the weights to its end.
+                await self.call_ranks(id, Call("settle", {"paused": in_flight in _KEEPING_CACHE}))
+            except BaseException:  # the previous weights are complete, and are served as before
+                await self._resume()
+                raise
+            self._standstill = in_flight
+
+    async def _stand_still(self, in_flight: InFlightPolicy) -> None:
+        """Hold back requests, and wait until those in flight have ended, or stand still."""
+        if in_flight in _KEEPING_CACHE:
             self._stream.continues()
-            await self._pause("in_place" if under_way == "continue" else "retract")
-        self._standstill = under_way
-        if pauses_scheduler:
+            await self._pause("in_place" if in_flight == "continue" else "retract")
             # A pause has no answer, and calls of ranks take another socket, which may be quicker: the scheduler would
             # run one more batch on half-written weights. This request takes the socket of the pause, so its answer
             # comes after it.
             await self._manager.get_internal_state()
-        # The batch in flight reads the weights to its end.
-        await self.call_ranks(id, Call("settle", {"paused": pauses_scheduler}))
+            return
+        # Not SGLang's own abort, which looks once a second whether all have ended. Requests that come wait for this
+        # condition, where they can be aborted, and not for the lock.
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True
+        if in_flight == "resend":
+            await self._stream.park()
+        else:
+            await self._wait_for_generations()
+
+    async def _resume(self) -> None:
+        """End a standstill: requests that were held back begin, and those that stand still continue."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if self._locked:
+            self._locked = False
+            await self._manager.model_update_lock.release_writer()
+        await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def _wait_for_generations(self) -> None:
-        """Wait for generations in flight, and hold others back."""
+        """Wait for generations in flight."""
         lock = self._manager.model_update_lock
         try:
             await lock.acquire_writer()
@@ -207,6 +233,7 @@ class _Server:
             await lock.acquire_reader()  # its release wakes those who wait behind us
             await lock.release_reader()
             raise
+        self._locked = True
 
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -223,18 +250,13 @@ class _Server:
 
     async def commit_weights(self, id: int, version: int) -> None:
         """Serve the weights that are there as this version. Nothing in it can fail but the process."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
         if self._standstill is None:
             raise EngineError(f"version {version} was never begun")
         if VERSIONS_VARIABLE in os.environ:
             await self.call_ranks(id, Call("serve", {"version": version}))
         self._manager._update_weight_version_if_provided(str(version))
-        under_way, self._standstill = self._standstill, None
-        if under_way == "wait":
-            await self._manager.model_update_lock.release_writer()
-        else:
-            await self._manager.continue_generation(ContinueGenerationReqInput())
+        self._standstill = None
+        await self._resume()
 
     async def call_ranks(self, id: int, call: Call) -> list[Any]:
         """Call a method of EngineRank on every rank; their results in order of rank."""
@@ -245,12 +267,12 @@ class _Server:
         file = answers_path(path)
         if not file.exists():
             raise EngineError("the ranks gave no answers")
-        answers: list[Answer] = pickle.loads(file.read_bytes())
+        answers: list[RankResult] = pickle.loads(file.read_bytes())
         file.unlink()
-        errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(answers) if each.error is not None]
+        errors = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error is not None]
         if errors:
             raise EngineError("; ".join(dict.fromkeys(errors)))
-        return [each.result for each in answers]
+        return [answer.result for answer in answers]
 
     async def _on_ranks(self, path: Path) -> None:
         async with self._calling:
@@ -330,7 +352,7 @@ def main() -> None:
     """`python -m engine3d.rollout.host.program FD`: serve the client at the other end of this inherited Unix socket."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    write_stacks_when_asked()
+    write_stacks_on_request()
     client = ClientConnection(Connection(descriptor))
     launch = client.launch
     os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))

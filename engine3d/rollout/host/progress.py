@@ -1,4 +1,4 @@
-"""How far an engine is, seen from outside its scheduler: every batch that it has run brought a request further.
+"""Progress of an engine, seen from outside its scheduler: every batch that it has run brought a request further.
 
 SGLang's scheduler sends tokens of a response that nobody streams fifty at a time, and of a prompt nothing: a counter in
 a file of the engine's run directory tells a slow engine from one that stands still. Beside it is what the KV cache
@@ -16,7 +16,7 @@ from typing import Any
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
 PROGRESS_EVERY_S = 0.5
-"""How often a host process tells its client whether the engine comes further."""
+"""Seconds between two reports of progress of a host process to its client."""
 _FORMAT = struct.Struct("<5q")
 _NAME = "batches-"
 
@@ -71,8 +71,8 @@ _retracted = 0
 
 def scheduler_state(run_directory: Path) -> SchedulerState:
     """The engine's schedulers after their last batches, added up. Before the first a file is not there, or empty."""
-    told = [path.read_bytes() for path in run_directory.glob(f"{_NAME}*")]
-    states = [_FORMAT.unpack(each) for each in told if each]
+    written = [path.read_bytes() for path in run_directory.glob(f"{_NAME}*")]
+    states = [_FORMAT.unpack(state) for state in written if state]
     return SchedulerState(*map(sum, zip(*states, strict=True))) if states else SchedulerState()
 
 

@@ -21,8 +21,8 @@ def watched_ranks() -> dict[int, str]:
             title = " ".join(process.cmdline()[:1])
             if title.startswith(_TITLE) and process.ppid() not in titles:  # a rank's forks have its title
                 titles[process.pid] = title.removeprefix("sglang::")
-    found: dict[int, str] = {}
+    descriptors: dict[int, str] = {}
     for pid, title in titles.items():
         with contextlib.suppress(OSError):  # a system without, where SGLang's own watch is all
-            found[os.pidfd_open(pid)] = f"{title} (pid={pid})"
-    return found
+            descriptors[os.pidfd_open(pid)] = f"{title} (pid={pid})"
+    return descriptors

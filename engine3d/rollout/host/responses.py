@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.requests import Response
 
@@ -28,7 +28,7 @@ class PendingResponses:
         self._further_at = time.monotonic()
         self._done = 0
         """Complete responses among those that were last submitted together."""
-        self.figures: EngineFigures | None = None
+        self.stats: EngineStats | None = None
         """The latest that the engine has reported."""
 
     def submitted(self, samples: Iterable[int]) -> None:
@@ -61,13 +61,17 @@ class PendingResponses:
         """These have ended."""
         with self._changed:
             self._further_at = time.monotonic()
-            self._ended |= {sample: each for sample, each in responses.items() if sample in self._in_flight}
+            self._ended |= {sample: response for sample, response in responses.items() if sample in self._in_flight}
             self._in_flight.difference_update(responses)
             self._changed.notify_all()
 
     def came_further(self, done: int) -> None:
         """The engine has run batches. `done`: complete responses of those that were last submitted together."""
         self._further_at, self._done = time.monotonic(), done
+
+    def resume(self) -> None:
+        """Measure a stall from now: until now the engine stood still for its weights."""
+        self._further_at = time.monotonic()
 
     def fail(self, error: str) -> None:
         """No response ends any more."""

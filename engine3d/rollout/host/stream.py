@@ -6,19 +6,26 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from engine3d.engine_figures import EngineFigures
+import numpy as np
+
+from engine3d.engine_stats import EngineStats
 from engine3d.rollout.host.generation import SglangBatches, drawn, sampling_parameters
 from engine3d.rollout.host.log import log_answered
-from engine3d.rollout.host.messages import EndedResponses, ResponseFailed
+from engine3d.rollout.host.messages import EndedResponses
 from engine3d.rollout.host.progress import SchedulerState
 from engine3d.rollout.requests import Request, Response
 from engine3d.rollout.scheduler.text_stops import BEFORE, PARAMETER, window
 
-UnderWay = Literal["wait", "continue", "recompute", "resend"]
-"""What becomes of responses under way when weights change: the transfer waits until they have ended; they stand still
-and go on with their KV cache, or compute it anew; or they are aborted, and sent again with what they have."""
+if TYPE_CHECKING:
+    from engine3d.models.experts.routes import RouteFormat
+
+InFlightPolicy = Literal["wait", "continue", "recompute", "resend"]
+"""Policy for responses in flight when weights change. "wait": the transfer waits until they have ended. "continue",
+"recompute": they pause, and continue with their KV cache or a recomputed one. "resend": they are aborted, and sent
+again with their tokens.
+"""
 
 _TOGETHER_S = 0.02
 _NOTHING = Response([], [], [])
@@ -30,24 +37,26 @@ class ResponseStream:
     Args:
         manager: SGLang's tokenizer manager.
         batches: for requests that are submitted together.
-        report: sends to the client what has ended, or why a response could not be made.
+        report: sends the responses that have ended to the client. One that could not be made has its `error`.
         scheduler_state: the state of the scheduler.
         cache_tokens: capacity of its KV cache.
         engine_seed: seed of a deterministic engine; None of another.
+        routes: format of the routes that come with responses; None without any.
     """
 
     def __init__(
         self,
         manager: Any,
         batches: SglangBatches,
-        report: Callable[[EndedResponses | ResponseFailed], None],
+        report: Callable[[EndedResponses], None],
         scheduler_state: Callable[[], SchedulerState],
         cache_tokens: int,
         engine_seed: int | None,
+        routes: RouteFormat | None = None,
     ) -> None:
         self._manager, self._batches, self._report = manager, batches, report
         self._scheduler_state, self._cache_tokens = scheduler_state, cache_tokens
-        self._engine_seed = engine_seed
+        self._engine_seed, self._routes = engine_seed, routes
         self._prompt_tokens = self._cached_tokens = self._resent = self._continued = 0
         self._serial = itertools.count()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -75,7 +84,7 @@ class ResponseStream:
             self._tasks |= dict.fromkeys((request.sample for request in requests), task)
             return
         for request in requests:
-            self._prefixes[request.sample] = request.prefix or _NOTHING
+            self._prefixes[request.sample] = self._begun(request)
             self._tasks[request.sample] = asyncio.create_task(self._respond(request))
 
     def abort(self, samples: Iterable[int]) -> None:
@@ -90,27 +99,29 @@ class ResponseStream:
             task.cancel()
 
     def leave_cache(self) -> None:
-        """Let what is sent from here on find nothing in the KV cache of what was sent before."""
+        """Keep requests from here on from reusing the KV cache of earlier ones."""
         self._caches += 1
 
     async def park(self) -> None:
         """Abort what is with the scheduler, to be sent again; return when nothing is. The engine must be paused."""
         self._resends = True
-        while self._names:
-            self._parked.clear()
-            self._manager.abort_request(abort_all=True)
-            await self._parked.wait()
-        self._resends = False
+        try:
+            while self._names:
+                self._parked.clear()
+                self._manager.abort_request(abort_all=True)
+                await self._parked.wait()
+        finally:
+            self._resends = False
 
     def continues(self) -> None:
         """Count the responses that stand still with the scheduler while weights change."""
         self._continued += len(self._names)
 
     @property
-    def figures(self) -> EngineFigures:
-        """How the engine is."""
+    def stats(self) -> EngineStats:
+        """Latest stats of the engine."""
         state = self._scheduler_state()
-        return EngineFigures(
+        return EngineStats(
             self._cache_tokens,
             state.used_tokens,
             state.queued,
@@ -130,6 +141,14 @@ class ResponseStream:
             for sample, prefix in self._prefixes.items()
         }
 
+    def _begun(self, request: Request) -> Response:
+        """Tokens that a response has already. Routes that nobody knows are missing."""
+        prefix = request.prefix or _NOTHING
+        if self._routes is None or prefix.routes is not None or not prefix.token_ids:
+            return prefix
+        rows = len(request.prompt) + len(prefix.token_ids) - 1
+        return replace(prefix, routes=self._routes.empty(rows).numpy())
+
     async def _respond(self, request: Request) -> None:
         sample = request.sample
         try:
@@ -140,8 +159,7 @@ class ResponseStream:
                 raise
             response = replace(self._prefixes[sample], finish_reason="abort")
         except Exception as error:
-            self._fail(f"sample {sample}", error)
-            return
+            response = replace(self._prefixes[sample], finish_reason="abort", error=_line(error))
         del self._prefixes[sample]
         self._forget([sample])
         self._end(sample, response)
@@ -160,13 +178,13 @@ class ResponseStream:
             if not self._aborted.issuperset(responses):
                 raise
         except Exception as error:
-            self._fail(f"{len(requests):,} responses", error)
-            return
+            failed = replace(_NOTHING, finish_reason="abort", error=_line(error))
+            responses = dict.fromkeys(responses, failed)
         finally:
             for sample in responses:
                 self._batch_names.pop(sample, None)
         self._forget(responses)
-        self._report(EndedResponses(responses, self.figures))
+        self._report(EndedResponses(responses, self.stats))
 
     async def _resumed(self, samples: Iterable[int]) -> None:
         """Wait until generation is resumed, where it is paused: before a request has a name in the scheduler."""
@@ -181,10 +199,6 @@ class ResponseStream:
         for sample in samples:
             del self._tasks[sample]
             self._aborted.discard(sample)
-
-    def _fail(self, responses: str, error: Exception) -> None:
-        log_answered()
-        self._report(ResponseFailed(f"{responses}: {type(error).__name__}: {' '.join(str(error).split())}"))
 
     async def _attempt(self, request: Request) -> Response | None:
         """Send a request with what its response has; the complete response, or None where it is to be sent again."""
@@ -201,18 +215,22 @@ class ResponseStream:
         name = f"stream-{next(self._serial)}."  # no name begins with another, which SGLang would abort with it
         sampling = sampling_parameters(request, self._engine_seed) | {"max_new_tokens": left}
         if (texts := sampling.get("custom_params")) and prefix.token_ids:  # a text may begin in what is there already
-            sampling["custom_params"] = texts | {BEFORE: prefix.token_ids[-window(texts[PARAMETER]) :]}
+            turn = prefix.token_ids[request.turn_start :]
+            sampling["custom_params"] = texts | {BEFORE: turn[-window(texts[PARAMETER]) :]}
         tokens = [*request.prompt, *prefix.token_ids]
-        asked = GenerateReqInput(
+        known = len(tokens) - 1 if prefix.token_ids else 0  # rows of routes: those of the pass that drew each token
+        input = GenerateReqInput(
             input_ids=tokens,
             sampling_params=sampling,
             rid=name,
             return_logprob=True,
             extra_key=f"stream-{self._caches}",
+            return_routed_experts=self._routes is not None,
+            routed_experts_start_len=known,
         )
         self._names[sample] = name
         try:
-            async for output in self._manager.generate_request(asked):
+            async for output in self._manager.generate_request(input):
                 meta = output["meta_info"]
         finally:
             del self._names[sample]
@@ -220,7 +238,7 @@ class ResponseStream:
                 self._parked.set()
         self._prompt_tokens += len(tokens)
         self._cached_tokens += int(meta.get("cached_tokens") or 0)
-        new = drawn(meta, token_versions=True)
+        new = drawn(meta, token_versions=True, routes=self._routes, tokens_before=len(tokens) - known)
         self._prefixes[sample] = response = _joined(prefix, new)
         if response.finish_reason == "abort" and self._resends and sample not in self._aborted:
             self._resent += 1
@@ -234,13 +252,26 @@ class ResponseStream:
 
     def _report_ended(self) -> None:
         ended, self._ended = self._ended, {}
-        self._report(EndedResponses(ended, self.figures))
+        self._report(EndedResponses(ended, self.stats))
+
+
+def _line(error: Exception) -> str:
+    """The error in one line. Called where it is handled: the log gets its traceback."""
+    log_answered()
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _joined(prefix: Response, new: Response) -> Response:
+    if not new.token_ids:
+        return replace(prefix, finish_reason=new.finish_reason)
+    routes = new.routes
+    if prefix.token_ids and routes is not None:
+        assert prefix.routes is not None  # `_begun`
+        routes = np.concatenate([prefix.routes, routes])
     return Response(
         prefix.token_ids + new.token_ids,
         prefix.logprobs + new.logprobs,
         prefix.versions + new.versions,
         new.finish_reason,
+        routes=routes,
     )

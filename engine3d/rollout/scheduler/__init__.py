@@ -1,1 +1,1 @@
-"""What runs inside SGLang's scheduler processes."""
+"""Code that runs inside SGLang's scheduler processes."""

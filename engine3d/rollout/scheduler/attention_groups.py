@@ -1,4 +1,4 @@
-"""Where processes of an engine whose ranks are groups with attention of their own reach each other: in its directory.
+"""Sockets of an engine's processes whose ranks are groups with attention of their own: in its directory.
 
 SGLang has them listen at TCP ports of the host, at fixed distances from its own, where anybody on the host may send
 them what they unpickle, and where a second engine finds the ports taken. An engine is on one host here.
@@ -17,7 +17,7 @@ from engine3d.platform import platform
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
 _LOOK_MS = 1000
-"""How long the controller waits before it tells that it is there."""
+"""Milliseconds between two announcements of the controller."""
 _workers = itertools.count()
 
 

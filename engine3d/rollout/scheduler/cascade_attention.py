@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine3d.platform.cuda.cascade_kernels import SharedPages
 
 _TILE_ROWS = 64
-"""Of queries, in a tile of FlashAttention-3 that has few of them."""
+"""Queries in a tile of FlashAttention-3 for few queries."""
 
 
 def table_bytes(requests: int, tokens: int) -> int:
@@ -27,7 +27,7 @@ def table_bytes(requests: int, tokens: int) -> int:
 
 
 def requests_of_a_group(heads: int, kv_heads: int) -> int:
-    """How many requests go through the pages that they share together: one tile has the queries of a key's heads."""
+    """Requests that go through their shared pages together: one tile has the queries of a key's heads."""
     return max(4, _TILE_ROWS // (heads // kv_heads))
 
 
@@ -46,7 +46,7 @@ def attend(
     Returns:
         (B, heads, D)
     """
-    parts, sums, *_ = flash(
+    outputs, sums, *_ = flash(
         q=query.index_select(0, shared.rows),
         k_cache=keys,
         v_cache=values,
@@ -58,11 +58,11 @@ def attend(
         return_softmax_lse=True,
         **settings,
     )
-    return shared.merge(parts, sums)
+    return shared.merge(outputs, sums)
 
 
 def share(table: Tensor, lengths: Tensor, page_size: int, most: int) -> SharedPages:
-    """What requests share, for attention that is not captured.
+    """Find the pages that requests share, for attention that is not captured.
 
     Args:
         table: (B, W) int32, their pages.

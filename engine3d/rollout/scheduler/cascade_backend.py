@@ -16,7 +16,7 @@ from engine3d.rollout.scheduler.cascade_attention import attend, requests_of_a_g
 
 
 def register() -> None:
-    """Have SGLang's model runners of this process take this backend for FlashAttention-3."""
+    """Register this backend for FlashAttention-3 with SGLang's model runners of this process."""
     register_attention_backend("fa3")(CascadeBackend)
 
 
@@ -34,8 +34,8 @@ class CascadeBackend(FlashAttentionBackend):  # type: ignore[misc]
             "a cache of other numbers": self.kv_cache_dtype_str != "auto",
             "drafts": self.topk > 0 or runner.is_draft_worker,
         }
-        if found := [name for name, has in other.items() if has]:
-            raise EngineError(f"rollout.engine.cascade_attention=true was not tried with {found[0]}, expected false")
+        if untried := [name for name, has in other.items() if has]:
+            raise EngineError(f"rollout.engine.cascade_attention=true was not tried with {untried[0]}, expected false")
         ranks, model = runner.ps.attn_tp_size, runner.model_config
         self._most = requests_of_a_group(model.get_num_attention_heads(ranks), model.get_num_kv_heads(ranks))
         self._buffers: SharedPages | None = None
@@ -50,7 +50,7 @@ class CascadeBackend(FlashAttentionBackend):  # type: ignore[misc]
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """See SGLang's; captured with the model's step, so that requests are compared anew in each."""
+        """See SGLang's; captured with the model's step, so that requests are compared again in each."""
         super().init_forward_metadata_in_graph(forward_batch)
         self._shared = None
         if forward_batch.forward_mode.is_decode_or_idle():
@@ -81,7 +81,7 @@ class CascadeBackend(FlashAttentionBackend):  # type: ignore[misc]
         if self._shared is None:
             result: torch.Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **others)
             return result
-        if any(each is not None for each in others.values()):
+        if any(argument is not None for argument in others.values()):
             raise EngineError("rollout.engine.cascade_attention=true was not tried with this model, expected false")
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.forward_metadata.swa_out_cache_loc)

@@ -21,7 +21,7 @@ _BACKENDS = ("flashinfer", "pytorch")
 
 
 def register() -> None:
-    """Have SGLang's model runners of this process take this sampler."""
+    """Register this sampler with SGLang's model runners of this process."""
     for backend in _BACKENDS:
         register_sampler_backend(backend, FusedSampler)
 
@@ -51,7 +51,7 @@ class FusedSampler(Sampler):  # type: ignore[misc]
             or sampling_info.sampling_seed is not None
             or any(sampling_info.return_sampling_masks or ())
             or self.rl_on_policy_target is not None
-            or (return_logprob and (any(top_logprobs_nums) or any(each is not None for each in token_ids_logprobs)))
+            or (return_logprob and (any(top_logprobs_nums) or any(tokens is not None for tokens in token_ids_logprobs)))
         )
         if asks_for_more:
             tokens: torch.Tensor = super().forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine3d.rollout.requests import Response
+from engine3d.rollout.scheduler.routes import routes_so_far
 from engine3d.rollout.scheduler.versions import VERSIONS
 
 
@@ -21,14 +22,18 @@ def responses_in_flight(scheduler: Any) -> dict[str, Response]:
         if count and not request.finished():
             versions = (request.customized_info or {}).get(VERSIONS, [])
             logprobs = request.logprob.output_token_logprobs_val
+            routes = routes_so_far(request, scheduler.req_to_token_pool)
             responses[request.rid] = Response(
-                list(request.output_ids), [float(logprob) for logprob in logprobs], list(versions)
+                list(request.output_ids),
+                [float(logprob) for logprob in logprobs],
+                list(versions),
+                routes=None if routes is None else routes.numpy(),
             )
     return responses
 
 
 def drop_unused(scheduler: Any) -> None:
-    """Let SGLang's prefix cache forget all that no request holds."""
+    """Evict from SGLang's prefix cache everything that no request uses."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     cache = scheduler.tree_cache

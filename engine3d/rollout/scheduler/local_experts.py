@@ -14,13 +14,15 @@ from engine3d.errors import EngineError
 from engine3d.startup.lazy_imports import torch
 
 LEAST_EXPERTS = 3
-"""Of a token: with fewer SGLang adds them up by other functions, or not at all."""
+"""Fewest experts of a token: SGLang adds up fewer by other functions, or not at all."""
 
 _prepares = False
-"""Whether SGLang lays out rows for the kernels below; others, of quantized weights, have them by the same function."""
+"""True while SGLang lays out rows for the kernels below. Those of quantized weights are laid out by the same function.
+"""
 _experts: torch.Tensor | None = None
-"""Of the tokens that are computed now: (T, K), -1 for those of other ranks. None where all rows are there, and once
-they are added up."""
+"""Experts of the current tokens: (T, K), -1 for those of other ranks. None where all rows are there, and once they are
+added up.
+"""
 
 
 def register() -> None:
@@ -101,4 +103,4 @@ HOOKS: Mapping[str, Callable[..., Any]] = {
     "_use_moe_sum_reduce_torch_compile": compiles,
     "moe_sum_reduce": add_up,
 }
-"""What is around which function in the module of SGLang's Triton experts."""
+"""Hooks by the function that they wrap, in the module of SGLang's Triton experts."""

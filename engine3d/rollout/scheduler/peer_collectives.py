@@ -17,9 +17,10 @@ from engine3d.platform import platform
 from engine3d.platform.peer_memory import WORD_BYTES, PeerExchange
 
 PEER_BYTES = 32 << 20
-"""Of all ranks' parts together, at most, which decoding does not reach. What is larger is sent as without."""
+"""Most bytes of all ranks' shards together, which decoding does not reach. Larger ones are sent by SGLang."""
 PEER_MEMORY = 2 * PEER_BYTES
-"""That a rank has for it, but for some KB: one exchange's parts may come while those of the one before are taken."""
+"""Bytes of peer memory of a rank, but for some KB: shards of one exchange may arrive while the previous ones are read.
+"""
 _TIMEOUT_S = 600.0
 
 _peers: PeerExchange | None = None
@@ -45,41 +46,41 @@ def _connect(result: Any, runner: Any) -> None:
         logging.getLogger(__name__).info("Tokens of up to %d MB go between ranks by kernels.", PEER_BYTES >> 20)
 
 
-def gather(original: Callable[..., Any], group: Any, output: torch.Tensor, own: torch.Tensor) -> Any:
+def gather(original: Callable[..., Any], group: Any, output: torch.Tensor, local: torch.Tensor) -> Any:
     """SGLang's `GroupCoordinator.all_gather_into_tensor`: (T, ...) of each rank -> (R * T, ...)."""
     peers = _of(group)
-    if peers is None or not _fits(output, own):
-        return original(group, output, own)
-    peers.gather(own, output.view(group.world_size, *own.shape))
+    if peers is None or not _fits(output, local):
+        return original(group, output, local)
+    peers.all_gather(local, output.view(group.world_size, *local.shape))
     return None
 
 
 def add_up(
     original: Callable[..., Any],
     group: Any,
-    whole: torch.Tensor,
+    full: torch.Tensor,
     output: torch.Tensor | None = None,
     sizes: list[int] | None = None,
 ) -> Any:
     """SGLang's `GroupCoordinator.reduce_scatterv`: (R * T, ...) of each rank -> (T, ...), the sum of its own part."""
     peers = _of(group)
     equal = sizes is None or len(set(sizes)) == 1
-    parts = whole.unflatten(0, (group.world_size, -1)) if equal and len(whole) else whole
-    if peers is None or not equal or not whole.is_floating_point() or not _fits(whole, parts[:1]):
-        return original(group, whole, output=output, sizes=sizes)
-    result = torch.empty_like(parts[0]) if output is None else output
-    peers.add_up(parts, result)
+    shards = full.unflatten(0, (group.world_size, -1)) if equal and len(full) else full
+    if peers is None or not equal or not full.is_floating_point() or not _fits(full, shards[:1]):
+        return original(group, full, output=output, sizes=sizes)
+    result = torch.empty_like(shards[0]) if output is None else output
+    peers.reduce_scatter(shards, result)
     return result
 
 
 def _of(group: Any) -> PeerExchange | None:
-    """What the ranks of SGLang's group have mapped; None for another group than that of all ranks."""
+    """Peers of SGLang's group; None for any group but that of all ranks."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     return _peers if _peers is not None and group is get_tp_group() else None
 
 
-def _fits(whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether so much goes by kernels, which is the same on every rank."""
-    words = 0 < whole.nbytes <= PEER_BYTES and part.nbytes % WORD_BYTES == 0
-    return words and whole.is_contiguous() and part.is_contiguous()
+def _fits(full: torch.Tensor, shard: torch.Tensor) -> bool:
+    """True if a tensor of this size is sent by kernels; the same on every rank."""
+    words = 0 < full.nbytes <= PEER_BYTES and shard.nbytes % WORD_BYTES == 0
+    return words and full.is_contiguous() and shard.is_contiguous()

@@ -19,38 +19,41 @@ from urllib.parse import parse_qsl, urlsplit
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
-from engine3d.rollout.scheduler import attention_groups, local_experts, peer_collectives
+from engine3d.rollout.scheduler import attention_groups, local_experts, peer_collectives, routes
 from engine3d.rollout.scheduler.last_token import end_at_last_token
-from engine3d.rollout.scheduler.released import wait_while_released
+from engine3d.rollout.scheduler.released import wait_while_paused, wait_while_released
+from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
 from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
-from engine3d.stacks import write_stacks_when_asked
+from engine3d.stacks import write_stacks_on_request
 from engine3d.startup import leave_out
 
 MEETING_VARIABLE = "ENGINE3D_ROLLOUT_MEETING"
 """Environment variable with the address of the store at which the ranks of an engine on several hosts meet."""
 MEETING_TIMEOUT_VARIABLE = "ENGINE3D_ROLLOUT_MEETING_TIMEOUT_S"
-"""How long they wait for each other there."""
+"""Environment variable with the seconds that they wait for each other there."""
 # In the run directory: where those of an engine on one host meet.
 _MEETING = "meeting"
 _SCHEME = "engine3d"
 _MEETING_S = 600.0
 
 ALONE_VARIABLE = "ENGINE3D_SERVER"
-"""In the environment of a server whose weights nobody writes: it meets where our engines do, and is SGLang's else."""
+"""Environment variable of a server whose weights nobody writes: it meets where our engines do, and is SGLang's
+otherwise.
+"""
 
 FUSED_SAMPLING_VARIABLE = "ENGINE3D_FUSED_SAMPLING"
-"""In the environment of an engine whose tokens one kernel draws."""
+"""Environment variable of an engine that draws tokens by one kernel."""
 
 PEERS_VARIABLE = "ENGINE3D_PEER_COLLECTIVES"
-"""In the environment of an engine whose ranks put tokens into each other's memory."""
+"""Environment variable of an engine whose ranks write tokens into each other's memory."""
 
 CASCADE_VARIABLE = "ENGINE3D_CASCADE_ATTENTION"
-"""In the environment of an engine that reads once what requests share."""
+"""Environment variable of an engine that reads shared pages once."""
 
 LOCAL_EXPERTS_VARIABLE = "ENGINE3D_LOCAL_EXPERTS_ONLY"
-"""In the environment of an engine that leaves other ranks' experts out."""
+"""Environment variable of an engine that leaves other ranks' experts out."""
 
 # The method of SGLang's scheduler by which a Call reaches the ranks.
 ANSWER_METHOD = "engine3d_answer"
@@ -60,7 +63,7 @@ def register() -> None:
     """Register our hooks with SGLang, in a process of a rollout engine."""
     if RUN_DIRECTORY_VARIABLE not in os.environ:
         return
-    write_stacks_when_asked()
+    write_stacks_on_request()
     # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
     leave_out("megatron.core")
     _lock_progress_bars()
@@ -77,7 +80,7 @@ def _lock_progress_bars() -> None:
 
 
 def _hook_start() -> None:
-    """How processes start, meet, and name what they share."""
+    """Hook the start of processes, their meeting, and the names of their shared memory."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     environment = "sglang.srt.distributed.parallel_state.init_distributed_environment"
@@ -91,7 +94,7 @@ def _hook_start() -> None:
 
 
 def _hook_engine() -> None:
-    """What an engine is asked for beside SGLang's own calls."""
+    """Hook an engine's further calls, besides SGLang's own."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE
@@ -118,10 +121,13 @@ def _hook_engine() -> None:
     HookRegistry.register(f"{scheduler}.__init__", start_counting, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.process_batch_result", count_batch, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.maybe_sleep_on_idle", wait_while_released, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.process_input_requests", wait_while_paused, HookType.AFTER)
     batch = "sglang.srt.managers.schedule_batch.ScheduleBatch"
     HookRegistry.register(f"{batch}.retract_decode", count_retracted, HookType.AFTER)
     if VERSIONS_VARIABLE in os.environ:
         HookRegistry.register(f"{scheduler}.run_batch", note_version, HookType.AFTER)
+    if ROUTES_VARIABLE in os.environ:
+        routes.register()
     request = "sglang.srt.managers.schedule_batch.Req"
     HookRegistry.register(f"{request}._check_str_based_finish", end_at_text, HookType.AROUND)
     HookRegistry.register(f"{request}.update_finish_state", end_at_last_token, HookType.AROUND)

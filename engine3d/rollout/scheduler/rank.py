@@ -26,14 +26,15 @@ from engine3d.rollout.scheduler.in_flight import drop_unused, responses_in_fligh
 from engine3d.run_files import open_own
 
 if TYPE_CHECKING:
+    from engine3d.models.precision import Precision
     from engine3d.reshard.describe.memory import SharedShards
-    from engine3d.reshard.describe.shards import Place, Shards
+    from engine3d.reshard.describe.shards import Location, RankShards
     from engine3d.reshard.describe.trace import LoadTrace
     from engine3d.reshard.plan.coordinate import ReceiveOrder
     from engine3d.reshard.transport.participant import Participant
     from engine3d.reshard.transport.program import CopyProgram
     from engine3d.reshard.transport.sender import Sent, Transport
-    from engine3d.reshard.verify import Difference
+    from engine3d.reshard.verify import BufferDifference
 
 # The files in which trainer's ranks say where their weights lie: for each of the engine's ranks one path, or nothing
 # between two os.pathsep.
@@ -55,15 +56,15 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one rank answered: a result, or one line that says what failed."""
+class RankResult:
+    """Outcome of a call on one rank: a result, or an error in one line."""
 
     result: Any = None
     error: str | None = None
 
 
 def answers_path(call: Path) -> Path:
-    """Where the first rank puts the pickled Answers of all ranks, in their order, to the pickled Call at `call`."""
+    """File of the pickled outcomes of all ranks, in their order, which the first rank writes for the Call at `call`."""
     return call.with_suffix(".answers")
 
 
@@ -74,7 +75,7 @@ class EngineRank:
         self._runner = runner
         self._aliased: dict[int, Any] = {}
         self._trace: LoadTrace | None = None
-        self._shards: Shards | None = None
+        self._shards: RankShards | None = None
         self._participant: Participant | None = None
         self._program: CopyProgram | None = None
         self._scheduler: Any = None
@@ -99,7 +100,7 @@ class EngineRank:
         return self.rank % int(arguments.tp_size // arguments.nnodes)
 
     def answer(self, path: str) -> None:
-        """Make the Call at `path` on every rank, and leave all Answers beside it.
+        """Make the Call at `path` on every rank, and write all RankResults next to it.
 
         Args:
             path: on the first rank's host.
@@ -109,7 +110,7 @@ class EngineRank:
         calls: list[Call | None] = [pickle.loads(Path(path).read_bytes()) if is_first else None]
         if group.world_size > 1:
             torch.distributed.broadcast_object_list(calls, src=group.ranks[0], group=group.cpu_group)
-        answers: list[Answer | None] = [None] * group.world_size if is_first else []
+        answers: list[RankResult | None] = [None] * group.world_size if is_first else []
         answer = self._answer(calls[0])
         if group.world_size > 1:
             torch.distributed.gather_object(answer, answers or None, dst=group.ranks[0], group=group.cpu_group)
@@ -118,35 +119,37 @@ class EngineRank:
         if is_first:
             answers_path(Path(path)).write_bytes(pickle.dumps(answers))
 
-    def _answer(self, call: Call | None) -> Answer:
+    def _answer(self, call: Call | None) -> RankResult:
         assert call is not None
         try:
-            return Answer(getattr(self, call.method)(**call.arguments))
+            return RankResult(getattr(self, call.method)(**call.arguments))
         except Exception as error:  # told to the client, which knows what to do about it
             log_answered()
             line = " ".join(str(error).split())
             known = isinstance(error, (UserError, EngineError))
-            return Answer(error=line if known else f"{type(error).__name__}: {line}")
+            return RankResult(error=line if known else f"{type(error).__name__}: {line}")
 
     # What a Call may name
 
-    def share(self, name: str, first_rank: int, places: Sequence[Place] | None) -> SharedShards:
+    def share(self, name: str, first_rank: int, locations: Sequence[Location] | None) -> SharedShards:
         """The rank's shards, with handles by which other processes of the node can map their memory.
 
         Args:
             name: how errors call the engine.
             first_rank: number of the engine's first rank among the ranks of all engines.
-            places: where each rank of the engine is, where the platform cannot know.
+            locations: where each rank of the engine is, where the platform cannot know.
         """
         from engine3d.reshard.describe.memory import SharedShards
-        from engine3d.reshard.describe.shards import Place, Shards
+        from engine3d.reshard.describe.shards import Location, RankShards
 
         trace, pulls = self._traced(), self._releases
         aliases = tuple(self._aliased.values())
-        place = places[self.rank] if places else Place(platform.node, platform.device_name(self._local_rank))
+        location = (
+            locations[self.rank] if locations else Location(platform.node, platform.device_name(self._local_rank))
+        )
         rank = first_rank + self.rank
-        self._shards = Shards(
-            f"{name} rank {self.rank}", rank, place, trace.buffers, trace.holdings, aliases, owner=name
+        self._shards = RankShards(
+            f"{name} rank {self.rank}", rank, location, trace.buffers, trace.holdings, aliases, owner=name
         )
         handles = tuple(
             None if pulls or index in self._aliased else platform.share_memory(tensor.untyped_storage())
@@ -161,7 +164,7 @@ class EngineRank:
             paused: whether the scheduler was asked to begin none; otherwise there is nothing for one to be of.
 
         Raises:
-            EngineError: the scheduler goes on.
+            EngineError: the scheduler continues.
         """
         if paused and not self._scheduler._engine_paused:
             raise EngineError("the scheduler was asked to pause, and goes on; its weights cannot be written")
@@ -176,13 +179,13 @@ class EngineRank:
         return responses_in_flight(self._scheduler) if self.rank == 0 else {}
 
     def drop_unused_cache(self) -> None:
-        """Drop what the KV cache holds for requests to come, and keep what belongs to those under way."""
+        """Drop the KV cache of earlier requests, and keep that of requests in flight."""
         drop_unused(self._scheduler)
 
     def connect(self, orders: Sequence[ReceiveOrder]) -> None:
         """Make ready for what this rank takes itself. `orders`: one for each rank of the engine."""
-        from engine3d.reshard.plan.pieces import Link
-        from engine3d.reshard.transport.participant import Held, Participant
+        from engine3d.reshard.plan.transfers import Link
+        from engine3d.reshard.transport.participant import Participant, RankMemory
         from engine3d.reshard.transport.program import CopyProgram, Route
         from engine3d.reshard.transport.sender import mapped
 
@@ -196,14 +199,16 @@ class EngineRank:
             sources = {index: mapped(shared) for index, shared in order.sources.items()}
             self._program = CopyProgram(
                 [
-                    Route(transfer.pieces, sources[transfer.source], flat, near=transfer.link is Link.DEVICE)
+                    Route(transfer.segments, sources[transfer.source], flat, near=transfer.link is Link.DEVICE)
                     for transfer in order.one_sided
                 ]
             )
         if order.collective is not None:
             incoming = [transfer for message in order.collective.incoming for transfer in message.transfers]
-            held = {transfer.target: Held(shards, flat) for transfer in incoming}  # all of it is for this rank
-            self._participant = Participant(order.collective, memory[0].device, None, held)
+            resident = {
+                transfer.target: RankMemory(shards, flat) for transfer in incoming
+            }  # all of it is for this rank
+            self._participant = Participant(order.collective, memory[0].device, None, resident)
 
     def receive(self, version: int) -> dict[Transport, Sent]:
         """Take this rank's part of a version; return when all of it is there.
@@ -246,11 +251,11 @@ class EngineRank:
         platform.synchronize()
 
     def weight_bytes(self) -> int:
-        """Of all parameters in this rank's own memory."""
+        """Bytes of all parameters in this rank's own memory."""
         memory = self._memory()
         return sum(tensor.nbytes for index, tensor in enumerate(memory) if index not in self._aliased)
 
-    def verify(self, directory: str) -> list[Difference]:
+    def verify(self, directory: str) -> list[BufferDifference]:
         """Compare what this rank holds with what SGLang's loader makes of a HuggingFace directory, bit for bit."""
         from engine3d.reshard.verify import differences
 
@@ -260,11 +265,11 @@ class EngineRank:
 
     def _bind(self, source: SharedShards) -> None:
         """Map parameters with the same bytes as the trainer's to the trainer's memory, and free their own."""
-        from engine3d.reshard.describe.shards import Shards
+        from engine3d.reshard.describe.shards import RankShards
         from engine3d.reshard.plan.aliases import find_aliases
 
         trace, memory = self._traced(), self._memory()
-        target = Shards("engine", self.rank, source.shards.place, trace.buffers, trace.holdings)
+        target = RankShards("engine", self.rank, source.shards.location, trace.buffers, trace.holdings)
         storages: dict[int, torch.UntypedStorage] = {}
         for alias in find_aliases([source.shards], target):
             if alias.source_buffer not in storages:
@@ -301,23 +306,21 @@ class EngineRank:
 
     def _trace_load(self) -> LoadTrace:
         from engine3d.models import load_model_spec
+        from engine3d.models.precision import served_tensors
         from engine3d.reshard.describe.trace import trace_load
 
         spec = load_model_spec(self._runner.model_config.model_path)
-        tensors = {
-            name: (tensor.shape, torch.float32 if tensor.buffer else self._runner.dtype)
-            for name, tensor in spec.hf_tensors.items()
-        }
-        return trace_load(self._runner.model, tensors)
+        precision: Precision | None = "fp8" if self._runner.model_config.quantization == "fp8" else None
+        return trace_load(self._runner.model, served_tensors(spec, self._runner.dtype, precision))
 
     @property
     def _releases(self) -> bool:
-        """Whether the weights lie where SGLang's memory saver releases them."""
+        """True if the weights lie in memory that SGLang's memory saver releases."""
         return RELEASE_VARIABLE in os.environ
 
 
 def weight_source(rank: int) -> SharedShards | None:
-    """What the trainer's rank on the device of an engine's rank wrote of its memory, as soon as it has.
+    """Read the shared memory of the trainer's rank on the device of an engine's rank, once it was written.
 
     Returns:
         None where there is no such rank, or nothing is to be shared with it.

@@ -1,11 +1,13 @@
-"""Schedulers of an engine that has released memory: they wait, where SGLang's poll on a core each."""
+"""Schedulers of an engine that has released memory, or is paused: they wait, where SGLang's poll on a core each."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _LONGEST_MS = 50
-"""Of a wait. What the first rank is asked ends it; a request for another group of ranks waits so long at most."""
+"""Longest wait, in milliseconds. A request to the first rank ends it. A request to another group of ranks waits for its
+end.
+"""
 
 
 def wait_while_released(result: None, scheduler: Any) -> None:
@@ -25,3 +27,12 @@ def wait_while_released(result: None, scheduler: Any) -> None:
     sockets.register(scheduler.ipc_channels.recv_from_tokenizer, zmq.POLLIN)
     sockets.register(scheduler.ipc_channels.recv_from_rpc, zmq.POLLIN)
     sockets.poll(_LONGEST_MS)
+
+
+def wait_while_paused(result: None, scheduler: Any, *_: Any) -> None:
+    """Put a paused scheduler to sleep like an idle one, after SGLang's `Scheduler.process_input_requests`.
+
+    SGLang goes from there to the next requests at once, and with requests in flight it is never idle.
+    """
+    if scheduler._engine_paused:
+        scheduler.maybe_sleep_on_idle()

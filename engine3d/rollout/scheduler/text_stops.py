@@ -16,7 +16,7 @@ PARAMETER = "engine3d_stop"
 """The stops of a request, in SGLang's `SamplingParams.custom_params`."""
 
 BEFORE = "engine3d_before"
-"""There too: the last tokens of a response that goes on where it was left, with which a stop may begin."""
+"""Key of the last tokens of a continued response, with which a stop may begin; there, too."""
 
 _MARGIN_TOKENS = 4
 """Before the tokens that a stop may consist of: decoders treat the first token of a text in ways of their own."""
@@ -25,7 +25,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def window(stops: Sequence[str]) -> int:
-    """In how many tokens, the last ones of a response, a stop that is complete there begins."""
+    """Tokens at the end of a response within which a stop that is complete there begins."""
     return max(len(stop.encode()) for stop in stops) + _MARGIN_TOKENS
 
 
@@ -38,25 +38,25 @@ class TextStops:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._piece = lru_cache(maxsize=1 << 18)(lambda token: decode([token]))
+        self._text_of = lru_cache(maxsize=1 << 18)(lambda token: decode([token]))
 
-    def found(self, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
+    def completed_stop(self, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
         """The stop that the last of a response's tokens has completed, if it has."""
-        wanted = [stop for stop in stops if self._may_complete(tokens[-1], stop)]
-        if not wanted:
+        candidates = [stop for stop in stops if self._may_complete(tokens[-1], stop)]
+        if not candidates:
             return None
-        text = self._decode(list(tokens[-window(wanted) :]))
-        return next((stop for stop in wanted if stop in text), None)
+        text = self._decode(list(tokens[-window(candidates) :]))
+        return next((stop for stop in candidates if stop in text), None)
 
     def _may_complete(self, token: int, stop: str) -> bool:
-        """Whether a token may bring the last character of a stop: most do not, and no text need be made of them."""
-        piece = self._piece(token)
-        return stop[-1].isspace() or stop[-1] in piece or _INCOMPLETE in piece
+        """True if a token may end in a stop's last character: most do not, and no text need be made of them."""
+        text = self._text_of(token)
+        return stop[-1].isspace() or stop[-1] in text or _INCOMPLETE in text
 
 
 @cache
 def text_stops(directory: Path) -> TextStops:
-    """With the tokenizer of a model directory."""
+    """Text stops with the tokenizer of a model directory."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -77,9 +77,9 @@ def end_at_text(check: Callable[..., bool], request: Any, *args: Any, **kwargs: 
 
     before = request.sampling_params.custom_params.get(BEFORE)
     tokens = [*before, *request.output_ids] if before else request.output_ids
-    found = text_stops(Path(get_server_args().model_path)).found(tokens, stops)
-    if found is None:
+    stop = text_stops(Path(get_server_args().model_path)).completed_stop(tokens, stops)
+    if stop is None:
         return False
-    request.finished_reason = FINISH_MATCHED_STR(matched=found)
+    request.finished_reason = FINISH_MATCHED_STR(matched=stop)
     request.finished_len = len(request.output_ids)
     return True

@@ -1,4 +1,4 @@
-"""Which version of the weights drew each token, told by the forward pass that drew it.
+"""Version of the weights that drew each token, noted by the forward pass that drew it.
 
 SGLang passes on, with each token, what a forward pass leaves in `customized_info` of its output. The version is noted
 when the pass is launched: a token whose result is read after weights have changed is of the weights that made it.
@@ -11,7 +11,7 @@ from typing import Any
 VERSIONS_VARIABLE = "ENGINE3D_ROLLOUT_TOKEN_VERSIONS"
 """Environment variable that is set where tokens have versions."""
 VERSIONS = "engine3d_versions"
-"""Where a response's versions are in its `meta_info`: one for each token."""
+"""Key of a response's versions in its `meta_info`: one for each token."""
 
 
 def note_version(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ STD_EPSILON = 1e-6
 
 
 def group_relative_advantages(rewards: Tensor, group_ids: Tensor, *, normalise_by_std: bool) -> Tensor:
-    """GRPO's advantages: each reward against the mean of its own group.
+    """Compute GRPO's advantages: each reward against the mean of its own group.
 
         A_i = (r_i - mean_g) / (std_g + 1e-6)    with normalise_by_std: DeepSeekMath, arXiv:2402.03300, section 4.1.2
         A_i =  r_i - mean_g                      without: Dr. GRPO, arXiv:2503.20783
@@ -27,7 +27,7 @@ def group_relative_advantages(rewards: Tensor, group_ids: Tensor, *, normalise_b
     is better: its advantages are exactly 0, and its tokens count in the loss like any others.
 
     Where public implementations differ: the paper does not say which standard deviation; n - 1 and 1e-6 are verl's
-    (`compute_grpo_outcome_advantage`), TRL adds 1e-4. verl learns from the bare reward of a group of one.
+    (`compute_grpo_outcome_advantage`), TRL adds 1e-4. verl trains on the bare reward of a group of one.
 
     `rewards` (B,) float32, `group_ids` (B,) int64. Returns (B,) float32, computed in float64. Raises ValueError for a
     reward that is not finite, naming its row, and for columns of other shapes.
@@ -41,7 +41,7 @@ def group_relative_advantages(rewards: Tensor, group_ids: Tensor, *, normalise_b
 
 
 def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """RLOO's advantages: each reward against the mean of the other rewards of its group.
+    """Compute RLOO's advantages: each reward against the mean of the other rewards of its group.
 
         A_i = r_i - 1 / (n - 1) sum_{j != i} r_j  =  n / (n - 1) (r_i - mean_g)
 
@@ -51,7 +51,7 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A group of one has no others, and so no baseline: its advantage is 0, as with GRPO, and its tokens count in the loss
     like any others. With the bare reward it would weigh by what its group has lost. Implementations differ: TRL and
-    OpenRLHF cannot have such a group, verl's `rloo` learns from the bare reward and its `rloo_vectorized` gives 0 too.
+    OpenRLHF cannot have such a group, verl's `rloo` trains on the bare reward and its `rloo_vectorized` gives 0 too.
 
     Arguments, result and errors as those of `group_relative_advantages`.
     """
@@ -63,7 +63,8 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def length_weighted_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """OPO's advantages: each reward against the mean of its group's rewards, weighed by the lengths of the responses.
+    """Compute OPO's advantages: each reward against the mean of its group's rewards, weighed by the lengths of the
+    responses.
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j
 
@@ -72,8 +73,8 @@ def length_weighted_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tens
     tokens, those that the policy wrote, which are the ones that have a gradient; the response j = i is part of the
     baseline.
 
-    A group of one, like any group of equal rewards, gets exactly 0 (verl's `opo` learns from the bare reward of a group
-    of one); so does a group without a counted token, from which nothing is learned.
+    A group of one, like any group of equal rewards, gets exactly 0 (verl's `opo` trains on the bare reward of a group
+    of one); so does a group without a loss token, from which nothing is learned.
 
     `lengths` (B,) int64; the other arguments, result and errors as those of `group_relative_advantages`.
     """
@@ -86,14 +87,14 @@ def length_weighted_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tens
 
 
 def valid_group_advantages(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, float]:
-    """GPG's advantages: each reward against the mean of its group, scaled up for the groups that say nothing.
+    """Compute GPG's advantages: each reward against the mean of its group, scaled up for groups of equal rewards.
 
         A_i = alpha (r_i - mean_g)        alpha = B / (B - M)
 
     B samples are in the batch, M of them in groups whose rewards are all equal (groups of one among these), which have
     no gradient: alpha makes the loss, a mean over all tokens or samples, one over those that have. Source: Chu et al.,
     arXiv:2504.02546, with F_norm = 1. The authors' code counts samples too, and adds 1e-5 to 1 / alpha; verl's
-    `gpg` has the samples of a reward other than 0 in place of B - M, which is another figure. Without any valid group
+    `gpg` has the samples of a reward other than 0 in place of B - M, which is another number. Without any valid group
     alpha is 1, and all advantages are 0.
 
     Arguments and errors as those of `group_relative_advantages`. Returns the advantages, and the share of samples in
@@ -107,14 +108,14 @@ def valid_group_advantages(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, 
 
 
 def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
-    """ReMax's advantages: each reward against that of the greedy response to the same prompt.
+    """Compute ReMax's advantages: each reward against that of the greedy response to the same prompt.
 
         A_i = r_i - r(greedy response to the prompt of i)       Li et al., arXiv:2310.10505
 
     The baseline does not depend on the sample, so it adds no bias.
 
     Where a KL penalty is in the reward, r_i is less the KL divergence of the **whole** response, and every token of it
-    gets that one figure; other implementations (verl's `compute_remax_outcome_advantage`) give a token the divergence
+    gets that one value; other implementations (verl's `compute_remax_outcome_advantage`) give a token the divergence
     from it onwards. The gradient has the same expectation, since what came before a token does not depend on it, and
     more variance here. The greedy response carries no penalty.
 

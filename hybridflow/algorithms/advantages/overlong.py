@@ -1,4 +1,4 @@
-"""What long responses cost."""
+"""Length penalty of long responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(lengths: Tensor, *, limit: int | Tensor, buffer: int, factor: float) -> Tensor:
-    """The soft overlong punishment of DAPO, which is added to the reward of a response of L tokens.
+    """Compute the soft overlong punishment of DAPO, which is added to the reward of a response of L tokens.
 
          0                                 L <= limit - buffer
         -factor * (L - (limit - buffer)) / buffer    up to limit

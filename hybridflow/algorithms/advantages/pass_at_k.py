@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def pass_at_k_advantages(right: Tensor, group_ids: Tensor, k: int) -> tuple[Tensor, float | None]:
-    """The advantages of right and of wrong responses, over all sets of k responses of a group.
+    """Compute the advantages of right and of wrong responses, over all sets of k responses of a group.
 
         rho   = 1 - C(n - c, k) / C(n, k)             the share of sets that have a right response
         sigma = sqrt(rho (1 - rho))                   the standard deviation of a set's reward, which is 1 or 0
@@ -43,15 +43,15 @@ def pass_at_k_advantages(right: Tensor, group_ids: Tensor, k: int) -> tuple[Tens
     others_wrong = _share_of_sets(wrong - 1, size - 1, k - 1)
     scale = (no_right * (1 - no_right)).sqrt() + STD_EPSILON
     of_right, of_wrong = no_right / scale, (no_right - others_wrong) / scale
-    says = (no_right > 0) & (no_right < 1)  # neither where there is one set, or none
+    differ = (no_right > 0) & (no_right < 1)  # neither where there is one set, or none
     advantages = torch.where(right, groups.of_samples(of_right), groups.of_samples(of_wrong))
-    whole = (1 - no_right)[size >= k]
-    advantages = advantages.where(groups.of_samples(says), 0.0)
-    return advantages.to(torch.float32), float(whole.mean()) if len(whole) else None
+    estimable = (1 - no_right)[size >= k]
+    advantages = advantages.where(groups.of_samples(differ), 0.0)
+    return advantages.to(torch.float32), float(estimable.mean()) if len(estimable) else None
 
 
 def _share_of_sets(some: Tensor, size: Tensor, k: int) -> Tensor:
-    """(G,) float64: C(some, k) / C(size, k), the share of sets of k that are of `some` alone; 0 where some < k.
+    """Return (G,) float64: C(some, k) / C(size, k), the share of sets of k that are of `some` alone; 0 where some < k.
 
     As a product of k quotients, which stays a number where the binomial coefficients would not.
     """

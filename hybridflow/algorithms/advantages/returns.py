@@ -1,4 +1,4 @@
-"""What follows a token: discounted sums of the rewards of single tokens."""
+"""Discounted sums of per-token rewards over the tokens that follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def discounted_returns(token_rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Tensor:
-    """The discounted sum of the rewards from each token on.
+    """Compute the discounted sum of the rewards from each token on.
 
         G_t = sum_{l >= 0} gamma^l r_{t+l}
 

@@ -7,7 +7,7 @@ The policy takes steps up this Lagrangian by PPO with `safe_advantages`, the mul
 Where this departs from the paper:
 - A KL penalty goes, whole, into the rewards and, with the other sign, into the costs: (-k - lambda * k) / (1 + lambda)
   = -k, so that its weight is the same whatever the multiplier is. The paper's appendix B gives each half of it. The
-  costs that the multiplier learns from have no such part.
+  costs that update the multiplier have no such part.
 - Advantages are mixed first and clipped in one surrogate; the paper clips one surrogate of rewards and one of costs and
   mixes the losses. The two differ where both clip and the advantages have different signs.
 - The multiplier has a floor, see `LagrangeMultiplier`.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def safe_advantages(reward_advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
-    """The advantages of the Lagrangian, for the clipped surrogate.
+    """Compute the advantages of the Lagrangian, for the clipped surrogate.
 
         A = (A_reward - multiplier * A_cost) / (1 + multiplier)
 

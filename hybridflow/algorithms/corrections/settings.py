@@ -10,21 +10,22 @@ from pydantic import Field, model_validator
 from engine3d.settings import Settings
 
 Level = Literal["token", "sequence", "geometric"]
-"""Of a probability ratio: each token's own, the product over a response's tokens, or their geometric mean."""
+"""Scope of a probability ratio: each token, the product over a response's tokens, or their geometric mean."""
 
 _TRUNCATE = 2.0
 
 
 class CorrectionSettings(Settings):
-    """How losses are corrected for tokens that another policy has drawn: the engine's numerics, or older weights.
+    """Correction of the loss for tokens drawn from another policy: the engine's numerics, or older weights.
 
     All is of the ratio of the probability by the trainer, before the step's first update, to that by the engine which
     drew the token.
     """
 
     against: Literal["proximal", "rollout"] = "proximal"
-    """What the ratio of the loss is to: "proximal", the trainer's policy before the step's first update, which the
-    weights lead to from the engine's (decoupled PPO); or the engine's own log-probs, which need no weights."""
+    """Denominator of the loss's ratio: "proximal", the trainer's policy before the step's first update, with weights
+    that correct from the engine's policy to it (decoupled PPO); or the engine's own log-probs, which need no weights.
+    """
     weights: Level | None = None
     """The importance weight of a token's policy loss: its own ratio, its response's, or the geometric mean of its
     response's. 1 if null."""
@@ -75,15 +76,15 @@ class CorrectionSettings(Settings):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether tokens may be left out."""
+        """True if tokens may be left out of the loss."""
         return self.mask is not None or self.veto is not None
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer's log-probs before the first update are needed."""
+        """True if the trainer's log-probs before the first update are needed."""
         return self.against == "proximal" or self.leaves_out
 
     @property
     def corrects(self) -> bool:
-        """Whether anything accounts for the difference, which is only measured otherwise."""
+        """True if the loss accounts for the difference. Otherwise it is only measured."""
         return self.against == "rollout" or self.weights is not None or self.leaves_out

@@ -1,6 +1,6 @@
 """Importance weights of tokens that another policy has drawn, and which tokens are left out: functions of tensors.
 
-With rho_t = pi(token) / mu(token), of the policy pi that is to learn over the policy mu that drew, and the n counted
+With rho_t = pi(token) / mu(token), of the trained policy pi over the policy mu that drew, and the n counted
 tokens of a response:
 
     token        rho_t
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a correction makes of R response tokens of B samples.
+    """Importance weights and masks of R response tokens of B samples.
 
     Args:
-        weights: (R,) float32 by which the policy loss of each token is multiplied; 0 where it does not count.
-        truncated, low, high: (R,) bool, the counted tokens whose weight was truncated, and whose ratio is below and
+        weights: (R,) float32, factor of each token's policy loss; 0 outside the loss mask.
+        truncated, low, high: (R,) bool, the loss tokens whose weight was truncated, and whose ratio is below and
             above the bounds of the mask.
         vetoed: (B,) bool.
     """
@@ -55,12 +55,12 @@ class Correction:
 
 
 def sums_of(column: Tensor, lengths: Tensor) -> Tensor:
-    """(R,) figures -> (B,) float64: the sum of those of each sample, the same whatever lies beside them."""
+    """Sum (R,) values of each sample -> (B,) float64, independent of the other samples."""
     return segment_reduce(column.to(torch.float64), lengths)
 
 
 def log_ratios(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """(R,) float64: log pi - log mu of each token, 0 outside the mask, whatever the columns hold there.
+    """Return (R,) float64: log pi - log mu of each token, 0 outside the mask, whatever the columns hold there.
 
     Args:
         logprobs: (R,) of the policy that is to learn.
@@ -76,7 +76,7 @@ def log_ratios(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Tens
 
 
 def of_level(ratios: Tensor, mask: Tensor, lengths: Tensor, level: Level) -> Tensor:
-    """(R,) float64: the logarithm of the ratio of a level that holds for each token.
+    """Return (R,) float64: the logarithm of the ratio of a level that holds for each token.
 
     Args:
         ratios: (R,) as `log_ratios` gives them.
@@ -93,7 +93,7 @@ def of_level(ratios: Tensor, mask: Tensor, lengths: Tensor, level: Level) -> Ten
 
 
 def correct(ratios: Tensor, mask: Tensor, lengths: Tensor, settings: CorrectionSettings) -> Correction:
-    """The correction of R response tokens of B samples; see the module for the formulas.
+    """Return the correction of R response tokens of B samples; see the module for the formulas.
 
     Args:
         ratios: (R,) as `log_ratios` gives them.

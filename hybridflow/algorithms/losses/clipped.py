@@ -41,7 +41,7 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> ClippedLoss:
-    """The clipped surrogate, as a loss to be made small, for tensors of any one shape.
+    """Compute the clipped surrogate, as a loss to be made small, for tensors of any one shape.
 
     With ratio = exp(log pi - log pi_old) and A the advantage:
 
@@ -72,7 +72,7 @@ def clipped_policy_loss(
 
 
 def clipped_loss(columns: TokenColumns, config: ClippedSettings) -> PolicyLoss:
-    """`clipped_policy_loss` with the bounds of the settings: the loss of PPO, GRPO and others."""
+    """Compute `clipped_policy_loss` with the bounds of the settings: the loss of PPO, GRPO and others."""
     clipped = clipped_policy_loss(
         columns.logprobs,
         columns.old_logprobs,
@@ -81,11 +81,11 @@ def clipped_loss(columns: TokenColumns, config: ClippedSettings) -> PolicyLoss:
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
-    return PolicyLoss(clipped.loss, clipped.ratio, clipped_figures(clipped))
+    return PolicyLoss(clipped.loss, clipped.ratio, clip_stats(clipped))
 
 
-def clipped_figures(clipped: ClippedLoss) -> dict[str, Tensor]:
-    """Which tokens were clipped, by metric name."""
+def clip_stats(clipped: ClippedLoss) -> dict[str, Tensor]:
+    """Return masks of the clipped tokens, by metric name."""
     return {
         metrics.TRAIN_CLIP_FRACTION_LOW: clipped.clipped_low,
         metrics.TRAIN_CLIP_FRACTION_HIGH: clipped.clipped_high,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CovarianceMeans:
-    """What covariances are taken around: means over the N tokens of a mini-batch that count."""
+    """Means that covariances are taken around, over the N loss tokens of a mini-batch."""
 
     logprob: float
     advantage: float
@@ -24,26 +24,26 @@ class CovarianceMeans:
 
     @classmethod
     def of(cls, logprobs: Sequence[float], advantages: Sequence[float], counts: Sequence[int]) -> CovarianceMeans:
-        """From the sums and numbers of each sample: the same bits in whatever order they come. 0 of no token."""
+        """Compute the means from each sample's sums and counts, with the same bits in any order. No token gives 0."""
         count = sum(counts)
         # fsum rounds once, at the end, so order has no part in it.
         return cls(math.fsum(logprobs) / max(count, 1), math.fsum(advantages) / max(count, 1), count)
 
 
-def sample_sums(column: Tensor, counted: Tensor, lengths: Tensor) -> Tensor:
-    """(B,) float64: for each sample the sum over its tokens that count, rounded once.
+def sample_sums(column: Tensor, loss_mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return the (B,) float64 sum over each sample's loss tokens, rounded once.
 
-    The same bits whichever samples stand beside it, which a sum by torch does not promise. `column` and `counted` (R,),
-    `lengths` (B,) int64 tokens of each sample, end to end. Raises ValueError for columns of other shapes.
+    The same bits with any other samples in the batch, which a sum by torch does not promise. `column` and `loss_mask`
+    (R,), `lengths` (B,) int64 tokens of each sample, end to end. Raises ValueError for columns of other shapes.
     """
-    check_shapes("sample_sums", dimensions=1, column=column, counted=counted)
-    counted_only = column.to(torch.float64).where(counted, 0.0)
-    sums = [math.fsum(of_sample.tolist()) for of_sample in counted_only.split(lengths.tolist())]
+    check_shapes("sample_sums", dimensions=1, column=column, loss_mask=loss_mask)
+    masked = column.to(torch.float64).where(loss_mask, 0.0)
+    sums = [math.fsum(of_sample.tolist()) for of_sample in masked.split(lengths.tolist())]
     return torch.tensor(sums, dtype=torch.float64)
 
 
 def token_covariances(logprobs: Tensor, advantages: Tensor, means: CovarianceMeans) -> Tensor:
-    """float64 of the tensors' one shape: what each token adds to the covariance.
+    """Compute each token's term of the covariance, float64 in the tensors' one shape.
 
         cov_t = (log pi(token_t) - mean log pi) * (A_t - mean A)        arXiv:2505.22617, section 4.2
 

@@ -19,7 +19,7 @@ is left, and the logarithm of 0 would be infinite."""
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
-    """(..., k) float32 log-probs of k different tokens -> (..., k + 1), with that of all other tokens together.
+    """Add the log-prob of all other tokens together: (..., k) float32 log-probs of k different tokens -> (..., k + 1).
 
     Where it is at `TAIL_FLOOR`, it has no gradient.
     """
@@ -31,7 +31,7 @@ def with_tail(logprobs: Tensor) -> Tensor:
 def truncated_divergence(
     logprobs: Tensor, teacher_logprobs: Tensor, *, divergence: Divergence, jsd_beta: float = 0.5
 ) -> Tensor:
-    """How far the student, q, is from the teacher, p, in the distribution of each next token.
+    """Compute the divergence of the student, q, from the teacher, p, in the distribution of each next token.
 
     The vocabulary becomes k + 1 outcomes: each of the k tokens, and all others together (`with_tail`). Over these
 

@@ -26,7 +26,7 @@ PENALTY_LIMIT = 10.0
 
 
 def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(pi || other) for tokens sampled from pi.
+    """Estimate KL(pi || other) per token, for tokens sampled from pi.
 
     With d = log other(token) - log pi(token):
 
@@ -66,7 +66,7 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
 
 
 def value_of(estimator: KLEstimator) -> Literal["k1", "k2", "k3"]:
-    """The estimator whose value this one has: itself, or k1 of k1+ and k3 of k3+."""
+    """Compute the estimator whose value this one has: itself, or k1 of k1+ and k3 of k3+."""
     match estimator:
         case "k1+":
             return "k1"
@@ -76,14 +76,14 @@ def value_of(estimator: KLEstimator) -> Literal["k1", "k2", "k3"]:
 
 
 def _with_gradient_of_k2(value: Tensor, difference: Tensor) -> Tensor:
-    """The value, to the last bit, with the gradient of difference^2 / 2."""
+    """Compute the value, to the last bit, with the gradient of difference^2 / 2."""
     # Its value is 0 exactly. That of k2 - k2.detach() would be nan where the square overflows.
     through = difference - difference.detach()
     return value.detach() + difference.detach() * through
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(pi || reference) as it enters a loss or a reward: `kl_estimate`, with k3 bounded.
+    """Estimate KL(pi || reference) per token for a loss or a reward: `kl_estimate`, with k3 bounded.
 
         k3 -> min(k3, 10)
 

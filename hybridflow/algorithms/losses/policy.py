@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine3d.startup.lazy_imports import torch
-from hybridflow.algorithms.losses.aggregation import counted_column
+from hybridflow.algorithms.losses.aggregation import masked_column
 from hybridflow.algorithms.losses.kl import PENALTY_LIMIT, kl_estimate, kl_penalty, value_of
 from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.algorithms.segments import segment_reduce
@@ -23,16 +23,16 @@ CHOSEN_LOGPROBS = "chosen_logprobs"
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """What a policy loss reads of each token of a micro-batch, all of whose sequences are whole.
+    """Columns of a policy loss, one value a token of a micro-batch, all of whose sequences are complete.
 
-    All columns have one shape: packed (T,), or (B, S'), but some of the others, which have K figures of each token: (T,
+    All columns have one shape: packed (T,), or (B, S'), but some of the others, which have K values of each token: (T,
     K), or (B, S', K). They are 0 where a token does not count.
 
     Args:
         logprobs: float32 of the policy that is trained; carries the gradient.
         old_logprobs: float32 of the policy that the ratio is to.
         advantages: float32.
-        counted: bool, the tokens that the policy wrote.
+        loss_mask: bool, the tokens that the policy wrote.
         sequences: int64 number of each token's sequence within the micro-batch; None where no loss asks for it.
         others: columns that only some losses read, by name.
     """
@@ -40,12 +40,12 @@ class TokenColumns:
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
-    counted: Tensor
+    loss_mask: Tensor
     sequences: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
 
     def column(self, name: str) -> Tensor:
-        """One of the others. Raises ValueError if it was not given."""
+        """Return a further column. Raises ValueError if it was not given."""
         if name not in self.others:
             raise ValueError(f"policy loss: no column {name}, which the loss needs")
         return self.others[name]
@@ -58,12 +58,12 @@ class PolicyLoss:
     Args:
         loss: float32; the only one with a gradient.
         ratio: float32: pi(token) / pi_old(token), or what the loss has in its place.
-        figures: further columns whose mean over the counted tokens is a metric, by its name.
+        stats: further columns whose mean over the loss tokens is a metric, by its name.
     """
 
     loss: Tensor
     ratio: Tensor
-    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 PolicyLossFunction = Callable[[TokenColumns, Any], PolicyLoss]
@@ -71,18 +71,18 @@ PolicyLossFunction = Callable[[TokenColumns, Any], PolicyLoss]
 
 
 def sequence_sums(column: Tensor, tokens: TokenColumns) -> Tensor:
-    """(K,) the sum of a column over the counted tokens of each sequence; differentiable, the same bits on every run.
+    """Sum a column over the loss tokens of each sequence: (K,), differentiable, the same bits on every run.
 
     Raises ValueError if the tokens do not say which sequences they are of.
     """
     if tokens.sequences is None:
-        raise ValueError("sequence_sums: no column sequences, which says which tokens belong together")
-    counted = column.where(tokens.counted, 0.0).flatten()
-    return segment_reduce(counted, torch.bincount(tokens.sequences.flatten()))  # tokens of a sequence lie together
+        raise ValueError("sequence_sums: no column sequences, which numbers the sequence of each token")
+    masked = column.where(tokens.loss_mask, 0.0).flatten()
+    return segment_reduce(masked, torch.bincount(tokens.sequences.flatten()))  # tokens of a sequence are adjacent
 
 
 def sequence_means(column: Tensor, tokens: TokenColumns) -> Tensor:
-    """For each token the mean of a column over the counted tokens of its sequence; 0 where none counts.
+    """Compute for each token the mean of a column over its sequence's loss tokens; 0 where there are none.
 
     As `sequence_sums`.
     """
@@ -107,7 +107,7 @@ def policy_gradient_loss(
     correction_weights: Tensor | None = None,
     **others: Tensor,
 ) -> tuple[Tensor, Statistics]:
-    """The part of the loss that these tokens contribute, and their statistics.
+    """Compute these tokens' part of the loss, and their statistics.
 
         loss = sum_t weight_t * (correction_t * policy_loss_t + kl_coef * kl_t - entropy_coef * entropy_t)
 
@@ -136,10 +136,10 @@ def policy_gradient_loss(
     uses_reference = config.needs_reference and config.kl_in == "loss"
     if ref_logprobs is None and uses_reference:
         raise ValueError("policy_gradient_loss: kl_coef > 0 with kl_in 'loss' needs ref_logprobs")
-    counted = weights > 0
+    loss_mask = weights > 0
 
     def masked(name: str, column: Tensor) -> Tensor:
-        return counted_column("policy_gradient_loss", name, column, weights)
+        return masked_column("policy_gradient_loss", name, column, weights)
 
     logprobs = masked("logprobs", logprobs)
     old_logprobs = logprobs.detach() if old_logprobs is None else masked("old_logprobs", old_logprobs)
@@ -147,7 +147,7 @@ def policy_gradient_loss(
         logprobs,
         old_logprobs,
         masked("advantages", advantages),
-        counted,
+        loss_mask,
         sequences,
         {name: masked(name, column) for name, column in others.items()},
     )
@@ -155,11 +155,11 @@ def policy_gradient_loss(
     token_loss = policy.loss
     if correction_weights is not None:
         token_loss = token_loss * masked("correction_weights", correction_weights)
-    count = total(counted)
+    count = total(loss_mask)
     sums = {metrics.TRAIN_POLICY_LOSS: total(token_loss * weights)}
     means = {
-        metrics.TRAIN_RATIO: policy.ratio.where(counted, 0.0),
-        **policy.figures,
+        metrics.TRAIN_RATIO: policy.ratio.where(loss_mask, 0.0),
+        **policy.stats,
         metrics.TRAIN_KL_K1: kl_estimate(old_logprobs, logprobs, "k1"),
         metrics.TRAIN_KL_K3: kl_estimate(old_logprobs, logprobs, "k3"),
     }
@@ -179,9 +179,9 @@ def policy_gradient_loss(
     if rollout_logprobs is not None:
         difference = (masked("rollout_logprobs", rollout_logprobs) - old_logprobs).abs()
         means[metrics.MISMATCH_LOGPROB_MEAN] = difference
-        # -inf where nothing is counted: `max` of an empty tensor is an error, and 0 would be a claim.
+        # -inf without a loss token: `max` of an empty tensor is an error, and 0 would be a claim.
         maxima[metrics.MISMATCH_LOGPROB_MAX] = torch.cat(
-            [difference.detach().where(counted, -torch.inf).flatten(), difference.new_full((1,), -torch.inf)]
+            [difference.detach().where(loss_mask, -torch.inf).flatten(), difference.new_full((1,), -torch.inf)]
         ).max()
     loss = (token_loss * weights).sum()
     sums[metrics.TRAIN_LOSS] = total(loss)

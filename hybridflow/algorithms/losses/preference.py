@@ -1,7 +1,7 @@
 """Losses of preferences: functions of the log-probs of whole responses, two to each prompt.
 
-The two responses of a pair may lie in different micro-batches or on different ranks. So these functions are of sums of
-log-probs alone, a few float64 figures for each sample, and run in one process. `coefficients` gives what an update
+The two responses of a pair may be in different micro-batches or on different ranks. So these functions are of sums of
+log-probs alone, a few float64 values for each sample, and run in one process. `coefficients` gives what an update
 needs of them: with c_i = d loss / d log pi(y_i) at the current weights, the loss sum_i c_i * log pi(y_i), which is a
 plain sum over tokens, has the same gradient at these weights, whatever the layout and the micro-batches.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Responses:
+class ResponsePairs:
     """Two responses to each of n prompts: the better and the worse one; or of unpaired examples the response, and one
-    to another prompt, from which nothing is learned.
+    to another prompt, which is not trained on.
 
     Args:
         policy: (n, 2) float64: log-prob of each whole response by the policy.
         reference: (n, 2) float64: the same by the reference policy.
-        tokens: (n, 2) int64: counted tokens of each.
+        tokens: (n, 2) int64: loss tokens of each.
         rewards: (n, 2) float32; of unpaired examples 1 where the response is desirable, 0 where it is not.
     """
 
@@ -38,51 +38,52 @@ class Responses:
     rewards: Tensor
 
     @classmethod
-    def of_samples(cls, policy: Tensor, reference: Tensor, tokens: Tensor, rewards: Tensor) -> Responses:
-        """Of (2n,) figures of samples, the two of a prompt side by side."""
+    def of_samples(cls, policy: Tensor, reference: Tensor, tokens: Tensor, rewards: Tensor) -> ResponsePairs:
+        """Make pairs of (2n,) values of samples, the two of a prompt adjacent."""
         return cls(*(column.view(-1, 2) for column in (policy, reference, tokens, rewards)))
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
-    """What a loss finds of n prompts with two responses each.
+class PreferenceResult:
+    """Losses and statistics of n prompts with two responses each.
 
     Args:
         losses: (n,) float64, whose mean is the loss; the only ones with a gradient.
-        figures: (k,) float64 of some of the prompts, whose mean is a metric, by its name.
+        stats: (k,) float64 of some of the prompts, whose mean is a metric, by its name.
     """
 
     losses: Tensor
-    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Tensor]:
         """The losses too, by the names of metrics."""
         return {metrics.PREFERENCE_LOSS: self.losses.detach()} | {
-            name: figure.detach() for name, figure in self.figures.items()
+            name: values.detach() for name, values in self.stats.items()
         }
 
 
-PreferenceLoss = Callable[[Responses, Any], Judged]
+PreferenceLoss = Callable[[ResponsePairs, Any], PreferenceResult]
 """(responses, settings of the algorithm) -> what is found of them."""
 
 
-def coefficients(responses: Responses, loss: PreferenceLoss, config: Any) -> tuple[Tensor, Judged]:
-    """d (mean loss) / d (log-prob of each response), and what the loss found.
+def coefficients(responses: ResponsePairs, loss: PreferenceLoss, config: Any) -> tuple[Tensor, PreferenceResult]:
+    """Compute d (mean loss) / d (log-prob of each response), and the result of the loss.
 
     Returns:
-        (n, 2) float64, and the losses and figures.
+        (n, 2) float64, and the losses and stats.
     """
     policy = responses.policy.detach().to(torch.float64).requires_grad_()
-    judged = loss(replace(responses, policy=policy), config)
-    (found,) = torch.autograd.grad(judged.losses.mean(), policy)
-    return found, judged
+    result = loss(replace(responses, policy=policy), config)
+    (gradient,) = torch.autograd.grad(result.losses.mean(), policy)
+    return gradient, result
 
 
 def coefficient_loss(columns: TokenColumns, _: Any) -> PolicyLoss:
-    """The loss -A_t * log pi(token_t), whose gradient is that of a loss of whole responses with -A = `coefficients`.
+    """Compute the loss -A_t * log pi(token_t), whose gradient is that of a loss of whole responses with -A =
+    `coefficients`.
 
-    Its value says nothing: what the responses' loss is, is known before the update.
+    Its value has no meaning: the responses' loss is known before the update.
     """
     return PolicyLoss(-columns.advantages * columns.logprobs, torch.ones_like(columns.advantages))
 
@@ -90,7 +91,7 @@ def coefficient_loss(columns: TokenColumns, _: Any) -> PolicyLoss:
 def pair_losses(
     margins: Tensor, *, beta: float, loss: Literal["sigmoid", "ipo"], label_smoothing: float = 0.0
 ) -> Tensor:
-    """The loss of each pair by its margin h, of any shape.
+    """Compute the loss of each pair by its margin h, of any shape.
 
         h = (log pi(y_w) - log pi_ref(y_w)) - (log pi(y_l) - log pi_ref(y_l))
 
@@ -112,7 +113,7 @@ def pair_losses(
 def unpaired_losses(
     log_ratios: Tensor, desirable: Tensor, z0: Tensor, *, beta: float, weights: tuple[float, float]
 ) -> Tensor:
-    """KTO's loss of each response, of any one shape.
+    """Compute KTO's loss of each response, of any one shape.
 
         r = log pi(y) - log pi_ref(y)
         loss = lambda_D * (1 - sigmoid(beta * (r - z0)))    desirable
@@ -133,7 +134,7 @@ def unpaired_losses(
 
 
 def divergence(log_ratios: Tensor) -> Tensor:
-    """KTO's z0: max(0, mean of log pi(y') - log pi_ref(y') over responses y' to other prompts), a scalar.
+    """Compute KTO's z0: max(0, mean of log pi(y') - log pi_ref(y') over responses y' to other prompts), a scalar.
 
     Source: arXiv:2402.01306, section 4.1, where a micro-batch's responses are shifted by one; here the mean is over the
     mini-batch, so that it is the same on every layout, and which other prompt's response it is, the data fix.
@@ -142,5 +143,5 @@ def divergence(log_ratios: Tensor) -> Tensor:
 
 
 def shares_above(values: Tensor, than: Tensor | float) -> Tensor:
-    """float64, of the shape of the values: 1 where one is above, 1/2 where it is equal, 0 elsewhere."""
+    """Return 1 where a value is above, 1/2 where it is equal, 0 elsewhere: float64, of the shape of the values."""
     return ((values > than).double() + (values >= than).double()) / 2

@@ -1,4 +1,4 @@
-"""The policy gradient without a ratio: of algorithms that learn from the samples of the very policy that is trained."""
+"""The policy gradient without a ratio, for algorithms that train on samples of the current policy alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridflow.algorithms.settings import AlgorithmSettings
 
 
 def reinforce_loss(columns: TokenColumns, config: AlgorithmSettings) -> PolicyLoss:
-    """The loss whose gradient is the policy gradient's estimate (Williams, 1992).
+    """Compute the loss whose gradient is the policy gradient's estimate (Williams, 1992).
 
         loss_t = -A_t log pi(token_t)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.losses.clipped import clipped_figures, clipped_policy_loss
+from hybridflow.algorithms.losses.clipped import clip_stats, clipped_policy_loss
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenColumns, sequence_means
 from hybridflow.algorithms.settings import ClippedSettings
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sequence_log_ratios(columns: TokenColumns) -> Tensor:
-    """For each token the mean log-ratio of its sequence, over the n tokens that count: 0 where none does.
+    """Compute for each token the mean log-ratio of its sequence over the n loss tokens; 0 where there are none.
 
     log s = 1/n sum_t (log pi(token_t) - log pi_old(token_t))       arXiv:2507.18071, eq. 7
     """
@@ -21,7 +21,7 @@ def sequence_log_ratios(columns: TokenColumns) -> Tensor:
 
 
 def gspo_loss(columns: TokenColumns, config: ClippedSettings) -> PolicyLoss:
-    """The clipped surrogate with the ratio s of the sequence in place of the token's (eq. 5).
+    """Compute the clipped surrogate with the ratio s of the sequence in place of the token's (eq. 5).
 
         loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t)
 
@@ -33,7 +33,7 @@ def gspo_loss(columns: TokenColumns, config: ClippedSettings) -> PolicyLoss:
 
 
 def gspo_token_loss(columns: TokenColumns, config: ClippedSettings) -> PolicyLoss:
-    """The token form (eq. 13, 14): the value of s, with the gradient of the token alone.
+    """Compute the token form (eq. 13, 14): the value of s, with the gradient of the token alone.
 
         s_t = sg[s] pi(token_t) / sg[pi(token_t)]
 
@@ -53,4 +53,4 @@ def _clipped(log_ratios: Tensor, columns: TokenColumns, config: ClippedSettings)
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
-    return PolicyLoss(clipped.loss, clipped.ratio, clipped_figures(clipped))
+    return PolicyLoss(clipped.loss, clipped.ratio, clip_stats(clipped))

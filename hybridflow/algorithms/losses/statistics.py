@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one micro-batch on one rank contributes to the metrics. Every tensor is a detached float64 scalar.
+    """One micro-batch's contribution to the metrics on one rank. Every tensor is a detached float64 scalar.
 
     Three kinds, because they reduce differently:
-    - `sums`: parts of a figure of one mini-batch, such as the loss under the `sequence_weights`; they add up.
-    - `means`: pairs of numerator and denominator, each of which adds up; their quotient is the figure.
+    - `sums`: addends of a value of one mini-batch, such as the loss under the `sequence_weights`; they add up.
+    - `means`: pairs of numerator and denominator, each of which adds up; their quotient is the metric.
     - `maxima`: the largest value counts.
 
     Merge the micro-batches of a rank, then `all_reduce` over the ranks that hold different tokens (the data- and
@@ -32,24 +32,24 @@ class Statistics:
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def merge(pieces: Iterable[Statistics]) -> Statistics:
-        """All pieces as one. A name that only some pieces hold counts from those."""
+    def merge(shards: Iterable[Statistics]) -> Statistics:
+        """Merge statistics. A name that only some of them have counts from those."""
         sums: dict[str, Tensor] = {}
         means: dict[str, tuple[Tensor, Tensor]] = {}
         maxima: dict[str, Tensor] = {}
-        for piece in pieces:
-            for name, value in piece.sums.items():
+        for shard in shards:
+            for name, value in shard.sums.items():
                 sums[name] = sums[name] + value if name in sums else value
-            for name, (numerator, denominator) in piece.means.items():
+            for name, (numerator, denominator) in shard.means.items():
                 if name in means:
                     numerator, denominator = means[name][0] + numerator, means[name][1] + denominator
                 means[name] = (numerator, denominator)
-            for name, value in piece.maxima.items():
+            for name, value in shard.maxima.items():
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return Statistics(sums, means, maxima)
 
     def cpu(self) -> Statistics:
-        """The same on the CPU."""
+        """Return the same on the CPU."""
         return Statistics(
             {name: value.cpu() for name, value in self.sums.items()},
             {name: (numerator.cpu(), denominator.cpu()) for name, (numerator, denominator) in self.means.items()},
@@ -57,8 +57,10 @@ class Statistics:
         )
 
     def all_reduce(self, group: ProcessGroup | None = None) -> Statistics:
-        """The statistics over all ranks of `group`, on each of them. All must hold the same names in the same order."""
-        added = [*self.sums.values(), *(part for pair in self.means.values() for part in pair)]
+        """Compute the statistics over all ranks of `group`, on each of them. All must hold the same names in the same
+        order.
+        """
+        added = [*self.sums.values(), *(term for pair in self.means.values() for term in pair)]
         total, highest = list(added), list(self.maxima.values())
         if added:
             stacked = torch.stack(added)
@@ -76,17 +78,17 @@ class Statistics:
         )
 
     def values(self, mini_batches: int = 1) -> dict[str, float]:
-        """The figures by name. `mini_batches` says how many were merged: sums become their mean over those.
+        """Return the metrics by name. `mini_batches` says how many were merged: sums become their mean over those.
 
         A mean over nothing is left out.
         """
-        figures = {name: value.item() / mini_batches for name, value in self.sums.items()}
+        metrics = {name: value.item() / mini_batches for name, value in self.sums.items()}
         for name, (numerator, denominator) in self.means.items():
             if denominator.item():
-                figures[name] = numerator.item() / denominator.item()
-        return figures | {name: value.item() for name, value in self.maxima.items() if value.item() != -torch.inf}
+                metrics[name] = numerator.item() / denominator.item()
+        return metrics | {name: value.item() for name, value in self.maxima.items() if value.item() != -torch.inf}
 
 
 def total(column: Tensor) -> Tensor:
-    """The sum of a column as a detached float64 scalar."""
+    """Compute the sum of a column as a detached float64 scalar."""
     return column.detach().sum(dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.advantages.whitening import Moments, moments
 from hybridflow.algorithms.checks import check_shapes
-from hybridflow.algorithms.losses.aggregation import counted_column
+from hybridflow.algorithms.losses.aggregation import masked_column
 from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.metrics.names import CRITIC, CriticNames
 
@@ -27,7 +27,7 @@ def value_loss(
     clip: float | None,
     names: CriticNames = CRITIC,
 ) -> tuple[Tensor, Statistics]:
-    """The part of the critic's loss that these tokens contribute, and their statistics.
+    """Compute these tokens' part of the critic's loss, and their statistics.
 
         loss = sum_t weight_t / 2 * max((V_t - R_t)^2, (clip(V_t, V_old_t - clip, V_old_t + clip) - R_t)^2)
 
@@ -42,9 +42,9 @@ def value_loss(
     zero through which gradients of zero flow) and the statistics. Raises ValueError for a column of another shape than
     `weights`.
     """
-    values = counted_column("value_loss", "values", values, weights)
-    old_values = counted_column("value_loss", "old_values", old_values, weights)
-    returns = counted_column("value_loss", "returns", returns, weights)
+    values = masked_column("value_loss", "values", values, weights)
+    old_values = masked_column("value_loss", "old_values", old_values, weights)
+    returns = masked_column("value_loss", "returns", returns, weights)
     error = (values - returns).square()
     clipped = torch.zeros_like(error, dtype=torch.bool)
     if clip is not None:
@@ -72,7 +72,7 @@ class ValueMoments:
 
 
 def value_moments(values: Tensor, returns: Tensor, mask: Tensor) -> ValueMoments:
-    """The moments of the tokens under the mask, taken in float64. All tensors have one shape, any shape.
+    """Compute the moments of the tokens under the mask, taken in float64. All tensors have one shape, any shape.
 
     `values` are those that the returns were made with. Raises ValueError for tensors of other shapes.
     """
@@ -81,15 +81,15 @@ def value_moments(values: Tensor, returns: Tensor, mask: Tensor) -> ValueMoments
     return ValueMoments(moments(returns, mask), moments(residuals, mask))
 
 
-def explained_variance(pieces: Iterable[ValueMoments]) -> float:
-    """How much of the returns' variance the values account for, over the tokens of all pieces of a whole batch.
+def explained_variance(shards: Iterable[ValueMoments]) -> float:
+    """Compute the share of the returns' variance that the values account for, over the tokens of all shards of a batch.
 
         1 - Var(R - V) / Var(R)
 
     1 is perfect, 0 no better than a constant; nan where the returns do not vary.
     """
-    pieces = list(pieces)
-    variance = Moments.merge(piece.returns for piece in pieces).variance
+    shards = list(shards)
+    variance = Moments.merge(shard.returns for shard in shards).variance
     if not variance:
         return math.nan
-    return 1 - Moments.merge(piece.residuals for piece in pieces).variance / variance
+    return 1 - Moments.merge(shard.residuals for shard in shards).variance / variance

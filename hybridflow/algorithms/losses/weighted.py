@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def token_ratios(columns: TokenColumns) -> Tensor:
-    """pi(token) / pi_old(token) with its gradient. The log-ratio is clamped, see `LOG_RATIO_LIMIT`."""
+    """Compute pi(token) / pi_old(token) with its gradient. The log-ratio is clamped, see `LOG_RATIO_LIMIT`."""
     return (columns.logprobs - columns.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def clipped_weights(ratio: Tensor, *, low: float | None, high: float) -> Tensor:
-    """CISPO's importance weights, which carry no gradient.
+    """Compute CISPO's importance weights, which carry no gradient.
 
         w = sg[clip(ratio, 1 - low, 1 + high)]      MiniMax-M1, arXiv:2506.13585, section 3.1
 
@@ -29,13 +29,15 @@ def clipped_weights(ratio: Tensor, *, low: float | None, high: float) -> Tensor:
 
 
 def weighted_log_likelihood(logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
-    """loss = -w A log pi: REINFORCE with importance weights, for tensors of one shape. Raises ValueError for others."""
+    """Compute loss = -w A log pi: REINFORCE with importance weights, for tensors of one shape. Raises ValueError for
+    others.
+    """
     check_shapes("weighted_log_likelihood", logprobs=logprobs, advantages=advantages, weights=weights)
     return -weights * advantages * logprobs
 
 
 def soft_gate(ratio: Tensor, temperatures: Tensor) -> Tensor:
-    """SAPO's gate: what takes the ratio's place in the surrogate.
+    """Compute SAPO's gate: what takes the ratio's place in the surrogate.
 
         f = 4 / tau * sigmoid(tau (ratio - 1))      arXiv:2511.20347, section 3
 
@@ -47,6 +49,8 @@ def soft_gate(ratio: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def gate_slope(ratio: Tensor, temperatures: Tensor) -> Tensor:
-    """The derivative of `soft_gate` by the ratio: 4 p (1 - p) with p = sigmoid(tau (ratio - 1)); without a gradient."""
+    """Compute the derivative of `soft_gate` by the ratio: 4 p (1 - p) with p = sigmoid(tau (ratio - 1)); without a
+    gradient.
+    """
     share = torch.sigmoid(temperatures * (ratio.detach() - 1))
     return 4 * share * (1 - share)

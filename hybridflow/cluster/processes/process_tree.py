@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from engine3d.errors import EngineError
-from engine3d.stacks import STACKS_SIGNAL, ask_for_stacks
+from engine3d.stacks import STACKS_SIGNAL, request_stacks
 
 Processes = Sequence[psutil.Process]
 
@@ -45,8 +45,8 @@ def write_stacks(processes: Processes, *, wake: bool = False) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 able[pid].send_signal(signal.SIGCONT)
         stopped = []
-    ask_for_stacks(stopped, 0.0)  # they write when they go on
-    silent = ask_for_stacks([pid for pid in able if pid not in stopped], _ANSWER_S)
+    request_stacks(stopped, 0.0)  # they write when they go on
+    silent = request_stacks([pid for pid in able if pid not in stopped], _ANSWER_S)
     for pid in silent:
         if catches(pid, STACKS_SIGNAL):  # and has not become another program
             with contextlib.suppress(psutil.NoSuchProcess):

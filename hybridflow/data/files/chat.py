@@ -1,4 +1,4 @@
-"""Messages as text by a chat template, and which of the text the assistant wrote."""
+"""Messages as text by a chat template, with the spans that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jinja2.meta
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import FileError, read_text
-from hybridflow.data.files.completeness import MARKER, Form, Probe, forms_of, shape_of
-from hybridflow.data.files.config import ChatConfig, Learned
+from hybridflow.data.files.completeness import MARKER, Form, TemplateProbe, forms_of, shape_of
+from hybridflow.data.files.config import ChatConfig, TrainedOn
 from hybridflow.data.files.messages import Message, Tools, read_messages
 from hybridflow.data.tokenizer import encode_text
 
@@ -25,10 +25,10 @@ _OF_TRANSFORMERS = frozenset(
         *("raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner"),
     }
 )
-"""Names that a template reads which are no arguments of a recipe."""
+"""Names read by templates that are no arguments of a recipe."""
 _MOST_TEMPLATE_BYTES = 1 << 20
 _MOST_FORMS = 10_000
-"""Shapes of messages of which the form is kept."""
+"""Largest number of shapes of messages whose form is kept."""
 
 
 class _NoDateError(Exception):
@@ -41,11 +41,11 @@ class Rendered:
 
     Args:
         text: of all messages.
-        learned: where the text is that the assistant wrote and is to write: (begin, end) in characters.
+        trained_on: spans of the text that the assistant is trained to write: (begin, end) in characters.
     """
 
     text: str
-    learned: tuple[tuple[int, int], ...] = ()
+    trained_on: tuple[tuple[int, int], ...] = ()
 
 
 class ChatTemplate:
@@ -88,11 +88,11 @@ class ChatTemplate:
             except FileError as error:
                 raise UserError(f"{self._name}.template: {error}") from None
             return text, text
-        found = self._tokenizer.chat_template
-        if isinstance(found, Mapping):  # some have several, by name
-            texts = found.get("default"), found.get("tool_use", found.get("default"))
+        templates = self._tokenizer.chat_template
+        if isinstance(templates, Mapping):  # some have several, by name
+            texts = templates.get("default"), templates.get("tool_use", templates.get("default"))
         else:
-            texts = found, found
+            texts = templates, templates
         source, tool_source = (text if isinstance(text, str) and text else None for text in texts)
         return source, tool_source
 
@@ -140,95 +140,109 @@ class ChatTemplate:
         assert self.config.system is not None
         encode_text(self._tokenizer, self.config.system, f"{self._name}.system")
 
-    def prompt(self, messages: Any, place: str, tools: Tools | None = None) -> str:
+    def prompt(self, messages: Any, location: str, tools: Tools | None = None) -> str:
         """The text of a prompt.
 
         Args:
             messages: of the prompt.
-            place: of it in errors.
+            location: of it in errors.
             tools: that the assistant may call; those of the recipe if None.
 
         Raises:
             UserError: these are no messages, the last is not one that the assistant answers, or the template leaves out
                 one of them.
         """
-        checked = self._checked(messages, place)
+        checked = self._checked(messages, location)
         if self.config.generation_prompt and checked[-1]["role"] == "assistant":
             raise UserError(
-                f"{place}: the last message is the assistant's, expected one that it answers; or "
+                f"{location}: the last message is the assistant's, expected one that it answers; or "
                 f"{self._name}.generation_prompt=false"
             )
-        return self._complete(checked, place, tools, generation_prompt=self.config.generation_prompt)[1]
+        return self._complete(checked, location, tools, generation_prompt=self.config.generation_prompt)[1]
 
-    def of_text(self, text: str, place: str) -> str:
+    def of_text(self, text: str, location: str) -> str:
         """The text of a prompt that is one message of the user."""
-        return self.prompt([{"role": "user", "content": text}], place)
+        return self.prompt([{"role": "user", "content": text}], location)
+
+    def after_turn(self, messages: Sequence[Message], location: str) -> str:
+        """Render what follows a turn of the assistant: the end of its message, these messages, and its next header.
+
+        Raises:
+            UserError: the template does not render the turn, or one of the messages, exactly once.
+        """
+        before: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARKER}]
+        text = self._render([*before, *messages], location, generation_prompt=True)
+        contents = [str(message["content"]).strip() for message in messages]
+        if text.count(MARKER) != 1 or not all(content in text for content in contents):
+            raise UserError(f"{location}: the chat template leaves out a message of role {messages[-1]['role']}")
+        return text.partition(MARKER)[2]
 
     def conversation(
-        self, messages: Any, place: str, learn: Learned | None = None, tools: Tools | None = None
+        self, messages: Any, location: str, train_on: TrainedOn | None = None, tools: Tools | None = None
     ) -> Rendered:
-        """A supervised conversation, and what of it is learned.
+        """Render a supervised conversation, with the spans to train on.
 
-        What the assistant wrote begins where the text with the template's generation prompt ends, so that the model
-        learns exactly what it is to write where it generates: with the end of its turn, without the header.
+        A span of the assistant begins where the text with the template's generation prompt ends. So the model is
+        trained on exactly what it has to generate: with the end of its turn, without the header.
 
         Args:
             messages: of which some are the assistant's. Those of weight 0 are not trained on.
-            place: of it in errors.
-            learn: which of these; as the recipe says if None.
+            location: of it in errors.
+            train_on: "all" or "last" of these. The recipe's setting if None.
             tools: that the assistant may call; those of the recipe if None.
 
         Raises:
             UserError: there is no message of the assistant to train on, the template leaves out a message, or it
-                renders one otherwise when others follow, so that what was learned would not be what is generated.
+                renders one differently when others follow, so that the model would be trained on another text than it
+                generates.
         """
-        checked = self._checked(messages, place)
-        own = _trained_on(checked, place)
-        if (learn or self.config.learn) == "last":
-            own = own[-1:]
-        complete, text = self._complete(checked, place, tools, generation_prompt=False)
+        checked = self._checked(messages, location)
+        trained = _trained_on(checked, location)
+        if (train_on or self.config.train_on) == "last":
+            trained = trained[-1:]
+        complete, text = self._complete(checked, location, tools, generation_prompt=False)
         spans = []
-        for number in own:
-            before = self._render(complete[:number], place, tools, generation_prompt=self.config.generation_prompt)
-            after = self._render(complete[: number + 1], place, tools, generation_prompt=False)
+        for number in trained:
+            before = self._render(complete[:number], location, tools, generation_prompt=self.config.generation_prompt)
+            after = self._render(complete[: number + 1], location, tools, generation_prompt=False)
             if not text.startswith(before) or not text.startswith(after):
                 raise UserError(
-                    f"{place}: the chat template renders the beginning of the conversation otherwise once message "
-                    f"{number + 1} follows, so that what would be learned is not what is generated; expected "
-                    f"{self._name}.learn=last, a template that renders every message by itself, or {self._name}."
+                    f"{location}: the chat template renders the beginning of the conversation differently once message "
+                    f"{number + 1} follows, so that the text to train on is not the text that is generated; expected "
+                    f"{self._name}.train_on=last, a template that renders every message by itself, or {self._name}."
                     "arguments by which it does"
                 )
             spans.append((len(before), len(after)))
         last = spans[-1][1]
         return Rendered(text[:last], tuple(spans))
 
-    def _checked(self, messages: Any, place: str) -> list[dict[str, Any]]:
+    def _checked(self, messages: Any, location: str) -> list[dict[str, Any]]:
         """Messages, the recipe's system prompt before those that have none."""
         if self.source is None:
-            raise UserError(f"{place}: the prompt is a list of messages, and {self._no_template()}")
-        checked = read_messages(messages, place)
+            raise UserError(f"{location}: the prompt is a list of messages, and {self._no_template()}")
+        checked = read_messages(messages, location)
         if self.config.system is not None and checked[0]["role"] not in ("system", "developer"):
             checked.insert(0, {"role": "system", "content": self.config.system})
         return checked
 
     def _complete(
-        self, messages: Sequence[Message], place: str, tools: Tools | None, *, generation_prompt: bool
+        self, messages: Sequence[Message], location: str, tools: Tools | None, *, generation_prompt: bool
     ) -> tuple[list[dict[str, Any]], str]:
         """Messages in the form that the template renders completely, and their text."""
         shape = generation_prompt, shape_of(messages, self._tools(tools))
         if (form := self._forms.get(shape)) is None:
-            form = self._form(messages, place, self._tools(tools), generation_prompt=generation_prompt)
+            form = self._form(messages, location, self._tools(tools), generation_prompt=generation_prompt)
             if len(self._forms) < _MOST_FORMS:
                 self._forms[shape] = form
         complete = form.applied(messages)
-        return complete, self._render(complete, place, tools, generation_prompt=generation_prompt)
+        return complete, self._render(complete, location, tools, generation_prompt=generation_prompt)
 
-    def _form(self, messages: Sequence[Message], place: str, tools: Tools, *, generation_prompt: bool) -> Form:
+    def _form(self, messages: Sequence[Message], location: str, tools: Tools, *, generation_prompt: bool) -> Form:
         forms, complete, missing = forms_of(messages), list[tuple[int, Form]](), list[str]()
         for form in forms:
-            probe = Probe(form.applied(messages), tools)
+            probe = TemplateProbe(form.applied(messages), tools)
             try:
-                text = self._render(probe.messages, place, probe.tools, generation_prompt=generation_prompt)
+                text = self._render(probe.messages, location, probe.tools, generation_prompt=generation_prompt)
             except UserError:
                 continue
             if (what := probe.missing(text)) is None:
@@ -236,19 +250,19 @@ class ChatTemplate:
             else:
                 missing.append(what)
         if complete:
-            return min(complete, key=lambda each: each[0])[1]
+            return min(complete, key=lambda candidate: candidate[0])[1]
         if missing:
             raise UserError(
-                f"{place}: the chat template leaves out {missing[0]}; expected a template that renders it, or rows "
+                f"{location}: the chat template leaves out {missing[0]}; expected a template that renders it, or rows "
                 "without it"
             )
-        return forms[0]  # of which the template says itself what is wrong
+        return forms[0]  # the template itself then raises the reason
 
     def _tools(self, tools: Tools | None) -> Tools:
         return self.config.tools if tools is None else tools
 
     def _render(
-        self, messages: Sequence[Message], place: str, tools: Tools | None = None, *, generation_prompt: bool
+        self, messages: Sequence[Message], location: str, tools: Tools | None = None, *, generation_prompt: bool
     ) -> str:
         given = self._tools(tools)
         try:
@@ -263,37 +277,37 @@ class ChatTemplate:
             )
         except _NoDateError:
             raise UserError(
-                f"{place}: the chat template writes today's date, with which prompts are others every day; expected "
+                f"{location}: the chat template writes today's date, with which prompts differ every day; expected "
                 f"{self._name}.date, such as 2026-01-31, for every day"
             ) from None
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             reason = shortened(" ".join(str(error).split()), 200)
-            raise UserError(f"{place}: the chat template refuses these messages: {reason}") from None
+            raise UserError(f"{location}: the chat template refuses these messages: {reason}") from None
         assert isinstance(text, str)
         return text
 
     def _date(self, format: str) -> str:
-        """In place of the `strftime_now` of transformers."""
+        """Replacement of the `strftime_now` of transformers."""
         if self.config.date is None:
             raise _NoDateError
         return self.config.date.strftime(format)
 
 
-def _trained_on(messages: Sequence[Message], place: str) -> list[int]:
+def _trained_on(messages: Sequence[Message], location: str) -> list[int]:
     """Indices of the assistant's messages whose weight is not 0."""
-    own = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not own or own[0] == 0:
-        raise UserError(f"{place}: no message of the assistant after another, expected one to learn")
-    others = (index for index, message in enumerate(messages) if index not in own and message.get("weight"))
+    trained = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not trained or trained[0] == 0:
+        raise UserError(f"{location}: no message of the assistant after another, expected one to train on")
+    others = (index for index, message in enumerate(messages) if index not in trained and message.get("weight"))
     if (other := next(others, None)) is not None:
         raise UserError(
-            f"{place}: message {other + 1} has a weight and role {messages[other]['role']}, expected it of messages of "
-            "the assistant, which alone are trained on"
+            f"{location}: message {other + 1} has a weight and role {messages[other]['role']}, expected it of "
+            "messages of the assistant, which alone are trained on"
         )
-    own = [index for index in own if messages[index].get("weight", 1)]
-    if not own:
-        raise UserError(f"{place}: all messages of the assistant have weight 0, expected one to train on")
-    return own
+    trained = [index for index in trained if messages[index].get("weight", 1)]
+    if not trained:
+        raise UserError(f"{location}: all messages of the assistant have weight 0, expected one to train on")
+    return trained
 
 
 def _without_generation(source: str) -> str:

@@ -1,4 +1,4 @@
-"""Guess of the columns of a file that are prompts and answers, by their names and by its first rows."""
+"""Guess of a file's columns of prompts and answers, by their names and its first rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PROMPTS = (
     *("messages", "prompt", "question", "problem", "instruction", "query", "conversation", "conversations"),
     *("chat", "input", "task", "text", "extra_info.question"),
 )
-"""Names of columns that prompts are found by, in this order; upper and lower case are alike."""
+"""Names of columns of prompts, in the order of preference. Upper and lower case are alike."""
 ANSWERS = (
     *("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer", "target", "label"),
     *("reference_answer", "reference", "solution", "response", "output", "completion", "extra_info.answer"),
 )
-"""The same of answers."""
+"""Names of columns of answers, likewise."""
 
 
 @dataclass(frozen=True)
-class Columns:
+class GuessedColumns:
     """Columns that are read of a file.
 
     Args:
@@ -33,7 +33,7 @@ class Columns:
         answer: column of the answers; None if there is none.
         others: columns that are neither.
         has_messages: prompts are lists of messages, not texts.
-        has_text_answers: answers of the rows that were looked at are texts.
+        has_text_answers: answers of the rows that were read are texts.
     """
 
     prompt: str
@@ -43,7 +43,9 @@ class Columns:
     has_text_answers: bool
 
 
-def guess_columns(rows: Sequence[Row], name: str, *, prompt: str | None = None, answer: str | None = None) -> Columns:
+def guess_columns(
+    rows: Sequence[Row], name: str, *, prompt: str | None = None, answer: str | None = None
+) -> GuessedColumns:
     """The columns of prompts and answers.
 
     Args:
@@ -58,37 +60,39 @@ def guess_columns(rows: Sequence[Row], name: str, *, prompt: str | None = None, 
     for option, given in (("--prompt", prompt), ("--answer", answer)):
         if given is not None and given not in there:
             raise UserError(f"{option} {shortened(given)}: {name} has no such column, only {_listed(there)}")
-    found = prompt or _first(PROMPTS, there, lambda value: bool(value) and isinstance(value, str | list), rows)
-    if found is None:
+    prompt_column = prompt or _first(PROMPTS, there, lambda value: bool(value) and isinstance(value, str | list), rows)
+    if prompt_column is None:
         raise UserError(
             f"{name}: none of its columns ({_listed(there)}) is known to hold prompts; name it with --prompt COLUMN, "
             "and that of the answers with --answer COLUMN"
         )
-    others = tuple(column for column in there if column != found)
+    others = tuple(column for column in there if column != prompt_column)
     reference = answer or _first(ANSWERS, others, lambda value: not is_missing(value), rows)
-    messages = isinstance(_value(rows[0], found), list)
+    messages = isinstance(_value(rows[0], prompt_column), list)
     for number, row in enumerate(rows):
-        _check_prompt(_value(row, found), f"{name}: row {number}: {found}")
+        _check_prompt(_value(row, prompt_column), f"{name}: row {number}: {prompt_column}")
     answers = [_value(row, reference) for row in rows] if reference is not None else []
-    used = {found, reference}
+    used = {prompt_column, reference}
     unused = tuple(
         column
         for column in there
-        if "." not in column and not any(f"{each}.".startswith(f"{column}.") for each in used if each)
+        if "." not in column and not any(f"{taken}.".startswith(f"{column}.") for taken in used if taken)
     )
-    return Columns(found, reference, unused, messages, bool(answers) and all(isinstance(each, str) for each in answers))
+    return GuessedColumns(
+        prompt_column, reference, unused, messages, bool(answers) and all(isinstance(answer, str) for answer in answers)
+    )
 
 
-def _check_prompt(value: Any, place: str) -> None:
-    """Raises UserError for what is neither a text nor messages that an assistant may answer."""
+def _check_prompt(value: Any, location: str) -> None:
+    """Raises UserError for a prompt that is neither a text nor messages that an assistant may answer."""
     if isinstance(value, str):
         return
-    if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
-        raise UserError(f"{place} is {json_text(value)}, expected a text, or messages with role and content")
-    if read_messages(value, place)[-1]["role"] == "assistant":
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise UserError(f"{location} is {json_text(value)}, expected a text, or messages with role and content")
+    if read_messages(value, location)[-1]["role"] == "assistant":
         raise UserError(
-            f"{place} ends with a message of the assistant, expected a prompt, which ends with the user's: the answer "
-            "belongs into a column of its own"
+            f"{location} ends with a message of the assistant, expected a prompt, which ends with the user's: the "
+            "answer belongs into a column of its own"
         )
 
 
@@ -101,13 +105,13 @@ def _first(names: Sequence[str], there: Sequence[str], fits: Callable[[Any], boo
 
 def _columns(rows: Sequence[Row]) -> list[str]:
     """All columns, and the keys of objects in them as `column.key`."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for row in rows:
         for column, value in row.items():
-            found[column] = None
+            names[column] = None
             if isinstance(value, dict):
-                found |= dict.fromkeys(f"{column}.{key}" for key in value)
-    return list(found)
+                names |= dict.fromkeys(f"{column}.{key}" for key in value)
+    return list(names)
 
 
 def _value(row: Row, column: str) -> Any:

@@ -20,7 +20,7 @@ SAMPLE_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Columns:
+class TableColumns:
     """The columns of a table that rows have.
 
     Args:
@@ -34,7 +34,7 @@ class Columns:
     features: Mapping[str, Any]
 
     @classmethod
-    def of(cls, schema: pa.Schema, sample: Callable[[str], pa.Array | pa.ChunkedArray]) -> Columns:
+    def of(cls, schema: pa.Schema, sample: Callable[[str], pa.Array | pa.ChunkedArray]) -> TableColumns:
         """The columns of a schema.
 
         Args:
@@ -42,23 +42,23 @@ class Columns:
             sample: makes some values of a column.
         """
         left_out = [
-            each.name for each in schema if is_binary(each.type) and not _are_texts(each.type, sample(each.name))
+            field.name for field in schema if is_binary(field.type) and not _are_texts(field.type, sample(field.name))
         ]
         names = tuple(name for name in schema.names if name not in left_out)
         features = _features(schema)
         return cls(names, tuple(left_out), {name: features[name] for name in names if _has_labels(features.get(name))})
 
-    def row(self, values: Mapping[str, Any], place: Callable[[], str]) -> dict[str, Any]:
+    def row(self, values: Mapping[str, Any], location: Callable[[], str]) -> dict[str, Any]:
         """A row as JSON has it. Raises UserError for bytes that are no text."""
-        found = {}
+        converted = {}
         for name, value in values.items():
             try:
-                found[name] = plain(value)
+                converted[name] = plain(value)
             except UnicodeDecodeError:
-                raise UserError(f"{place()}: column {name!r} has bytes that are no text in UTF-8") from None
+                raise UserError(f"{location()}: column {name!r} has bytes that are no text in UTF-8") from None
             if name in self.features:
-                found[name] = _with_names(found[name], self.features[name])
-        return found
+                converted[name] = _with_names(converted[name], self.features[name])
+        return converted
 
 
 def is_binary(kind: pa.DataType) -> bool:
@@ -78,7 +78,7 @@ def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
     elif types.is_map(kind):
         yield from _leaves(kind.key_type)
         yield from _leaves(kind.item_type)
-    elif any(each(kind) for each in lists) or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+    elif any(matches(kind) for matches in lists) or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         yield from _leaves(kind.value_type)
     else:
         yield kind
@@ -105,11 +105,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, str | int | bool) or value is None:
         return value
     if isinstance(value, Mapping):
-        return {str(plain(name)): plain(each) for name, each in value.items()}
+        return {str(plain(name)): plain(field_value) for name, field_value in value.items()}
     if isinstance(value, list):
-        if value and all(isinstance(each, tuple) and len(each) == 2 for each in value):
-            return {str(plain(name)): plain(each) for name, each in value}
-        return [plain(each) for each in value]
+        if value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+            return {str(plain(name)): plain(field_value) for name, field_value in value}
+        return [plain(element) for element in value]
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, bytes):
@@ -127,8 +127,8 @@ def _are_texts(kind: pa.DataType, values: pa.Array | pa.ChunkedArray) -> bool:
         return False
     sample = values.slice(0, SAMPLE_ROWS).to_pylist()
     try:
-        for each in sample:
-            plain(each)
+        for value in sample:
+            plain(value)
     except UnicodeDecodeError:
         return False
     return any(map(_has_bytes, sample))
@@ -166,8 +166,8 @@ def _with_names(value: Any, feature: Any) -> Any:
         inner = feature[0] if isinstance(feature, list) and feature else feature
         if isinstance(feature, Mapping) and "feature" in feature:
             inner = feature["feature"]
-        return [_with_names(each, inner) for each in value]
+        return [_with_names(element, inner) for element in value]
     if isinstance(value, Mapping) and isinstance(feature, Mapping):
         fields = feature["feature"] if isinstance(feature.get("feature"), Mapping) else feature
-        return {name: _with_names(each, fields.get(name)) for name, each in value.items()}
+        return {name: _with_names(field_value, fields.get(name)) for name, field_value in value.items()}
     return value

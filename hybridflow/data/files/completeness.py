@@ -1,8 +1,8 @@
-"""Forms of messages that chat templates differ in, and a probe that finds out if a template renders all of them.
+"""Forms of messages that chat templates differ in, and a probe whether a template renders all of them.
 
 A template gets the messages once with a marker in place of each content, each call's name and arguments, and each
-tool's name. Markers that are not in its text stand for what it leaves out. Templates may strip, escape and shorten
-contents, such as earlier reasoning: a marker has nothing that they could take away.
+tool's name. Markers that are not in its text show what it leaves out. Templates may strip, escape and shorten
+contents, such as earlier reasoning: a marker has nothing that they could remove.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def forms_of(messages: Sequence[Message]) -> list[Form]:
     contents: list[Any] = ["given"]
     if silent := [message["content"] for message in messages if _is_silent(message)]:
         contents += ["empty"] * (None in silent) + ["null"] * (silent != [None] * len(silent))
-    return [Form(content, each) for each in arguments for content in contents]
+    return [Form(content, argument) for argument in arguments for content in contents]
 
 
 def shape_of(messages: Sequence[Message], tools: Tools) -> Hashable:
@@ -75,7 +75,7 @@ def shape_of(messages: Sequence[Message], tools: Tools) -> Hashable:
 
 
 @dataclass
-class Probe:
+class TemplateProbe:
     """Messages and tools with markers in place of their contents.
 
     Args:
@@ -89,10 +89,10 @@ class Probe:
     _arguments: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        last, found = len(self.messages), []
+        last, marked = len(self.messages), []
         for number, message in enumerate(self.messages, start=1):
-            found.append(self._message(message, number, is_last=number == last))
-        self.messages = found
+            marked.append(self._message(message, number, is_last=number == last))
+        self.messages = marked
         self.tools = [
             _with_function(tool, name=self._mark(f"tool {name!r}"))
             if isinstance(name := _function(tool).get("name"), str)
@@ -106,19 +106,19 @@ class Probe:
         return marker
 
     def _message(self, message: dict[str, Any], number: int, *, is_last: bool) -> dict[str, Any]:
-        found, role = dict(message), message["role"]
+        marked, role = dict(message), message["role"]
         if _is_text(message["content"]):
-            found["content"] = self._mark(f"the content of message {number}, whose role is {role}")
+            marked["content"] = self._mark(f"the content of message {number}, whose role is {role}")
         if is_last and role == "assistant":
             for name in _REASONING:
                 if _is_text(message.get(name)):
-                    found[name] = self._mark(f"{name} of message {number}")
+                    marked[name] = self._mark(f"{name} of message {number}")
         if "tool_calls" in message:
-            found["tool_calls"] = [
+            marked["tool_calls"] = [
                 self._call(call, f"call {index} of message {number}")
                 for index, call in enumerate(message["tool_calls"], start=1)
             ]
-        return found
+        return marked
 
     def _call(self, call: Message, what: str) -> dict[str, Any]:
         function, changed = _function(call), dict[str, Any]()
@@ -131,7 +131,7 @@ class Probe:
         return _with_function(call, **changed)
 
     def missing(self, text: str) -> str | None:
-        """The first of what a rendered text leaves out, or writes otherwise than as JSON; None if there is none."""
+        """First content that a rendered text leaves out, or writes in another form than JSON. None if there is none."""
         return next(self._all_missing(text), None)
 
     def _all_missing(self, text: str) -> Iterator[str]:
@@ -152,7 +152,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _kind(arguments: Any) -> str:
-    """A form of arguments: "object", "text" of one, or "other"."""
+    """Form of arguments: "object", "text" of one, or "other"."""
     if isinstance(arguments, Mapping):
         return "object"
     return "text" if isinstance(arguments, str) and isinstance(from_json(arguments), Mapping) else "other"

@@ -15,7 +15,7 @@ from hybridflow.data.answers import is_missing
 
 Format = Literal["jsonl", "json", "csv", "parquet", "arrow", "dataset"]
 Texts = Literal["raw", "user"]
-Learned = Literal["all", "last"]
+TrainedOn = Literal["all", "last"]
 
 SUFFIXES: Mapping[str, Format] = {
     ".jsonl": "jsonl",
@@ -28,7 +28,7 @@ SUFFIXES: Mapping[str, Format] = {
 }
 """Format of a file by how its name ends; a directory is a saved data set."""
 COMPRESSED: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-"""What may follow such a suffix of texts, and how they are compressed then."""
+"""Compression by the suffix that may follow one of a text format."""
 
 
 def absolute(path: str) -> str:
@@ -37,43 +37,47 @@ def absolute(path: str) -> str:
 
 
 class Condition(Settings):
-    """What a column has to be. Every part that is set has to hold; a row that lacks the column, or has null, fails."""
+    """Condition on a column. Every setting of it has to hold. A row that lacks the column, or has null, fails."""
 
     min: float | None = None
     """Smallest number."""
     max: float | None = None
     """Largest number."""
     one_of: tuple[Any, ...] | None = None
-    """The values that are let through."""
+    """Values that pass."""
     none_of: tuple[Any, ...] | None = None
-    """The values that are not."""
+    """Values that do not pass."""
     present: Literal[True] | None = None
     """True for rows that have a value, such as a reference answer: no null, NaN, blank text, or empty list."""
 
     @field_validator("one_of", "none_of", mode="after")
     @classmethod
     def _as_rows_have_them(cls, given: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        dates = datetime.date | datetime.time  # which rows have as text
-        return None if given is None else tuple(each.isoformat() if isinstance(each, dates) else each for each in given)
+        dates = datetime.date | datetime.time  # rows have them as text
+        return (
+            None
+            if given is None
+            else tuple(value.isoformat() if isinstance(value, dates) else value for value in given)
+        )
 
     @model_validator(mode="after")
     def _says_something(self) -> Condition:
-        if all(part is None for part in (self.min, self.max, self.one_of, self.none_of, self.present)):
+        if all(setting is None for setting in (self.min, self.max, self.one_of, self.none_of, self.present)):
             raise ValueError(
-                "nothing is asked, expected a value, a list of them, or some of min, max, one_of, none_of, present"
+                "no condition is set, expected a value, a list of them, or some of min, max, one_of, none_of, present"
             )
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min={self.min:g} is above max={self.max:g}")
         return self
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is let through."""
+        """True if a value passes."""
         if value is None or (self.present and is_missing(value)):
             return False
         if self.min is not None or self.max is not None:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return False
-            # Of a number that is none, neither comparison holds.
+            # Neither comparison holds for NaN.
             if not (self.min is None or value >= self.min) or not (self.max is None or value <= self.max):
                 return False
         if self.one_of is not None and value not in self.one_of:
@@ -82,9 +86,9 @@ class Condition(Settings):
 
     @property
     def is_of_texts(self) -> bool:
-        """Whether it asks for texts alone, so that every part of it says something of one."""
+        """True if it compares with texts alone, so that it may apply to a column of texts."""
         values = [*(self.one_of or ()), *(self.none_of or ())]
-        return self.min is None and self.max is None and all(isinstance(each, str) for each in values)
+        return self.min is None and self.max is None and all(isinstance(value, str) for value in values)
 
 
 def _condition(given: Any) -> Any:
@@ -100,7 +104,7 @@ class WeightFrom(Settings):
     step: int = Field(ge=1)
     """First step, from 1."""
     weight: float = Field(ge=0)
-    """Relative to those of the other sources."""
+    """Weight, relative to the other sources."""
 
 
 def _steps(given: Any) -> Any:
@@ -122,9 +126,9 @@ class FileSource(Settings):
     """`jsonl` (one object a line), `json` (one list of objects, or such lines), `csv`, `parquet`, `arrow`, or
     `dataset`, a directory that `datasets` has saved; by the name of the file if null. All columns of CSV are texts."""
     name: str | None = Field(None, min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Of the source, in metrics, samples and the report; that of its first file if null."""
+    """Name of the source in metrics, samples and the report. That of its first file if null."""
     split: str | None = None
-    """Of a saved data set that has several."""
+    """Split of a saved data set that has several."""
     prompt: str = "prompt"
     """Column of the prompt: a text, or a list of messages with `role` and `content`. A dot goes into an object:
     `extra_info.question`."""
@@ -135,7 +139,7 @@ class FileSource(Settings):
     values."""
     tools: str | None = None
     """Column of the tools that the template describes to the model: a list of objects, or its JSON text; null, or
-    nothing, in rows without any. Of all rows `chat.tools` if null."""
+    nothing, in rows without any. `chat.tools` for all rows if null."""
     id: str | None = None
     """Column that names a row, once in the source; a row is named by its number, from 0, if null."""
     where: dict[str, Annotated[Condition, BeforeValidator(_condition)]] = Field(default_factory=dict)
@@ -161,10 +165,10 @@ class FileSource(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> FileSource:
-        steps = [each.step for each in self.weight]
+        steps = [entry.step for entry in self.weight]
         if steps and (steps[0] != 1 or steps != sorted(set(steps))):
             raise ValueError(f"weight has steps {steps}, expected ascending ones from 1")
-        if steps and not any(each.weight for each in self.weight):
+        if steps and not any(entry.weight for entry in self.weight):
             raise ValueError("weight is never above 0, expected so at some step")
         if self.split is not None and self.format not in (None, "dataset"):
             raise ValueError(f"split={self.split} with format={self.format}, expected it of a saved data set alone")
@@ -172,7 +176,7 @@ class FileSource(Settings):
 
     def weight_at(self, step: int) -> float:
         """The weight in a step, from 1, where it is not null."""
-        return next(each.weight for each in reversed(self.weight) if each.step <= step)
+        return next(entry.weight for entry in reversed(self.weight) if entry.step <= step)
 
     @property
     def label(self) -> str:
@@ -186,27 +190,29 @@ class FileSource(Settings):
 
 
 class ChatConfig(Settings):
-    """How messages become the token ids of a prompt: by the chat template of the tokenizer."""
+    """Conversion of messages to the token ids of a prompt, by the chat template of the tokenizer."""
 
     template: AbsolutePath | None = None
     """File of a Jinja chat template in place of the tokenizer's."""
     system: str | None = None
     """System prompt, before the messages of a row that has none of its own."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the template, such as {enable_thinking: false}; each has to be one that the template reads."""
+    """Arguments of the template, such as {enable_thinking: false}; the template has to read each of them."""
     tools: tuple[dict[str, Any], ...] = ()
     """Tools that the template describes to the model, for the messages of every row whose source names no column of
     them: objects such as `{type: function, function: {name: weather, description: ..., parameters: {...}}}`."""
     date: datetime.date | None = None
-    """What a template writes that asks for today's date (`strftime_now`), such as 2026-01-31: the same every day, so
-    that a run that goes on tomorrow has the same prompts."""
+    """Date for a template that writes today's date (`strftime_now`), such as 2026-01-31. It is the same every day, so
+    that a run that is resumed tomorrow has the same prompts.
+    """
     generation_prompt: bool = True
-    """End with what the template puts before an answer of the assistant."""
+    """End with the text that the template puts before an answer of the assistant."""
     texts: Texts = "raw"
-    """What becomes of a prompt that is a text: "raw", its own tokens without a template; or "user", one message of the
-    user. Which of the two is said at the start, if the tokenizer has a template."""
-    learn: Learned = "all"
-    """Of supervised conversations: the messages of the assistant that are learned, all or the last one."""
+    """Treatment of a prompt that is a text: "raw", its own tokens without a template; or "user", one message of the
+    user. The start of a run logs which of the two, if the tokenizer has a template.
+    """
+    train_on: TrainedOn = "all"
+    """Messages of the assistant that supervised conversations are trained on: all, or the last one."""
 
 
 class DifficultyConfig(Settings):
@@ -235,7 +241,7 @@ class FilesConfig(Settings):
     """Sources of the training prompts; each item has the settings below."""
     sft: tuple[FileSource, ...] = ()
     """Sources of supervised examples, for `warmup`: a prompt with its answer as a text, or a conversation, whose
-    messages of the assistant are learned."""
+    messages of the assistant are trained on."""
     chat: ChatConfig = ChatConfig()
     min_prompt_tokens: int = Field(1, ge=1, le=MOST_TOKENS)
     """Prompts with fewer are dropped, and counted."""
@@ -265,7 +271,7 @@ class FilesConfig(Settings):
             raise ValueError(
                 f"train has a weight for {weighted[0]} and none for {others[0]}, expected one for every source, or none"
             )
-        for step in sorted({each.step for source in self.train for each in source.weight}):
+        for step in sorted({entry.step for source in self.train for entry in source.weight}):
             if not any(source.weight_at(step) for source in self.train):
                 raise ValueError(f"train has no source with a weight above 0 from step {step} on, expected one")
         return self

@@ -1,4 +1,4 @@
-"""Files of CSV as record batches of texts: what a number looks like belongs to the answer."""
+"""Files of CSV as record batches of texts: the spelling of a number belongs to the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batches(path: Path, name: str, delimiters: str, rows: int) -> Iterator[pa.Re
     Raises:
         UserError: it cannot be read.
     """
-    from pyarrow import csv as arrow_csv  # only here, as other formats do without
+    from pyarrow import csv as arrow_csv  # other formats do not need it
 
     parse = arrow_csv.ParseOptions(delimiter=_delimiter(path, delimiters), newlines_in_values=True)
     read = arrow_csv.ReadOptions(block_size=MOST_LINE_BYTES)  # a row has to lie in one or two of them

@@ -1,4 +1,4 @@
-"""Which prompts are too long or too short, and what is cut of them."""
+"""Limits on the length of prompts, and the cut of longer ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TRIES = 8
-"""Texts that are cut at tokens may have other tokens beside what follows them."""
+"""Largest number of cuts. A text that is cut at a token may have other tokens together with what follows it."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Fit:
     most: int
     policy: OverlongPolicy
 
-    def facts(self) -> list[Any]:
-        """All of it, for a key."""
+    def key_values(self) -> list[Any]:
+        """All limits, for a key of the cache."""
         return list(astuple(self))
 
     @property
     def overlong_reason(self) -> str:
-        """Why a prompt is dropped that leaves no room."""
+        """Reason for dropping a prompt that leaves no room for the response."""
         return f"more than {self.most:,} tokens (data.overlong_prompts=drop)"
 
     def reason_to_drop(self, tokens: int) -> str | None:
-        """Why a prompt of so many tokens is none of the data; None if it is."""
+        """Reason for dropping a prompt of `tokens` tokens. None if it is kept."""
         if tokens < self.shortest and self.shortest > 1:
             return f"fewer than {self.shortest:,} tokens (min_prompt_tokens)"
         if self.longest is not None and tokens > self.longest:
@@ -58,40 +58,40 @@ def cut_messages(
     messages: Sequence[Mapping[str, Any]],
     tokens: list[int],
     fit: Fit,
-    place: str,
+    location: str,
     tools: Tools | None = None,
 ) -> list[int]:
-    """The token ids of messages of which the longest of the user is cut, so that the template stays whole.
+    """Token ids of messages whose longest message of the user is cut, so that the template stays complete.
 
     Raises:
         UserError: the rest leaves no room.
     """
-    messages = read_messages(messages, place)
+    messages = read_messages(messages, location)
     texts = {
         number: message["content"] for number, message in enumerate(messages) if message["role"] in ("user", "tool")
     }
-    number = max(texts, key=lambda each: len(texts[each]), default=None)
+    number = max(texts, key=lambda index: len(texts[index]), default=None)
     if number is None or not (content := texts[number]):
-        raise UserError(f"{place}: no message of the user that could be cut; expected data.overlong_prompts=drop")
+        raise UserError(f"{location}: no message of the user that could be cut; expected data.overlong_prompts=drop")
     spans = tokenizer(content, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     left = len(spans)
     for _ in range(_TRIES):
         left -= len(tokens) - fit.most
         if left < 1:
             break
-        cut = [dict(each) for each in messages]
+        cut = [dict(message) for message in messages]
         cut[number]["content"] = _shortened(content, spans, left, fit.policy)
-        tokens = list(tokenizer(template.prompt(cut, place, tools), add_special_tokens=False)["input_ids"])
+        tokens = list(tokenizer(template.prompt(cut, location, tools), add_special_tokens=False)["input_ids"])
         if len(tokens) <= fit.most:
             return tokens
     raise UserError(
-        f"{place}: without its longest message of the user the prompt leaves no room in {fit.most:,} tokens; expected "
-        "data.overlong_prompts=drop"
+        f"{location}: without its longest message of the user the prompt leaves no room in {fit.most:,} tokens; "
+        "expected data.overlong_prompts=drop"
     )
 
 
 def _shortened(text: str, spans: Sequence[tuple[int, int]], tokens: int, policy: OverlongPolicy) -> str:
-    """A text of which so many tokens are left."""
+    """Cut a text to `tokens` tokens."""
     if policy == "cut_left":
         return text[spans[-tokens][0] :]
     if policy == "cut_right":

@@ -1,4 +1,4 @@
-"""Files of JSON as rows: one object a line, or one list of objects, whatever the name of the file says."""
+"""Files of JSON as rows: one object a line, or one list of objects, independent of the file's name."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def is_lines(path: Path, format: Format) -> bool:
         return first.startswith(b"{") and next(nonblank, None) is not None
 
 
-def write_lines(path: Path, part: Path, name: str) -> None:
+def write_lines(path: Path, target: Path, name: str) -> None:
     """Write a list of objects as one object a line.
 
     Args:
         path: of the file.
-        part: of the lines.
+        target: file of the lines.
         name: of the file in errors.
 
     Raises:
-        UserError: the file is something else.
+        UserError: the file is no list of objects.
     """
     with path.open("rb") as read:
         data = read.read(MOST_JSON_BYTES + 1)
@@ -62,7 +62,7 @@ def write_lines(path: Path, part: Path, name: str) -> None:
         raise UserError(f"{name}: not JSON ({shortened(str(error), 120)})") from None
     if not rows:
         raise UserError(f"{name} holds no rows")
-    part.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    target.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 def _rows_of(value: Any, name: str) -> list[Any]:
@@ -87,7 +87,7 @@ def _rows_of(value: Any, name: str) -> list[Any]:
 
 
 def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(element, dict) for element in value)
 
 
 def _are_columns(value: Mapping[str, Any]) -> bool:
@@ -95,7 +95,9 @@ def _are_columns(value: Mapping[str, Any]) -> bool:
     columns = list(value.values())
     if len(columns) < 2:
         return False
-    if all(isinstance(each, list) for each in columns):
-        return len({len(each) for each in columns}) == 1
-    by_number = (isinstance(each, dict) and each.keys() == columns[0].keys() and "0" in each for each in columns)
+    if all(isinstance(column, list) for column in columns):
+        return len({len(column) for column in columns}) == 1
+    by_number = (
+        isinstance(column, dict) and column.keys() == columns[0].keys() and "0" in column for column in columns
+    )
     return all(itertools.chain(by_number))

@@ -1,4 +1,4 @@
-"""Files of a source as rows: what has to be turned into another form for that is kept in the cache."""
+"""Files of a source as rows. Converted forms of them are kept in the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine3d.errors import UserError, shortened
 from engine3d.input_files import FileError, check_regular
 from engine3d.startup.lazy_imports import pa
 from hybridflow.data.files import csv_files
-from hybridflow.data.files.columns import SAMPLE_ROWS, Columns
+from hybridflow.data.files.columns import SAMPLE_ROWS, TableColumns
 from hybridflow.data.files.config import COMPRESSED, SUFFIXES, FileSource, Format
 from hybridflow.data.files.json_files import is_lines, write_lines
 from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows
@@ -30,9 +30,9 @@ from hybridflow.data.files.text_files import copy_as_utf8, is_utf8
 _WILD = re.compile(r"[*?\[]")
 _BATCH_ROWS = 4096
 _SETTLED_NS = 2_000_000_000
-"""A file that was written a shorter time ago may be written again without another time of change."""
+"""Age from which a file's time of change identifies its contents: a younger one may change within the same time."""
 _VERSION_OF_REMOTE = ("size", "ETag", "etag", "Content-MD5", "LastModified", "last_modified", "mtime", "generation")
-"""What file systems say of a file that changes with what it holds."""
+"""Attributes of a remote file that change with its contents."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DataFile:
         path: of it, or its address.
         format: of its rows.
         identity: a checksum of its bytes.
-        local: where it can be read on this machine.
+        local: path on this machine.
         split: of a saved data set.
     """
 
@@ -55,12 +55,12 @@ class DataFile:
 
     @property
     def compression(self) -> str | None:
-        """How its text is compressed, by its name."""
+        """Compression of its text, by its name."""
         return next((kind for suffix, kind in COMPRESSED.items() if self.path.lower().endswith(suffix)), None)
 
     @property
     def reading(self) -> str:
-        """How its bytes become rows: with these, what the cache keeps of it is named by this."""
+        """Parameters of reading its bytes as rows, which the names of its files in the cache depend on."""
         return f"{self.format} {self.delimiters if self.format == 'csv' else ''} {self.compression or ''}"
 
     @property
@@ -70,7 +70,7 @@ class DataFile:
 
 
 def default_cache() -> Path:
-    """Where files are kept as this system reads them."""
+    """Default cache directory, of files in the form that this system reads."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "hybridflow" / "data"
 
@@ -90,14 +90,14 @@ def open_rows(files: Sequence[DataFile], cache: Path) -> Rows:
     Raises:
         UserError: naming the file that cannot be read, or has no rows.
     """
-    parts = [_open(file, cache) for file in files]
-    for file, part in zip(files, parts, strict=True):
-        if part.in_columns != parts[0].in_columns:
+    opened = [_open(file, cache) for file in files]
+    for file, rows in zip(files, opened, strict=True):
+        if rows.in_columns != opened[0].in_columns:
             raise UserError(
-                f"{file.path} beside {files[0].path}: {file.format} and {files[0].format} in one source, and one of "
+                f"{file.path} and {files[0].path}: {file.format} and {files[0].format} in one source, and one of "
                 "them has the same columns in every row; expected a source for each"
             )
-    return parts[0] if len(parts) == 1 else Concatenated(parts)
+    return opened[0] if len(opened) == 1 else Concatenated(opened)
 
 
 def _expanded(given: str) -> list[str]:
@@ -105,14 +105,17 @@ def _expanded(given: str) -> list[str]:
         if not _WILD.search(given) or given.startswith(("http://", "https://")):  # where "?" begins a query
             return [given]
         filesystem, path = _remote(given)
-        found = [filesystem.unstrip_protocol(each) for each in sorted(_asked(given, lambda: filesystem.glob(path)))]
+        paths = [
+            filesystem.unstrip_protocol(match)
+            for match in sorted(_call_filesystem(given, lambda: filesystem.glob(path)))
+        ]
     elif not _WILD.search(given) or os.path.lexists(given):
         return [given]
     else:
-        found = sorted(glob.glob(given))  # noqa: PTH207 - a pattern that may be absolute
-    if not found:
+        paths = sorted(glob.glob(given))  # noqa: PTH207 - a pattern that may be absolute
+    if not paths:
         raise UserError(f"{given}: no file has such a name")
-    return found
+    return paths
 
 
 def _remote(address: str) -> tuple[Any, str]:
@@ -148,8 +151,8 @@ def _format(path: str) -> Format:
     if "://" not in path and os.path.isdir(path):  # noqa: PTH112 - of a name that cannot be one it is false
         return "dataset"
     name = _without_compression(path)
-    if found := next((format for suffix, format in SUFFIXES.items() if name.endswith(suffix)), None):
-        return found
+    if known := next((format for suffix, format in SUFFIXES.items() if name.endswith(suffix)), None):
+        return known
     raise UserError(
         f"{path}: the name does not say the format; expected one of {', '.join(SUFFIXES)}, or format= of the source"
     )
@@ -157,32 +160,32 @@ def _format(path: str) -> Format:
 
 def _without_compression(path: str) -> str:
     name = path.lower()
-    suffix = next((each for each in COMPRESSED if name.endswith(each)), "")
+    suffix = next((ending for ending in COMPRESSED if name.endswith(ending)), "")
     return name.removesuffix(suffix)
 
 
 def _directory_identity(directory: Path, cache: Path) -> str:
-    """Of a saved data set: of the names and bytes of its files."""
+    """Identity of a saved data set: a hash of the names and bytes of its files."""
     if not (directory / "dataset_info.json").exists() and not (directory / "dataset_dict.json").exists():
         raise UserError(f"{directory}: no data set that `datasets` has saved, expected dataset_info.json in it")
     state = hashlib.sha256()
-    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+    for path in sorted(file for file in directory.rglob("*") if file.is_file()):
         state.update(f"{path.relative_to(directory)}\0{_checksum(path, cache)}\0".encode())
     return f"sha256:{state.hexdigest()}"
 
 
 def _checksum(path: Path, cache: Path) -> str:
-    """Of a file's bytes; kept in the cache for as long as its size, times and place do not change."""
-    facts = path.stat()
-    known = f"{path}\0{facts.st_dev}\0{facts.st_ino}\0{facts.st_size}\0{facts.st_mtime_ns}\0{facts.st_ctime_ns}"
+    """Checksum of a file's bytes, kept in the cache until its size, times or path change."""
+    status = path.stat()
+    known = f"{path}\0{status.st_dev}\0{status.st_ino}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
     kept = cache / "checksums" / hashlib.sha256(known.encode()).hexdigest()
     try:
         return kept.read_text().strip()
     except OSError:
-        found = checksum(path)
-    if time.time_ns() - max(facts.st_mtime_ns, facts.st_ctime_ns) > _SETTLED_NS:
-        write_once(kept, lambda part: _write_text(part, found))
-    return found
+        digest = checksum(path)
+    if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS:
+        write_once(kept, lambda temporary: _write_text(temporary, digest))
+    return digest
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -190,19 +193,24 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _fetched(address: str, cache: Path) -> Path:
-    """A copy of a file of another file system, as it is there now."""
+    """Copy the current version of a file of another file system."""
     filesystem, path = _remote(address)
-    facts = _asked(address, lambda: filesystem.info(path))
-    if facts.get("type") == "directory":
+    info = _call_filesystem(address, lambda: filesystem.info(path))
+    if info.get("type") == "directory":
         raise UserError(f"{address}: a directory, expected a file; or a pattern of files, such as {address}/*.parquet")
-    version = [_asked(address, lambda: filesystem.ukey(path)), *(str(facts.get(name)) for name in _VERSION_OF_REMOTE)]
+    version = [
+        _call_filesystem(address, lambda: filesystem.ukey(path)),
+        *(str(info.get(name)) for name in _VERSION_OF_REMOTE),
+    ]
     name = hashlib.sha256("\0".join((address, *map(str, version))).encode()).hexdigest()[:32]
     kept = cache / "fetched" / f"{name}-{Path(path).name[-60:]}"
-    return write_once(kept, lambda part: _asked(address, lambda: filesystem.get_file(path, str(part))))
+    return write_once(
+        kept, lambda temporary: _call_filesystem(address, lambda: filesystem.get_file(path, str(temporary)))
+    )
 
 
-def _asked[T](address: str, ask: Callable[[], T]) -> T:
-    """What a file system answers. Raises UserError for whatever its library raises."""
+def _call_filesystem[T](address: str, ask: Callable[[], T]) -> T:
+    """Call a file system. Raises UserError for whatever its library raises."""
     try:
         return ask()
     except FileNotFoundError:
@@ -213,34 +221,34 @@ def _asked[T](address: str, ask: Callable[[], T]) -> T:
 
 
 def write_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """A file or directory of the cache, made under another name first if it is not there: whole, or not at all.
+    """Write a file or directory of the cache under another name and rename it: complete, or not at all.
 
     Raises:
         UserError: the cache cannot be written.
     """
     if path.exists():
         return path
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(part)
-        _flush(part)  # else its name may be on the disk before what it holds
-        part.rename(path)
+        write(temporary)
+        _flush(temporary)  # else its name may be on the disk before its contents
+        temporary.rename(path)
     except OSError as error:
-        if not path.exists():  # or another process was first
+        if not path.exists():  # another process may have been first
             raise UserError(f"data.files.cache: cannot write {path}: {error.strerror or error}") from None
     finally:
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         else:
-            with suppress(OSError):  # where it could not be written
-                part.unlink()
+            with suppress(OSError):  # it may not have been written
+                temporary.unlink()
     return path
 
 
-def _flush(part: Path) -> None:
+def _flush(written: Path) -> None:
     """Bring a file, or those of a directory, to the disk."""
-    for path in part.iterdir() if part.is_dir() else (part,):
+    for path in written.iterdir() if written.is_dir() else (written,):
         bring_to_disk(path)
 
 
@@ -251,28 +259,30 @@ def _open(file: DataFile, cache: Path) -> Rows:
     if file.format in ("jsonl", "json"):
         text = file.local
         if not is_utf8(file.local, file.compression):
-            text = write_once(kept, lambda part: _copy(file, part))
+            text = write_once(kept, lambda temporary: _copy(file, temporary))
         if is_lines(text, file.format):
             return JsonLines(text, file.path)
         listed = kept.with_name(f"{kept.name}-list")
-        return JsonLines(write_once(listed, lambda part: write_lines(text, part, file.path)), file.path, is_list=True)
+        return JsonLines(
+            write_once(listed, lambda temporary: write_lines(text, temporary, file.path)), file.path, is_list=True
+        )
     if file.format == "arrow" and not _is_compressed(file):
         return ArrowRows(list(_from_arrow(file.local, file.path)), file.path)
     read = {"arrow": _from_compressed_arrow, "csv": _from_csv, "parquet": _from_parquet}[file.format]
-    return ArrowRows(list(_from_arrow(write_once(kept, lambda part: read(file, part)), file.path)), file.path)
+    return ArrowRows(list(_from_arrow(write_once(kept, lambda temporary: read(file, temporary)), file.path)), file.path)
 
 
-def _copy(file: DataFile, part: Path) -> None:
-    copy_as_utf8(file.local, part, file.compression, file.path)
+def _copy(file: DataFile, temporary: Path) -> None:
+    copy_as_utf8(file.local, temporary, file.compression, file.path)
 
 
 @contextmanager
-def _text(file: DataFile, part: Path) -> Iterator[Path]:
-    """A file with the text in UTF-8: where it lies, or a copy beside `part` for as long as it is read."""
+def _text(file: DataFile, temporary: Path) -> Iterator[Path]:
+    """Path of a file's text in UTF-8: the file itself, or a copy next to `temporary` while it is read."""
     if is_utf8(file.local, file.compression):
         yield file.local
         return
-    copy = part.with_name(f"{part.name}.text")
+    copy = temporary.with_name(f"{temporary.name}.text")
     try:
         _copy(file, copy)
         yield copy
@@ -296,18 +306,18 @@ def _from_arrow(path: Path, name: str) -> Iterator[pa.RecordBatch]:
 
 
 def _is_compressed(file: DataFile) -> bool:
-    """Whether batches of an Arrow file take memory of their own, as those of compressed ones do."""
+    """True if batches of an Arrow file take memory of their own, as those of compressed files do."""
     before = pa.total_allocated_bytes()
-    batch = next((each for each in _from_arrow(file.local, file.path) if len(each)), None)
+    batch = next((candidate for candidate in _from_arrow(file.local, file.path) if len(candidate)), None)
     return batch is not None and pa.total_allocated_bytes() - before > batch.nbytes // 2
 
 
-def _from_compressed_arrow(file: DataFile, part: Path) -> None:
-    _write_batches(file, part, _from_arrow(file.local, file.path))
+def _from_compressed_arrow(file: DataFile, temporary: Path) -> None:
+    _write_batches(file, temporary, _from_arrow(file.local, file.path))
 
 
-def _from_parquet(file: DataFile, part: Path) -> None:
-    _write_batches(file, part, _parquet_batches(file))
+def _from_parquet(file: DataFile, temporary: Path) -> None:
+    _write_batches(file, temporary, _parquet_batches(file))
 
 
 def _parquet_batches(file: DataFile) -> Iterator[pa.RecordBatch]:
@@ -317,14 +327,14 @@ def _parquet_batches(file: DataFile) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(file.local, memory_map=True) as read:
             for group in range(
                 read.num_row_groups
-            ):  # those of several cannot be one batch where dictionaries are nested
+            ):  # batches of several groups cannot be joined if dictionaries are nested
                 yield from read.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group])
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: cannot be read as Parquet ({_reason(error)})") from None
 
 
 def _write_batches(file: DataFile, path: Path, batches: Iterator[pa.RecordBatch]) -> None:
-    """As a stream, in which every batch may have dictionaries of its own."""
+    """Write batches as a stream, in which every batch may have its own dictionaries."""
     if (first := next(batches, None)) is None:
         raise UserError(f"{file.path} holds no rows")
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
@@ -333,9 +343,9 @@ def _write_batches(file: DataFile, path: Path, batches: Iterator[pa.RecordBatch]
             writer.write_batch(batch)
 
 
-def _from_csv(file: DataFile, part: Path) -> None:
-    with _text(file, part) as path:
-        _write_batches(file, part, csv_files.batches(path, file.path, file.delimiters, _BATCH_ROWS))
+def _from_csv(file: DataFile, temporary: Path) -> None:
+    with _text(file, temporary) as path:
+        _write_batches(file, temporary, csv_files.batches(path, file.path, file.delimiters, _BATCH_ROWS))
 
 
 def _reason(error: BaseException) -> str:
@@ -350,8 +360,8 @@ class _SavedRows:
     def __init__(self, dataset: Any, name: str) -> None:
         if not len(dataset):
             raise UserError(f"{name} holds no rows")
-        as_arrow = dataset.with_format("arrow")[:SAMPLE_ROWS]  # in which pictures and sounds are bytes
-        self._columns = Columns.of(dataset.features.arrow_schema, as_arrow.column)
+        as_arrow = dataset.with_format("arrow")[:SAMPLE_ROWS]  # pictures and sounds are bytes there
+        self._columns = TableColumns.of(dataset.features.arrow_schema, as_arrow.column)
         self.columns, self.left_out = self._columns.names, self._columns.left_out
         self._dataset, self._name = dataset.select_columns(list(self.columns)).with_format(None), name
 
@@ -367,16 +377,16 @@ class _SavedRows:
         except (ValueError, OverflowError, pa.ArrowException) as error:
             if end - begin > 1:
                 return [row for number in range(begin, end) for row in self.read(number, number + 1)]
-            raise UserError(f"{self.place(begin)}: {_reason(error)}") from None
+            raise UserError(f"{self.location(begin)}: {_reason(error)}") from None
         return [
             self._columns.row(
                 {name: columns[name][number - begin] for name in columns},
-                lambda number=number: self.place(number),  # type: ignore[misc]
+                lambda number=number: self.location(number),  # type: ignore[misc]
             )
             for number in range(begin, end)
         ]
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self._name}, row {number}"
 
 
@@ -384,14 +394,14 @@ def _saved_dataset(file: DataFile) -> Rows:
     import datasets  # takes a second
 
     try:
-        found = datasets.load_from_disk(str(file.local))
-    except Exception as error:  # whatever the library comes upon in its files
+        dataset = datasets.load_from_disk(str(file.local))
+    except Exception as error:  # the library raises any kind of error
         raise UserError(f"{file.path}: {shortened(' '.join(str(error).split()), 200)}") from None
-    if isinstance(found, datasets.DatasetDict):
-        if file.split not in found:
+    if isinstance(dataset, datasets.DatasetDict):
+        if file.split not in dataset:
             given = "no split" if file.split is None else f"split={file.split}"
-            raise UserError(f"{file.path}: {given}, expected one of {', '.join(found)}")
-        found = found[file.split]
+            raise UserError(f"{file.path}: {given}, expected one of {', '.join(dataset)}")
+        dataset = dataset[file.split]
     elif file.split is not None:
         raise UserError(f"{file.path}: a data set without splits, with split={file.split}; expected none")
-    return _SavedRows(found, file.path)
+    return _SavedRows(dataset, file.path)

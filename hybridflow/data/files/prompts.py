@@ -20,11 +20,11 @@ from hybridflow.data.files.opening import DataFile, open_rows
 from hybridflow.data.files.rows import Row, Rows, needed, value_of, without_nulls
 from hybridflow.data.packed_prompts import PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts
-from hybridflow.data.remarks import TOOLS, Remarks, placed
+from hybridflow.data.remarks import TOOLS, Remarks, located
 from hybridflow.data.tasks import Example
 
-NUMBERS, HASHES, FACTS = "numbers.bin", "hashes.bin", "facts.json"
-"""Files beside the token ids: the row of each prompt in its source, as int64; a hash of its text, as uint64."""
+NUMBERS, HASHES, SUMMARY = "numbers.bin", "hashes.bin", "summary.json"
+"""Files next to the token ids: the row of each prompt in its source, as int64; a hash of its text, as uint64."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class SourceSpan:
     Args:
         label: name of the source.
         begin, end: the range of their indices.
-        dropped: how many rows are no prompt, by the reason.
-        with_tools: how many prompts describe tools.
+        dropped: count of rows that are no prompt, by the reason.
+        with_tools: count of prompts that describe tools.
         remarks: on their rows.
     """
 
@@ -47,13 +47,13 @@ class SourceSpan:
     remarks: Remarks = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sources: Sequence[OpenSource], facts: Mapping[str, Any]) -> tuple[SourceSpan, ...]:
-        """The spans of sources, by what was written of them."""
+    def of(cls, sources: Sequence[OpenSource], summary: Mapping[str, Any]) -> tuple[SourceSpan, ...]:
+        """Spans of sources, by their summary."""
         keys = ("spans", "dropped", "with_tools", "remarks")
         return tuple(
-            cls(source.settings.label, begin, end, dropped, with_tools, placed(remarks, source.rows.place))
+            cls(source.settings.label, begin, end, dropped, with_tools, located(remarks, source.rows.location))
             for source, (begin, end), dropped, with_tools, remarks in zip(
-                sources, *(facts[key] for key in keys), strict=True
+                sources, *(summary[key] for key in keys), strict=True
             )
         )
 
@@ -63,12 +63,12 @@ class OpenSource:
     """A source with its rows.
 
     Args:
-        settings: what its columns are.
+        settings: of the source.
         rows: all of them.
         template: of messages.
         files: that the rows are in.
-        cache: where files are kept as they are read.
-        whole_answers: true where an answer 5.0 stands for 5.
+        cache: directory of the cache.
+        whole_answers: true if an answer 5.0 stands for 5.
     """
 
     settings: FileSource
@@ -94,7 +94,7 @@ class OpenSource:
         return OpenSource.open, (self.settings, self.template, self.files, self.cache, self.whole_answers)
 
     def is_raw(self, row: Row) -> bool:
-        """Whether the prompt is a text that no template is applied to."""
+        """True if the prompt is a text that no template is applied to."""
         return isinstance(self.prompt(row, ""), str) and self.template.config.texts == "raw"
 
     def messages(self, row: Row) -> list[Any]:
@@ -102,26 +102,26 @@ class OpenSource:
         prompt = self.prompt(row, "")
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
-    def text(self, row: Row, place: str) -> str:
+    def text(self, row: Row, location: str) -> str:
         """The prompt as the text that the model reads."""
-        prompt = self.prompt(row, place)
+        prompt = self.prompt(row, location)
         if isinstance(prompt, str) and self.template.config.texts == "raw":
             return prompt
-        return self.template.prompt(self.messages(row), place, self.tools(row, place))
+        return self.template.prompt(self.messages(row), location, self.tools(row, location))
 
-    def tools(self, row: Row, place: str) -> Tools | None:
-        """The tools of a row; None where they are those of the recipe. Raises UserError where they are none."""
+    def tools(self, row: Row, location: str) -> Tools | None:
+        """Tools of a row. None if they are those of the recipe. Raises UserError if they are invalid."""
         if self.settings.tools is None:
             return None
         try:
-            found = value_of(row, self.settings.tools)
+            value = value_of(row, self.settings.tools)
         except KeyError:  # lines of JSON may have them in some rows alone
             return ()
-        return read_tools(without_nulls(found) if self.rows.in_columns else found, place)
+        return read_tools(without_nulls(value) if self.rows.in_columns else value, location)
 
-    def has_tools(self, row: Row, place: str) -> bool:
+    def has_tools(self, row: Row, location: str) -> bool:
         """True if the prompt of a row describes tools."""
-        tools = self.tools(row, place)
+        tools = self.tools(row, location)
         return bool(self.template.config.tools if tools is None else tools) and not self.is_raw(row)
 
     def remarks(self, row: Row) -> Iterator[str]:
@@ -138,53 +138,55 @@ class OpenSource:
         except KeyError:
             return None
 
-    def check(self, row: Row, place: str) -> None:
-        """Raises UserError where the prompt of a row is none."""
-        prompt = self.prompt(row, place)
+    def check(self, row: Row, location: str) -> None:
+        """Raises UserError if the prompt of a row is no prompt."""
+        prompt = self.prompt(row, location)
         if not isinstance(prompt, str | list) or not prompt:
             raise UserError(
-                f"{place}: column {self.settings.prompt!r} is {json_text(prompt)}, expected a text or a list "
+                f"{location}: column {self.settings.prompt!r} is {json_text(prompt)}, expected a text or a list "
                 "of messages, not empty"
             )
-        if self.tools(row, place) and self.is_raw(row):
+        if self.tools(row, location) and self.is_raw(row):
             raise UserError(
-                f"{place}: column {self.settings.tools!r} has tools, and the prompt is a text, to which no template is "
-                "applied; expected messages, or data.files.chat.texts=user"
+                f"{location}: column {self.settings.tools!r} has tools, and the prompt is a text, to which no template "
+                "is applied; expected messages, or data.files.chat.texts=user"
             )
 
     def row_id(self, number: int, row: Row) -> str:
-        """What names a row in its source."""
+        """Name of a row in its source."""
         if self.settings.id is None:
             return str(number)
-        value = needed(row, self.settings.id, self.rows.place(number))
+        value = needed(row, self.settings.id, self.rows.location(number))
         if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
             raise UserError(
-                f"{self.rows.place(number)}: column {self.settings.id!r} is {json_text(value)}, expected a "
+                f"{self.rows.location(number)}: column {self.settings.id!r} is {json_text(value)}, expected a "
                 "text or a whole number that names the row"
             )
         return str(value)
 
     def example(self, number: int) -> Example:
         """A row as an example."""
-        row, place = self.rows[number], self.rows.place(number)
-        answer = as_answer(self.answer(row), whole=self.whole_answers)
-        return Example(self.text(row, place), answer, row, f"{self.settings.label}:{self.row_id(number, row)}", place)
+        row, location = self.rows[number], self.rows.location(number)
+        answer = as_answer(self.answer(row), whole_numbers=self.whole_answers)
+        return Example(
+            self.text(row, location), answer, row, f"{self.settings.label}:{self.row_id(number, row)}", location
+        )
 
     def identity(self, number: int) -> str:
         """The name of a row, as "SOURCE:ROW"."""
         row = {} if self.settings.id is None else self.rows[number]
         return f"{self.settings.label}:{self.row_id(number, row)}"
 
-    def prompt(self, row: Row, place: str) -> Any:
-        """What the column of the prompt holds: a text or messages. Raises UserError where the row lacks it."""
-        found = needed(row, self.settings.prompt, place)
-        # Of messages whose calls of tools have other arguments, each had those of all.
-        found = without_nulls(found) if self.rows.in_columns else found
-        return from_text(found, f"{place}: column {self.settings.prompt!r}")
+    def prompt(self, row: Row, location: str) -> Any:
+        """Prompt of a row: a text or messages. Raises UserError if the row lacks the column."""
+        value = needed(row, self.settings.prompt, location)
+        # In columns, each call of a tool has the arguments of all calls, as nulls.
+        value = without_nulls(value) if self.rows.in_columns else value
+        return from_text(value, f"{location}: column {self.settings.prompt!r}")
 
 
 class FileExamples(Sequence[Example]):
-    """Examples that are read from their files where they are asked for.
+    """Examples that are read from their files on access.
 
     Args:
         sources: with their rows.
@@ -203,15 +205,15 @@ class FileExamples(Sequence[Example]):
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
-        source, number = self._place(index)
+        source, number = self._locate(index)
         return source.example(number)
 
     def identity(self, index: int) -> str:
         """The name of the row that a prompt is of."""
-        source, number = self._place(index)
+        source, number = self._locate(index)
         return source.identity(number)
 
-    def _place(self, index: int) -> tuple[OpenSource, int]:
+    def _locate(self, index: int) -> tuple[OpenSource, int]:
         if not 0 <= index < len(self._numbers):
             raise IndexError(index)
         return self._sources[bisect.bisect_right(self._ends, index)], int(self._numbers[index])
@@ -222,11 +224,11 @@ class FilePrompts(Prompts):
     """Prompts of one phase from files.
 
     Args:
-        spans: which of them are of which source.
+        spans: the range of each source.
         hashes: (P,) uint64, of their texts.
         columns: every column of their rows.
-        counts: of the reference answers of each source, and where the first is missing.
-        raw: how many are texts to which no template is applied.
+        counts: of the reference answers of each source, with the location of the first missing one.
+        raw: count of texts to which no template is applied.
     """
 
     spans: tuple[SourceSpan, ...] = ()
@@ -237,24 +239,26 @@ class FilePrompts(Prompts):
 
     @classmethod
     def read(cls, directory: Path, sources: Sequence[OpenSource]) -> FilePrompts:
-        """Those of a directory of the cache."""
-        facts = read_json_object(directory / FACTS, MOST_LIST_BYTES)
-        spans = SourceSpan.of(sources, facts)
-        answers = [AnswerCounts(**each) for each in facts["answers"]]
-        sources = [replace(source, whole_answers=each.whole) for source, each in zip(sources, answers, strict=True)]
-        places = [
-            "" if each.first_missing is None else source.rows.place(each.first_missing)
-            for source, each in zip(sources, answers, strict=True)
+        """Read the prompts of a directory of the cache."""
+        summary = read_json_object(directory / SUMMARY, MOST_LIST_BYTES)
+        spans = SourceSpan.of(sources, summary)
+        answers = [AnswerCounts(**counts) for counts in summary["answers"]]
+        sources = [
+            replace(source, whole_answers=counts.whole_numbers) for source, counts in zip(sources, answers, strict=True)
+        ]
+        locations = [
+            "" if counts.first_missing is None else source.rows.location(counts.first_missing)
+            for source, counts in zip(sources, answers, strict=True)
         ]
         return cls(
             FileExamples(sources, [span.end for span in spans], directory),
             PackedPrompts.mapped(directory),
-            facts["overlong"],
+            summary["overlong"],
             spans,
             mapped(directory / HASHES, np.uint64),
-            tuple(facts["columns"]),
-            tuple(zip(answers, places, strict=True)),
-            facts["raw"],
+            tuple(summary["columns"]),
+            tuple(zip(answers, locations, strict=True)),
+            summary["raw"],
         )
 
     def text_hashes(self) -> np.ndarray[Any, Any]:

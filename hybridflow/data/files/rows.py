@@ -1,4 +1,4 @@
-"""Rows of data files, read where they lie: lines of JSON by their offsets, Arrow tables mapped into memory."""
+"""Rows of data files, read in place: lines of JSON by their offsets, Arrow tables mapped into memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import numpy as np
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, json_kind, open_regular, parse_json
 from engine3d.startup.lazy_imports import pa
-from hybridflow.data.files.columns import Columns
+from hybridflow.data.files.columns import TableColumns
 from hybridflow.data.files.messages import from_json
 
 BATCH = 1024
-"""Rows that are read at a time where all are."""
+"""Rows that are read at a time."""
 
 Row = Mapping[str, Any]
 """A row: values as JSON has them, by column; NaN, as pandas writes a missing number, is null."""
@@ -36,13 +36,13 @@ class Rows(Protocol):
         """The rows of a range."""
         ...
 
-    def place(self, number: int) -> str:
-        """Where a row is, for errors."""
+    def location(self, number: int) -> str:
+        """Location of a row, for errors."""
         ...
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Their names, where the file itself says them; of lines of JSON those of the first rows."""
+        """Names of the columns, from the file's schema; for lines of JSON those of the first rows."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Rows(Protocol):
 
     @property
     def in_columns(self) -> bool:
-        """Whether every row has every column, null where it lacks one, and so do the objects in them."""
+        """True if every row has every column, with null where it lacks one, and so do the objects in them."""
         ...
 
 
@@ -62,7 +62,7 @@ class JsonLines:
     Args:
         path: of the file, which is mapped into memory.
         name: of it in errors.
-        is_list: whether the lines were made of another file, in which rows have no lines.
+        is_list: true if the lines were made from another file, whose rows have no lines.
 
     Raises:
         UserError: there is no such file, or it holds no row.
@@ -95,22 +95,22 @@ class JsonLines:
         end = len(self._data) if end < 0 else end
         if end - begin > MOST_LINE_BYTES:
             raise UserError(
-                f"{self.place(number)}: more than {MOST_LINE_BYTES:,} bytes in a line, expected at most that"
+                f"{self.location(number)}: more than {MOST_LINE_BYTES:,} bytes in a line, expected at most that"
             )
         try:
             row = parse_json(
                 self._data[begin:end], most_digits=MOST_DIGITS_OF_DATA, nan_is_null=True, unique_names=True
             )
         except JsonError as error:
-            raise UserError(f"{self.place(number)}: not JSON ({error}), expected one object a line") from None
+            raise UserError(f"{self.location(number)}: not JSON ({error}), expected one object a line") from None
         if not isinstance(row, dict):
-            raise UserError(f"{self.place(number)}: {json_kind(row)}, expected an object")
+            raise UserError(f"{self.location(number)}: {json_kind(row)}, expected an object")
         return row
 
     def read(self, begin: int, end: int) -> Sequence[Row]:
         return [self[number] for number in range(begin, end)]
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         if self._is_list:
             return f"{self._name}, row {number}"
         blank = int(np.searchsorted(self._rows_before_blank, number, side="right"))
@@ -122,18 +122,18 @@ class JsonLines:
 
 
 def _line_offsets(data: mmap.mmap) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where each line begins that is not white space, and the numbers, from 0, of the lines that are."""
+    """Offsets of the lines that are not white space, and numbers, from 0, of the lines that are."""
     size, block = len(data), 1 << 24
-    found = [np.zeros(1, dtype=np.int64)]
+    offsets = [np.zeros(1, dtype=np.int64)]
     for begin in range(0, size, block):
         bytes_ = np.frombuffer(data, dtype=np.uint8, count=min(block, size - begin), offset=begin)
-        found.append(np.flatnonzero(bytes_ == 0x0A) + (begin + 1))
+        offsets.append(np.flatnonzero(bytes_ == 0x0A) + (begin + 1))
         del bytes_  # else the map could not be closed
-    begins = np.concatenate(found)
+    begins = np.concatenate(offsets)
     if begins[-1] == size:
         begins = begins[:-1]
     everything = np.frombuffer(data, dtype=np.uint8)
-    # Few lines begin with white space: these alone are looked at.
+    # Few lines begin with white space: only these are checked.
     suspects = np.flatnonzero(np.isin(everything[begins], list(b" \t\r\n\x0b\x0c")))
     del everything
     blank = []
@@ -164,7 +164,7 @@ class ArrowRows:
         if twice := next((column for column in names if names.count(column) > 1), None):
             raise UserError(f"{name}: there are two columns named {twice!r}, expected each name once")
         first = self._batches[0]
-        self._columns = Columns.of(first.schema, first.column)
+        self._columns = TableColumns.of(first.schema, first.column)
         self.columns, self.left_out = self._columns.names, self._columns.left_out
 
     def __len__(self) -> int:
@@ -175,76 +175,76 @@ class ArrowRows:
 
     def read(self, begin: int, end: int) -> Sequence[Row]:
         rows: list[Row] = []
-        place = bisect.bisect_right(self._ends, begin)
+        index = bisect.bisect_right(self._ends, begin)
         while begin < end:
-            batch, last = self._batches[place], self._ends[place]
+            batch, last = self._batches[index], self._ends[index]
             first = last - len(batch)
-            part = batch.slice(begin - first, min(end, last) - begin).select(list(self.columns))
-            for number, row in enumerate(self._values(part, begin), start=begin):
-                rows.append(self._columns.row(row, lambda number=number: self.place(number)))  # type: ignore[misc]
-            begin, place = min(end, last), place + 1
+            selected = batch.slice(begin - first, min(end, last) - begin).select(list(self.columns))
+            for number, row in enumerate(self._values(selected, begin), start=begin):
+                rows.append(self._columns.row(row, lambda number=number: self.location(number)))  # type: ignore[misc]
+            begin, index = min(end, last), index + 1
         return rows
 
-    def _values(self, part: pa.RecordBatch, begin: int) -> list[dict[str, Any]]:
+    def _values(self, batch: pa.RecordBatch, begin: int) -> list[dict[str, Any]]:
         """The values of rows, of which the first has number `begin`."""
         try:
-            return part.to_pylist()  # type: ignore[no-any-return]
+            return batch.to_pylist()  # type: ignore[no-any-return]
         except (ValueError, OverflowError, pa.ArrowException):
-            for number, column in itertools.product(range(len(part)), self.columns):
-                value = part.column(column)[number]
+            for number, column in itertools.product(range(len(batch)), self.columns):
+                value = batch.column(column)[number]
                 try:
                     value.as_py()
                 except (ValueError, OverflowError, pa.ArrowException) as error:
                     reason = shortened(" ".join(str(error).split()), 120)
-                    raise UserError(f"{self.place(begin + number)}: column {column!r}: {reason}") from None
+                    raise UserError(f"{self.location(begin + number)}: column {column!r}: {reason}") from None
             raise
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self._name}, row {number}"
 
 
 class Concatenated:
     """The rows of several files, one after the other."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = parts
-        self._ends = list(itertools.accumulate(map(len, parts)))
+    def __init__(self, sections: Sequence[Rows]) -> None:
+        self._sections = sections
+        self._ends = list(itertools.accumulate(map(len, sections)))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, number: int) -> Row:
-        part, inner = self._part(number)
-        return part[inner]
+        section, inner = self._section(number)
+        return section[inner]
 
     def read(self, begin: int, end: int) -> Sequence[Row]:
         rows: list[Row] = []
         while begin < end:
-            place = bisect.bisect_right(self._ends, begin)
-            first, last = self._ends[place] - len(self._parts[place]), min(end, self._ends[place])
-            rows += self._parts[place].read(begin - first, last - first)
+            index = bisect.bisect_right(self._ends, begin)
+            first, last = self._ends[index] - len(self._sections[index]), min(end, self._ends[index])
+            rows += self._sections[index].read(begin - first, last - first)
             begin = last
         return rows
 
-    def place(self, number: int) -> str:
-        part, inner = self._part(number)
-        return part.place(inner)
+    def location(self, number: int) -> str:
+        section, inner = self._section(number)
+        return section.location(inner)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(part.columns for part in self._parts)))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(section.columns for section in self._sections)))
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(part.left_out for part in self._parts)))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(section.left_out for section in self._sections)))
 
     @property
     def in_columns(self) -> bool:
-        return all(part.in_columns for part in self._parts)
+        return all(section.in_columns for section in self._sections)
 
-    def _part(self, number: int) -> tuple[Rows, int]:
-        place = bisect.bisect_right(self._ends, number)
-        return self._parts[place], number - (self._ends[place] - len(self._parts[place]))
+    def _section(self, number: int) -> tuple[Rows, int]:
+        index = bisect.bisect_right(self._ends, number)
+        return self._sections[index], number - (self._ends[index] - len(self._sections[index]))
 
 
 def batches(rows: Rows, begin: int, end: int) -> Iterator[tuple[int, Sequence[Row]]]:
@@ -254,15 +254,15 @@ def batches(rows: Rows, begin: int, end: int) -> Iterator[tuple[int, Sequence[Ro
 
 
 def value_of(row: Row, column: str) -> Any:
-    """The value of a column; a dot goes into an object, or a text of one. Raises KeyError where the row lacks it."""
+    """Value of a column. A dot goes into an object, or a text of one. Raises KeyError if the row lacks it."""
     if column in row:
         return row[column]
     value: Any = row
-    for part in column.split("."):
+    for key in column.split("."):
         value = from_json(value)
         if not isinstance(value, Mapping):
             raise KeyError(column)
-        value = value[part]
+        value = value[key]
     return value
 
 
@@ -275,17 +275,17 @@ def has(row: Row, column: str) -> bool:
     return True
 
 
-def needed(row: Row, column: str, place: str) -> Any:
-    """As `value_of`. Raises UserError where the row lacks the column."""
+def needed(row: Row, column: str, location: str) -> Any:
+    """Read a column as `value_of`. Raises UserError if the row lacks it."""
     try:
         return value_of(row, column)
     except KeyError:
         there = f"only {shortened(', '.join(map(repr, row)), 200)}" if row else "the row is empty"
-        raise UserError(f"{place}: no column {column!r}, {there}") from None
+        raise UserError(f"{location}: no column {column!r}, {there}") from None
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without what is null in its objects, at any depth: of Arrow, where all objects have the same fields."""
+    """Remove nulls from the objects in a value, at any depth: in Arrow all objects have the same fields."""
     if isinstance(value, Mapping):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: without_nulls(field_value) for name, field_value in value.items() if field_value is not None}
+    return [without_nulls(element) for element in value] if isinstance(value, list) else value

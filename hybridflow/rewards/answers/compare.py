@@ -108,24 +108,24 @@ class Either:
 
     values: Readings
     exact: Readings
-    """Values that a given answer is judged by: the number, and the first approximation if it is rounded correctly."""
+    """Values that count in a given answer: the number, and the first approximation if it is rounded correctly."""
 
 
 def exactly(readings: Readings) -> Readings:
     """Return a given answer without its approximations, which would make it several answers."""
-    found: list[Any] = []
-    for each in readings:
-        if isinstance(each, Either):
-            found.extend(each.exact)
-        elif isinstance(each, Items):
-            found.append(replace(each, items=tuple(map(exactly, each.items))))
-        elif isinstance(each, Named):
-            found.append(replace(each, values=exactly(each.values)))
-        elif isinstance(each, Choice):
-            found.append(replace(each, content=exactly(each.content)))
+    exact: list[Any] = []
+    for reading in readings:
+        if isinstance(reading, Either):
+            exact.extend(reading.exact)
+        elif isinstance(reading, Items):
+            exact.append(replace(reading, items=tuple(map(exactly, reading.items))))
+        elif isinstance(reading, Named):
+            exact.append(replace(reading, values=exactly(reading.values)))
+        elif isinstance(reading, Choice):
+            exact.append(replace(reading, content=exactly(reading.content)))
         else:
-            found.append(each)
-    return tuple(found)
+            exact.append(reading)
+    return tuple(exact)
 
 
 DOTS = Word("...")
@@ -138,16 +138,19 @@ def equal(right: Readings, given: Readings, tolerance: Tolerance) -> bool:
         UndecidedError: it is right in one meaning only.
     """
     for kind in (Word, Exact, Quantity):
-        pairs = [[each for each in readings if isinstance(each, kind)] for readings in (right, given)]
+        pairs = [[reading for reading in readings if isinstance(reading, kind)] for readings in (right, given)]
         if any(_equal(one, other, tolerance) for one in pairs[0] for other in pairs[1]):
             return True
-    exact = [{each.kind for each in readings if isinstance(each, Exact)} for readings in (right, given)]
+    exact = [{reading.kind for reading in readings if isinstance(reading, Exact)} for readings in (right, given)]
     if exact[0] & exact[1]:  # a date is compared with a date
         return False
-    if all(isinstance(each, Basic) and not each.free_symbols for each in right):
-        given = (*given, *(each.total for each in given if isinstance(each, Relation) and each.total is not None))
-    if len(right) > 1 and not any(isinstance(each, Word) for each in given):
-        right = tuple(each for each in right if not isinstance(each, Word))
+    if all(isinstance(reading, Basic) and not reading.free_symbols for reading in right):
+        given = (
+            *given,
+            *(reading.total for reading in given if isinstance(reading, Relation) and reading.total is not None),
+        )
+    if len(right) > 1 and not any(isinstance(reading, Word) for reading in given):
+        right = tuple(reading for reading in right if not isinstance(reading, Word))
     verdicts = set()
     undecided: UndecidedError | None = None
     for one in right:
@@ -163,9 +166,9 @@ def equal(right: Readings, given: Readings, tolerance: Tolerance) -> bool:
 def any_decided(check: Callable[[Any], bool], values: Sequence[Any]) -> bool:
     """True if a check holds for any value. Raises UndecidedError if it holds for none and was undecided for one."""
     undecided = None
-    for each in values:
+    for value in values:
         try:
-            if check(each):
+            if check(value):
                 return True
         except UndecidedError as error:
             undecided = error
@@ -195,12 +198,12 @@ def _choice(one: Choice, other: Any, tolerance: Tolerance) -> bool:
 
 def _named(one: Named, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Named):
-        names = {each for each in (one.name, other.name) if each is not None and each.is_Symbol}
-        words = [(Word(str(each.name).casefold()), which.values) for each, which in ((one, other), (other, one))]
+        names = {name for name in (one.name, other.name) if name is not None and name.is_Symbol}
+        words = [(Word(str(left.name).casefold()), right.values) for left, right in ((one, other), (other, one))]
         if len(names) == 2 and all(word in values for word, values in words):  # AB = CD, CD = AB
             return True
-        plain = {str(each).partition("_")[0] for each in names}
-        alike = len(names) < 2 or (len(plain) == 1 and plain & {str(each) for each in names})  # x_1 and x
+        plain = {str(name).partition("_")[0] for name in names}
+        alike = len(names) < 2 or (len(plain) == 1 and plain & {str(name) for name in names})  # x_1 and x
         if alike and equal(one.values, other.values, tolerance):
             return True
         return (
@@ -217,13 +220,13 @@ def _relation(one: Relation, other: Any, tolerance: Tolerance) -> bool:
     """Equal up to a factor, which is positive for inequalities, or with the same solutions."""
     if not isinstance(other, Relation) or one.sign != other.sign:
         if isinstance(other, Items) and one.sign in ("<", "<="):
-            return any_decided(lambda each: _items(each, other, tolerance), _half_lines(one))
+            return any_decided(lambda half_line: _items(half_line, other, tolerance), _half_lines(one))
         if isinstance(other, Items) and one.sign == "=" and (roots := _roots(one)):
             return _items(roots, other, tolerance)
         return False
     a, b = (
-        sympy.expand(sympy.numer(sympy.together(each)) if one.sign == "=" else each)
-        for each in (one.difference, other.difference)
+        sympy.expand(sympy.numer(sympy.together(difference)) if one.sign == "=" else difference)
+        for difference in (one.difference, other.difference)
     )
     if a == 0 or b == 0:  # an identity, which says nothing
         return bool(a == b)
@@ -243,13 +246,13 @@ def _same_polynomials(one: Expr, other: Expr, signed: bool, tolerance: Tolerance
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if not (one.is_polynomial(*symbols) and other.is_polynomial(*symbols)):
         return False
-    terms = [dict(sympy.Poly(each, *symbols).terms()) for each in (one, other)]
+    terms = [dict(sympy.Poly(polynomial, *symbols).terms()) for polynomial in (one, other)]
     if terms[0].keys() != terms[1].keys():
         return False
-    largest = max(terms[0], key=lambda each: abs(terms[0][each]))
-    shares = [{key: value / each[largest] for key, value in each.items()} for each in terms]
+    largest = max(terms[0], key=lambda monomial: abs(terms[0][monomial]))
+    shares = [{key: value / coefficients[largest] for key, value in coefficients.items()} for coefficients in terms]
     return bool(signed or terms[0][largest] / terms[1][largest] > 0) and all(
-        same(shares[0][each], shares[1][each], tolerance) for each in shares[0]
+        same(shares[0][monomial], shares[1][monomial], tolerance) for monomial in shares[0]
     )
 
 
@@ -260,21 +263,21 @@ def _roots(relation: Relation) -> Items | None:
         return None
     symbol = symbols.pop()
     real = sympy.Dummy("x", real=True) if relation.difference.has(sympy.Abs) else symbol
-    found = sympy.solve(relation.difference.subs(symbol, real), real)
-    return Items("{}", tuple((each,) for each in found)) if found else None
+    roots = sympy.solve(relation.difference.subs(symbol, real), real)
+    return Items("{}", tuple((root,) for root in roots)) if roots else None
 
 
 def _half_lines(relation: Relation) -> list[Items]:
     """An inequality as intervals of each of its variables, such as x > a as (a, oo)."""
-    found = []
+    intervals = []
     for symbol in relation.difference.free_symbols:
         slope = relation.difference.diff(symbol)
         if slope in (1, -1):
             bound = sympy.expand(symbol - relation.difference / slope)
             ends = ((-sympy.oo,), (bound,)) if slope == 1 else ((bound,), (sympy.oo,))
             closed = {"<": "()", "<=": "(]" if slope == 1 else "[)"}[relation.sign]
-            found.append(Items(closed, ends))
-    return found
+            intervals.append(Items(closed, ends))
+    return intervals
 
 
 _SIGNS = {"=": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le}
@@ -287,16 +290,16 @@ def solutions(relation: Relation) -> Region | None:
         return None
     (symbol,) = difference.free_symbols
     real = sympy.Dummy("x", real=True)
-    found = _SIGNS[relation.sign](difference.subs(symbol, real), 0)
-    if found in (sympy.true, sympy.false):
-        return Region(symbol, sympy.S.Reals if found == sympy.true else sympy.S.EmptySet)
-    return Region(symbol, found.as_set())
+    condition = _SIGNS[relation.sign](difference.subs(symbol, real), 0)
+    if condition in (sympy.true, sympy.false):
+        return Region(symbol, sympy.S.Reals if condition == sympy.true else sympy.S.EmptySet)
+    return Region(symbol, condition.as_set())
 
 
 def _region(one: Region, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, Items):
-        found = as_set(other)
-        return found is not None and _same_sets(one.values, found, tolerance)
+        members = as_set(other)
+        return members is not None and _same_sets(one.values, members, tolerance)
     if not isinstance(other, Region) or (None not in (one.variable, other.variable) and one.variable != other.variable):
         return False
     return _same_sets(one.values, other.values, tolerance)
@@ -305,13 +308,15 @@ def _region(one: Region, other: Any, tolerance: Tolerance) -> bool:
 def _same_sets(one: sympy.Set, other: sympy.Set, tolerance: Tolerance) -> bool:
     if one == other:
         return True
-    parts = [sorted(each.args, key=lambda part: part.inf) if each.is_Union else [each] for each in (one, other)]
-    if len(parts[0]) == len(parts[1]) and all(_same_part(a, b, tolerance) for a, b in zip(*parts, strict=True)):
+    subsets = [
+        sorted(union.args, key=lambda subset: subset.inf) if union.is_Union else [union] for union in (one, other)
+    ]
+    if len(subsets[0]) == len(subsets[1]) and all(_same_subset(a, b, tolerance) for a, b in zip(*subsets, strict=True)):
         return True
     return sympy.SymmetricDifference(one, other) is sympy.S.EmptySet
 
 
-def _same_part(one: sympy.Set, other: sympy.Set, tolerance: Tolerance) -> bool:
+def _same_subset(one: sympy.Set, other: sympy.Set, tolerance: Tolerance) -> bool:
     if isinstance(one, sympy.Interval) and isinstance(other, sympy.Interval):
         ends = ((one.start, other.start), (one.end, other.end))
         return (one.left_open, one.right_open) == (other.left_open, other.right_open) and all(
@@ -326,8 +331,8 @@ def as_set(value: Any) -> sympy.Set | None:
         return value.values
     if not isinstance(value, Items):
         return None
-    numbers = [each[0] for each in value.items]
-    if not all(isinstance(each, Expr) and each.is_extended_real for each in numbers):
+    numbers = [item[0] for item in value.items]
+    if not all(isinstance(number, Expr) and number.is_extended_real for number in numbers):
         return None
     if value.brackets == "{}":
         return sympy.FiniteSet(*numbers)
@@ -344,7 +349,7 @@ ORDERED = (*_VECTORS, "(]", "[)")
 
 
 def _items(one: Items, other: Any, tolerance: Tolerance) -> bool:
-    marks = {each.brackets for each in (one, other) if isinstance(each, Items)}
+    marks = {side.brackets for side in (one, other) if isinstance(side, Items)}
     if one.brackets == ":" and len(one.items) == 2 and isinstance(other, Expr):
         return same(one.items[0][0] / one.items[1][0], other, tolerance)
     if marks & _SPECIAL.keys():
@@ -352,45 +357,45 @@ def _items(one: Items, other: Any, tolerance: Tolerance) -> bool:
     if isinstance(other, MatrixBase):
         if one.brackets not in _VECTORS:
             return False
-        if all(isinstance(each[0], Items) for each in one.items):  # [[1, 2], [3, 4]]
-            rows = (tuple((each,) for each in row) for row in other.tolist())
+        if all(isinstance(item[0], Items) for item in one.items):  # [[1, 2], [3, 4]]
+            rows = (tuple((entry,) for entry in row) for row in other.tolist())
             other = Items(one.brackets, tuple((Items(one.brackets, row),) for row in rows))
         elif 1 in other.shape:
-            other = Items("()", tuple((each,) for each in other))
+            other = Items("()", tuple((entry,) for entry in other))
         else:
             return False
     if not isinstance(other, Items):
         return len(one.items) == 1 and one.brackets in ("", "{}") and equal(one.items[0], (other,), tolerance)
-    for single, whole in ((one, other), (other, one)):  # {(1, 2)} and (1, 2)
-        if len(single.items) == 1 and single.brackets in ("", "{}") and whole.brackets in _VECTORS:
-            return equal(single.items[0], (whole,), tolerance)
+    for single, vector in ((one, other), (other, one)):  # {(1, 2)} and (1, 2)
+        if len(single.items) == 1 and single.brackets in ("", "{}") and vector.brackets in _VECTORS:
+            return equal(single.items[0], (vector,), tolerance)
     kinds = {one.brackets, other.brackets}
     ordered = not kinds.isdisjoint(ORDERED)
     vectors = {"()", "<>"} if len(one.items) == 2 else {"()", "<>", "[]"}
     if ordered and not (len(kinds) == 1 or kinds <= vectors | {""}):
         return False
-    names = [[each[0].name for each in items.items if isinstance(each[0], Named)] for items in (one, other)]
+    names = [[item[0].name for item in items.items if isinstance(item[0], Named)] for items in (one, other)]
     ordered = ordered or any(len(set(names[i])) > 1 and not names[1 - i] for i in (0, 1))  # x=1, y=2 and 1, 2
     if "{}" in kinds and not ordered:
-        one, other = (Items("{}", _distinct(each.items, tolerance)) for each in (one, other))
+        one, other = (Items("{}", _distinct(side.items, tolerance)) for side in (one, other))
     if len(one.items) != len(other.items):
         return False
-    found = (_in_order if ordered else _matched)(one.items, other.items, tolerance)
-    if not found and len({str(each).partition("_")[0] for each in (*names[0], *names[1])}) == 1:
+    agreed = (_in_order if ordered else _matched)(one.items, other.items, tolerance)
+    if not agreed and len({str(name).partition("_")[0] for name in (*names[0], *names[1])}) == 1:
         values = [
-            [each[0].values if isinstance(each[0], Named) else each for each in items.items] for items in (one, other)
+            [item[0].values if isinstance(item[0], Named) else item for item in items.items] for items in (one, other)
         ]
         if _matched(values[0], values[1], tolerance):
             raise UndecidedError("the values of x_1 and x_2 in another order, which are roots or two unknowns")
-    return found
+    return agreed
 
 
 def _distinct(items: tuple[Readings, ...], tolerance: Tolerance) -> tuple[Readings, ...]:
-    found: list[Readings] = []
+    distinct: list[Readings] = []
     for item in items:
-        if not any_decided(partial(equal, item, tolerance=tolerance), found):
-            found.append(item)
-    return tuple(found)
+        if not any_decided(partial(equal, item, tolerance=tolerance), distinct):
+            distinct.append(item)
+    return tuple(distinct)
 
 
 def _in_order(right: Sequence[Readings], given: Sequence[Readings], tolerance: Tolerance) -> bool:
@@ -415,9 +420,9 @@ _FEWEST_ITEMS = 3
 def _dots(one: Items, other: Items, tolerance: Tolerance) -> bool:
     if len(one.items) == len(other.items):
         return _in_order(one.items, other.items, tolerance)
-    summaries = [_progression(each) for each in (one, other)]
+    summaries = [_progression(side) for side in (one, other)]
     if summaries[0] is None or summaries[1] is None:
-        begins = [each.items[: each.items.index((DOTS,))] for each in (one, other)]
+        begins = [side.items[: side.items.index((DOTS,))] for side in (one, other)]
         shown = min(map(len, begins))
         if shown < _FEWEST_ITEMS or not _in_order(begins[0][:shown], begins[1][:shown], tolerance):
             return False
@@ -427,18 +432,18 @@ def _dots(one: Items, other: Items, tolerance: Tolerance) -> bool:
 
 def _progression(sequence: Items) -> list[Readings] | None:
     """The first item, the difference and, if there is one, the last item of an arithmetic progression."""
-    items = [each[0] for each in sequence.items]
+    items = [item[0] for item in sequence.items]
     at = items.index(DOTS)
     shown, last = items[:at], items[at + 1 :]
-    if not all(isinstance(each, Expr) for each in shown):
+    if not all(isinstance(term, Expr) for term in shown):
         return None
     steps = {sympy.expand(b - a) for a, b in pairwise(shown)}
-    return [(each,) for each in (shown[0], *steps, *last)] if len(steps) == 1 and len(last) < 2 else None
+    return [(term,) for term in (shown[0], *steps, *last)] if len(steps) == 1 and len(last) < 2 else None
 
 
 def _ratio(one: Items, other: Items, tolerance: Tolerance) -> bool:
-    terms = [[each[0] for each in ratio.items] for ratio in (one, other)]
-    mine, others = ([(each / next(filter(None, some), 1),) for each in some] for some in terms)
+    terms = [[item[0] for item in ratio.items] for ratio in (one, other)]
+    mine, others = ([(term / next(filter(None, side), 1),) for term in side] for side in terms)
     return _in_order(mine, others, tolerance)
 
 
@@ -454,8 +459,8 @@ def _symbols(value: Any) -> set[Basic]:
     """Symbols of a value of any kind, or of several."""
     if isinstance(value, Basic | MatrixBase):
         return set(value.free_symbols)
-    parts = value if isinstance(value, tuple) else vars(value).values() if is_dataclass(value) else ()
-    return set().union(*map(_symbols, parts))
+    members = value if isinstance(value, tuple) else vars(value).values() if is_dataclass(value) else ()
+    return set().union(*map(_symbols, members))
 
 
 _SPECIAL = {"...": _dots, ":": _ratio, "|": _builder}
@@ -487,7 +492,7 @@ def _congruence(one: Congruence, other: Any, tolerance: Tolerance) -> bool:
         return False
     if one.expression and other.expression and not same(one.expression, other.expression, tolerance):
         return False
-    sides = [{sympy.expand(each) % one.modulus for each in side.residues} for side in (one, other)]
+    sides = [{sympy.expand(residue) % one.modulus for residue in side.residues} for side in (one, other)]
     return sides[0] == sides[1]
 
 
@@ -498,7 +503,7 @@ def _exact(one: Exact, other: Any, tolerance: Tolerance) -> bool:
     if one.kind == "based" and one.value != other.value and one.value[0] == other.value[0]:
         raise UndecidedError("the same number in two bases")
     if one.kind == "time" and not (one.value[-1] and other.value[-1]):
-        times = [(each.value[0] % 12, *each.value[1:3]) for each in (one, other)]
+        times = [(side.value[0] % 12, *side.value[1:3]) for side in (one, other)]
         if one.value[:3] != other.value[:3] and times[0] == times[1]:
             raise UndecidedError("a time of day without its half of the day")
         return bool(one.value[:3] == other.value[:3])
@@ -506,7 +511,7 @@ def _exact(one: Exact, other: Any, tolerance: Tolerance) -> bool:
 
 
 _COMPARISONS: dict[type, Callable[[Any, Any, Tolerance], bool]] = {
-    Either: lambda one, other, tolerance: any_decided(lambda each: _equal(each, other, tolerance), one.values),
+    Either: lambda one, other, tolerance: any_decided(lambda reading: _equal(reading, other, tolerance), one.values),
     Choice: _choice,
     Named: _named,
     Relation: _relation,

@@ -1,4 +1,4 @@
-"""Equality of SymPy expressions: exactly where both are exact, in so many digits where one has decimals."""
+"""Equality of SymPy expressions: exact if both are exact, within a tolerance if one has decimals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
 def _same(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
     if one.has(PERCENT) != other.has(PERCENT):
         factors = (1, Rational(1, 100))
-        return any(_same(one.subs(PERCENT, each), other.subs(PERCENT, each), tolerance) for each in factors)
+        return any(_same(one.subs(PERCENT, factor), other.subs(PERCENT, factor), tolerance) for factor in factors)
     if one.has(DEGREE) != other.has(DEGREE):
         if _equal(one.subs(DEGREE, 1), other.subs(DEGREE, 1), tolerance):
             return True
@@ -49,9 +49,9 @@ def _same(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
         return False
     if _equal(one, other, tolerance):
         return True
-    names, others = (each.free_symbols | each.atoms(sympy.core.numbers.ImaginaryUnit) for each in (one, other))
+    names, others = (side.free_symbols | side.atoms(sympy.core.numbers.ImaginaryUnit) for side in (one, other))
     for name, old in product(names - others, others - names):
-        constants = all(str(each)[:1] in "CcKk" for each in (name, old)) or {name, old} == {sympy.I, Symbol("j")}
+        constants = all(str(symbol)[:1] in "CcKk" for symbol in (name, old)) or {name, old} == {sympy.I, Symbol("j")}
         if len(names ^ others) == 2 and constants and _equal(one, other.xreplace({old: name}), tolerance):
             raise UndecidedError("the answers only differ in the name of a constant")
     return False
@@ -70,18 +70,22 @@ def _equal(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if not symbols:
         return _equal_numbers(one, other, tolerance)
-    agreed = _agree(one, other, symbols, tolerance, whole=False)
+    agreed = _agree(one, other, symbols, tolerance, integers=False)
     if agreed is None or (not agreed and (_counts(one) or _counts(other))):  # such as (-1)^n and cos(n pi)
-        counting = all(str(each)[0] in _COUNTERS for each in symbols)
-        agreed = counting and _agree(one, other, symbols, tolerance, whole=True)
+        counting = all(str(symbol)[0] in _COUNTERS for symbol in symbols)
+        agreed = counting and _agree(one, other, symbols, tolerance, integers=True)
     return agreed is True
 
 
 def _opaque(value: Expr) -> Expr:
     """Put a symbol for each function without a meaning, such as f(x) and p => q."""
     applied = value.atoms(sympy.core.function.AppliedUndef)
-    outer = {each for each in applied if not any(each != other and other.has(each) for other in applied)}
-    return value.xreplace({each: Symbol(str(each.func(*map(sympy.expand, each.args)))) for each in outer})
+    outer = {
+        function for function in applied if not any(function != other and other.has(function) for other in applied)
+    }
+    return value.xreplace(
+        {function: Symbol(str(function.func(*map(sympy.expand, function.args)))) for function in outer}
+    )
 
 
 def _equal_numbers(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
@@ -91,7 +95,7 @@ def _equal_numbers(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
         if 0 in (one, other):
             terms = Add.make_args(sympy.expand(one + other))
             return len(terms) > 1 and all(
-                abs(_value(one + other, n)) <= Rational(1, 10 ** (n - 15)) * max(abs(_value(each, n)) for each in terms)
+                abs(_value(one + other, n)) <= Rational(1, 10 ** (n - 15)) * max(abs(_value(term, n)) for term in terms)
                 for n in _DIGITS
             )
         return all(_close(_value(one, n), _value(other, n), Rational(1, 10 ** (n - 15))) for n in _DIGITS)
@@ -102,17 +106,20 @@ def _equal_numbers(one: Expr, other: Expr, tolerance: Tolerance) -> bool:
 def _value(number: Expr, digits: int) -> Expr:
     if number.is_Rational:
         return number
-    found = number.evalf(digits)
-    if not all(each.is_Float or each.is_Rational for each in found.as_real_imag()) or not found.is_finite:
+    evaluated = number.evalf(digits)
+    if (
+        not all(component.is_Float or component.is_Rational for component in evaluated.as_real_imag())
+        or not evaluated.is_finite
+    ):
         raise UnreadableError("a value that cannot be computed")
-    return found
+    return evaluated
 
 
 def _close(one: Expr, other: Expr, share: Rational) -> bool:
     return bool(abs(one - other) <= share * max(abs(one), abs(other)))
 
 
-def _agree(one: Expr, other: Expr, symbols: list[Symbol], tolerance: Tolerance, *, whole: bool) -> bool | None:
+def _agree(one: Expr, other: Expr, symbols: list[Symbol], tolerance: Tolerance, *, integers: bool) -> bool | None:
     """True if two formulas agree at all points where both are defined, and None without such a point.
 
     Rational functions are compared exactly, at points that unequal ones do not all share.
@@ -122,12 +129,14 @@ def _agree(one: Expr, other: Expr, symbols: list[Symbol], tolerance: Tolerance, 
     absolute = one.has(sympy.Abs) != other.has(sympy.Abs)
     compared = 0
     for index in range(_POINTS):
-        point = {each: _coordinate(numbers, 40 if whole else 10**6 if exact else 4000, index) for each in symbols}
-        defined = [exact or _defined(each, point) for each in (one, other)]
+        point = {
+            symbol: _coordinate(numbers, 40 if integers else 10**6 if exact else 4000, index) for symbol in symbols
+        }
+        defined = [exact or _defined(side, point) for side in (one, other)]
         if absolute and defined[0] != defined[1]:
             return False
         a, b = one.subs(point), other.subs(point)
-        if not all(defined) or any(not each.is_number or not each.is_finite for each in (a, b)):
+        if not all(defined) or any(not side.is_number or not side.is_finite for side in (a, b)):
             continue
         if not (
             _equal_numbers(a, b, None) if exact else _close(a.evalf(30), b.evalf(30), tolerance or Rational(1, 10**20))
@@ -141,8 +150,12 @@ def _agree(one: Expr, other: Expr, symbols: list[Symbol], tolerance: Tolerance, 
 
 def _counts(value: Expr) -> bool:
     """True if a formula is one of whole numbers: (-1)^n, a factorial, a sine of n pi, or one that rounds."""
-    found = value.atoms(sympy.factorial, sympy.binomial, sympy.sin, sympy.cos, sympy.floor, sympy.ceiling, sympy.Pow)
-    return any(not each.is_Pow or (each.base.is_negative and each.exp.free_symbols) for each in found)
+    functions = value.atoms(
+        sympy.factorial, sympy.binomial, sympy.sin, sympy.cos, sympy.floor, sympy.ceiling, sympy.Pow
+    )
+    return any(
+        not function.is_Pow or (function.base.is_negative and function.exp.free_symbols) for function in functions
+    )
 
 
 def _coordinate(numbers: random.Random, largest: int, index: int) -> Expr:
@@ -156,6 +169,6 @@ def _defined(value: Expr, point: dict[Symbol, Expr]) -> bool:
     """True if what stands under its roots and logarithms is positive at a point; complex formulas are everywhere."""
     if value.has(sympy.I):
         return True
-    under = [each.base for each in value.atoms(sympy.Pow) if not each.exp.is_integer]
-    under += [each.args[0] for each in value.atoms(sympy.log)]
-    return all(each.subs(point).is_nonnegative is not False for each in under if each.free_symbols)
+    under = [power.base for power in value.atoms(sympy.Pow) if not power.exp.is_integer]
+    under += [logarithm.args[0] for logarithm in value.atoms(sympy.log)]
+    return all(radicand.subs(point).is_nonnegative is not False for radicand in under if radicand.free_symbols)

@@ -57,7 +57,7 @@ _BARS = (  # those of a pair stand around what neither begins with a bar nor end
 
 def prepare(text: str) -> str:
     """Write a formula as the grammar has it: arguments in braces, bars that open or close, no needless white space."""
-    text = _NAME.sub(lambda found: rf"\{found[1] or found[2]} ", _TEXT.sub(r" \1", text))
+    text = _NAME.sub(lambda match: rf"\{match[1] or match[2]} ", _TEXT.sub(r" \1", text))
     text = _GAP.sub("", re.sub(r"\s+", " ", text))
     if r"\int" in text:
         text = _DIFFERENTIAL.sub(r"\\diff\1", text)
@@ -77,7 +77,7 @@ def formulas(text: str) -> tuple[Expr, ...]:
     prepared = prepare(text)
     try:
         tree = _GRAMMAR.parse(prepared)
-        found = [_value(tree, prepared, tight) for tight in ((False, True) if "/" in text else (False,))]
+        values = [_value(tree, prepared, tight) for tight in ((False, True) if "/" in text else (False,))]
     except lark.exceptions.UnexpectedInput as error:
         rest = re.findall(r"\\[A-Za-z]+|.|$", prepared[error.pos_in_stream or 0 :])
         raise UnreadableError(f"{rest[0] or 'what ends so'} cannot be read in {text[:100]!r}") from None
@@ -86,7 +86,7 @@ def formulas(text: str) -> tuple[Expr, ...]:
         if isinstance(inner, UnreadableError):
             raise inner from None
         raise UnreadableError(f"{text[:100]!r} cannot be computed: {type(inner).__name__}: {inner}") from None
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(values))
 
 
 def formula(text: str) -> Expr:
@@ -137,7 +137,7 @@ class _Values(lark.Transformer[Any, Expr]):
         function = sympy.Function(mark[1:])
         terms = [one, other]
         if _SYMMETRIC.fullmatch(mark[1:]):  # associative too, as far as answers go
-            terms = [each for term in terms for each in (term.args if term.func == function else [term])]
+            terms = [operand for term in terms for operand in (term.args if term.func == function else [term])]
             terms.sort(key=sympy.default_sort_key)
         return function(*terms)
 
@@ -182,15 +182,15 @@ class _Values(lark.Transformer[Any, Expr]):
     def number(self, token: lark.Token) -> Expr:
         text = str(token)
         if token.type == "MIXED":
-            whole, top, bottom = map(Integer, re.findall(r"\d+", text))
+            integer, top, bottom = map(Integer, re.findall(r"\d+", text))
             if not 0 < top < bottom:
                 raise UnreadableError(f"a mixed number with the fraction {top}/{bottom}")
-            return whole + Rational(top, bottom)
+            return integer + Rational(top, bottom)
         if token.type == "REPEATING":
             fixed, _, repeated = text.partition("\\")
             repeated = re.sub(r"\D", "", repeated)
-            places = len(fixed) - fixed.index(".") - 1
-            return Rational(f"{fixed}0") + Rational(int(repeated), (10 ** len(repeated) - 1) * 10**places)
+            decimals = len(fixed) - fixed.index(".") - 1
+            return Rational(f"{fixed}0") + Rational(int(repeated), (10 ** len(repeated) - 1) * 10**decimals)
         return Rational(text)
 
     def symbol(self, token: lark.Token, *marks: lark.Token) -> Expr:

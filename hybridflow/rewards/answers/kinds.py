@@ -1,4 +1,4 @@
-"""Kinds of answers. Each recogniser reads a whole answer of its kind, leaves it to the next one, or refuses it.
+"""Kinds of answers. Each recogniser reads a complete answer of its kind, leaves it to the next one, or refuses it.
 
 A reference answer that no kind reads completely gives no verdict. A given answer that none reads is wrong.
 """
@@ -61,7 +61,7 @@ def is_right(right: str, given: str, digits: int) -> bool:
 
     Args:
         right: the reference answer.
-        given: the answer to be judged.
+        given: the answer to compare with it.
         digits: decimals in which inexact numbers have to agree.
 
     Raises:
@@ -76,13 +76,13 @@ def is_right(right: str, given: str, digits: int) -> bool:
     expected = read(reference)
     tolerance = Rational(1, 10**digits) if re.search(r"\.\d", reference + answer) else None
     try:
-        found = exactly(read(answer))
-        if any(isinstance(each, Quantity) for each in expected):  # 10m, which is a product elsewhere
-            found = (*found, *exactly(read(_UNSPACED.sub(" ", answer))))
+        readings = exactly(read(answer))
+        if any(isinstance(reading, Quantity) for reading in expected):  # 10m, which is a product elsewhere
+            readings = (*readings, *exactly(read(_UNSPACED.sub(" ", answer))))
     except Exception:  # UnreadableError, or one of SymPy: the given answer's fault
         return False
     try:
-        return equal(expected, found, tolerance)
+        return equal(expected, readings, tolerance)
     except UndecidedError:
         raise
     except Exception:  # of SymPy: the given answer's fault if the right one can be compared
@@ -110,15 +110,15 @@ def read(text: str) -> Readings:
     if labelled := words.labelled_choice(text):
         return (Choice(labelled[0], read(labelled[1])),)
     for recognise in words.KINDS:
-        if found := recognise(text):
-            return (*found, *_as_formula(words.possible_formula(text)))
-    if found := quantity(text):
-        return found
+        if readings := recognise(text):
+            return (*readings, *_as_formula(words.possible_formula(text)))
+    if readings := quantity(text):
+        return readings
     if swapped := re.fullmatch(r"([\](\[])(.*,.*)([\[)\]])", text):  # an interval as ]0, 1[
         text = swapped[1].replace("]", "(") + swapped[2] + swapped[3].replace("[", ")")
     for kind in KINDS:
-        if found := kind(text):
-            return found
+        if readings := kind(text):
+            return readings
     return formulas(text)
 
 
@@ -138,14 +138,14 @@ def cases(text: str) -> Readings | None:
     inside = re.fullmatch(r"\\begin\{(cases|aligned)\}(.*)\\end\{\1\}", text)
     if not inside:
         return None
-    found = []
+    rows = []
     for row in filter(None, split(inside[2], r"\\\\")[0]):
         cells = [cell for cell in (_BETWEEN.sub("", cell) for cell in split(row, "&")[0]) if cell]
         if inside[1] == "cases" and len(cells) == 2 and not _has_sign(cells[0]):
-            found.append((Items("()", tuple(map(read, cells))),))
+            rows.append((Items("()", tuple(map(read, cells))),))
         else:
-            found.append(read(" ".join(cells)))
-    return (Items("", tuple(found)),)
+            rows.append(read(" ".join(cells)))
+    return (Items("", tuple(rows)),)
 
 
 def set_builder(text: str) -> Readings | None:
@@ -160,20 +160,24 @@ def set_builder(text: str) -> Readings | None:
     else:
         return None
     variable = sides[0]
-    conditions = [each for each in split(brackets[1][brackets[1].index(marks[0]) + len(marks[0]) :], _AND)[0] if each]
+    conditions = [
+        condition
+        for condition in split(brackets[1][brackets[1].index(marks[0]) + len(marks[0]) :], _AND)[0]
+        if condition
+    ]
     name, sign = split(variable, r"\\in(?![A-Za-z])")
     if sign and name[1] != r"\mathbb{R}":
         conditions.append(variable)
     if len(name[0]) == 1 and name[0].isalpha() and (name[0] == "x" or "x" not in _letters(text)):
-        conditions = [_renamed(each, name[0], "x") for each in conditions]  # its name does not matter
-    found = [read(each) for each in conditions]
-    regions = [_as_region(each[0]) for each in found]
-    if all(regions) and len({each.variable for each in regions if each}) == 1:
-        values = sympy.Intersection(*(each.values for each in regions if each))
+        conditions = [_renamed(condition, name[0], "x") for condition in conditions]  # its name does not matter
+    readings = [read(condition) for condition in conditions]
+    regions = [_as_region(reading[0]) for reading in readings]
+    if all(regions) and len({region.variable for region in regions if region}) == 1:
+        values = sympy.Intersection(*(region.values for region in regions if region))
         if isinstance(values, sympy.FiniteSet):
-            return (Items("{}", tuple((each,) for each in values)),)
+            return (Items("{}", tuple((element,) for element in values)),)
         return (Region(None, values),)
-    return (Items("|", (read(name[0]), *found)),)
+    return (Items("|", (read(name[0]), *readings)),)
 
 
 _LETTER = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]")
@@ -184,7 +188,7 @@ def _letters(text: str) -> set[str]:
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    return _LETTER.sub(lambda found: new if found[0] == old else found[0], text)
+    return _LETTER.sub(lambda match: new if match[0] == old else match[0], text)
 
 
 def _as_region(value: Any) -> Region | None:
@@ -203,55 +207,55 @@ _CONGRUENCE = re.compile(r"(?:(.*)\\equiv(?![A-Za-z]))?(.*?) ?(\()? ?(\\[pb]?mod
 
 def congruence(text: str) -> Readings | None:
     """Recognise n \\equiv 1, 2 \\pmod 3."""
-    found = _CONGRUENCE.fullmatch(text)
-    if not found or (found[1] is None and found[4] != r"\pmod"):
+    match = _CONGRUENCE.fullmatch(text)
+    if not match or (match[1] is None and match[4] != r"\pmod"):
         return None
-    residues = [formula(each) for each in split(found[2], _JOIN)[0] if each]
-    return (Congruence(formula(found[1].strip()) if found[1] else None, tuple(residues), formula(found[5].strip())),)
+    residues = [formula(residue) for residue in split(match[2], _JOIN)[0] if residue]
+    return (Congruence(formula(match[1].strip()) if match[1] else None, tuple(residues), formula(match[5].strip())),)
 
 
 def several(text: str) -> Readings | None:
     """Recognise several answers, a sequence with dots, or conditions that hold together."""
     items, marks = split(text, _JOIN)
-    signs = [_has_sign(each) for each in items]
+    signs = [_has_sign(item) for item in items]
     if not marks or (signs[0] and not any(signs[1:])):  # n = 5, 6, 7
         return None
-    items = [each for at, each in enumerate(items) if each or not 0 < at < len(marks) or marks[at] not in ("and", "or")]
+    items = [item for at, item in enumerate(items) if item or not 0 < at < len(marks) or marks[at] not in ("and", "or")]
     if dots := _sequence(items):
         return dots
     domain = re.fullmatch(r"([A-Za-z]) ?\\in ?(.*)", items[-1])
     if domain and domain[2] in _INTEGERS and "k" not in _letters(text):  # its name does not matter
-        items = [_renamed(each, domain[1], "k") for each in items]
-    found = tuple(map(read, items))
-    values = [each[0] for each in found]
-    if len(found) > 1 and all(isinstance(each, Choice) and not each.content for each in values):
-        return (Items("", found), words.choices(sorted(each.letter for each in values)))
-    if all(isinstance(each, Region) for each in values) and len({each.variable for each in values}) == 1:
-        sets = [each.values for each in values]
+        items = [_renamed(item, domain[1], "k") for item in items]
+    readings = tuple(map(read, items))
+    values = [reading[0] for reading in readings]
+    if len(readings) > 1 and all(isinstance(value, Choice) and not value.content for value in values):
+        return (Items("", readings), words.choices(sorted(choice.letter for choice in values)))
+    if all(isinstance(value, Region) for value in values) and len({value.variable for value in values}) == 1:
+        sets = [region.values for region in values]
         both = sympy.Intersection(*sets)
         either = "or" in marks or (both is S.EmptySet and "and" not in marks)
         return (Region(values[0].variable, sympy.Union(*sets) if either else both),)
-    integers = [isinstance(each, Region) and each.variable and each.values == S.Integers for each in values]
+    integers = [isinstance(value, Region) and value.variable and value.values == S.Integers for value in values]
     if any(integers) and not all(integers):  # + 2k pi, k \in \mathbb{Z}
-        found = tuple(each for each, integer in zip(found, integers, strict=True) if not integer)
-        if len(found) == 1:
-            return found[0]
-    return (Items("", _flat(found)),)
+        readings = tuple(reading for reading, integer in zip(readings, integers, strict=True) if not integer)
+        if len(readings) == 1:
+            return readings[0]
+    return (Items("", _flat(readings)),)
 
 
 def _sequence(items: list[str]) -> Readings | None:
     """Recognise the items of a sequence with dots. Raises UnreadableError for an empty item."""
     if not all(items):
         raise UnreadableError("an empty item")
-    if not any(each.startswith(_DOTS) for each in items):
+    if not any(item.startswith(_DOTS) for item in items):
         return None
-    return (Items("...", tuple((DOTS,) if each == _DOTS else read(each) for each in items)),)
+    return (Items("...", tuple((DOTS,) if item == _DOTS else read(item) for item in items)),)
 
 
 def _flat(items: tuple[Readings, ...]) -> tuple[Readings, ...]:
     """Put the items of lists, such as \\pm 1, in their place."""
-    lists = [each[0].items if isinstance(each[0], Items) and not each[0].brackets else (each,) for each in items]
-    return tuple(item for each in lists for item in each)
+    lists = [item[0].items if isinstance(item[0], Items) and not item[0].brackets else (item,) for item in items]
+    return tuple(item for entries in lists for item in entries)
 
 
 def related(text: str) -> Readings | None:
@@ -268,13 +272,13 @@ def related(text: str) -> Readings | None:
     if {r"\in", r"\notin", r"\approx"} & set(signs):
         raise UnreadableError("a chain of relations of several kinds")
     if not sides[0] and len(sides) == 2:  # < 5
-        (found,) = _inequality(["x", sides[1]], signs)
-        return (Region(None, found.values),) if isinstance(found, Region) else (found,)
+        (relation,) = _inequality(["x", sides[1]], signs)
+        return (Region(None, relation.values),) if isinstance(relation, Region) else (relation,)
     return _inequality(sides, signs)
 
 
 def _equation(sides: list[str], signs: list[str]) -> Any:
-    values = [read(each) for each in sides[1:]]
+    values = [read(side) for side in sides[1:]]
     name = _name(sides[0])
     if len(sides) == 2 and name is None and (names := _names(sides[0])) and isinstance(values[0][0], Items):
         items = values[0][0].items
@@ -286,9 +290,9 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
         values.insert(0, read(sides[0]))
     count = (len(signs) - signs[::-1].index("=") if "=" in signs else 0) + (name is None)
     exact, approximate = values[:count], values[count:]
-    _check_chain([each[0] for each in exact], Rational(1, 10**6))
-    for each in approximate:
-        _check_chain([(exact or approximate)[-1 if exact else 0][0], each[0]], _CLOSE)
+    _check_chain([readings[0] for readings in exact], Rational(1, 10**6))
+    for readings in approximate:
+        _check_chain([(exact or approximate)[-1 if exact else 0][0], readings[0]], _CLOSE)
     formula_first = "=" not in signs and exact and isinstance(exact[0][0], Expr) and not _is_number(exact[0][0])
     value = approximate[0] if formula_first or not exact else exact[-1]  # x + y \approx 5
     last = value[0]
@@ -296,7 +300,7 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
         raise UnreadableError("words that are nearly others")
     if exact and approximate and _is_number(last):
         rounded = approximate[0] if _is_rounded(last, approximate[0][0], sides[len(sides) - len(approximate)]) else ()
-        numbers = [each for each in approximate if _is_number(each[0])]
+        numbers = [readings for readings in approximate if _is_number(readings[0])]
         value = (Either((*value, *chain.from_iterable(numbers)), (*value, *rounded)),)
     if name is not None:
         relation = None
@@ -312,7 +316,7 @@ def _equation(sides: list[str], signs: list[str]) -> Any:
         several = len(first.free_symbols) > 1 and first == sympy.Add(*first.free_symbols)
         total = last if last.is_number and several else None
         return Relation("=", first - last, total)
-    if "=" in signs and not all(isinstance(each, Expr | Quantity) for each in (first, last)):
+    if "=" in signs and not all(isinstance(side, Expr | Quantity) for side in (first, last)):
         raise UnreadableError("an equation of other than numbers")
     return value[0]
 
@@ -326,10 +330,10 @@ def _is_number(value: Any) -> bool:
 def _is_rounded(value: Any, other: Any, text: str) -> bool:
     """True if another number, which is written with decimals, is a number rounded to these."""
     decimals = re.fullmatch(r"-?(\d*\.(\d+))(?!.*\\times).*", text)
-    numbers = [each.number if isinstance(each, Quantity) else each for each in (value, other)]
+    numbers = [side.number if isinstance(side, Quantity) else side for side in (value, other)]
     if not decimals or not all(map(_is_number, (value, other))) or not Rational(decimals[1]):
         return False
-    exact, rounded = (sympy.N(each.subs(_FACTORS), 30) for each in numbers)
+    exact, rounded = (sympy.N(number.subs(_FACTORS), 30) for number in numbers)
     step = abs(rounded) / Rational(decimals[1]) / 10 ** len(decimals[2])
     return bool(abs(exact - rounded) <= step * Rational(500_001, 10**6))
 
@@ -342,12 +346,12 @@ def _name(text: str) -> Any:
     if re.fullmatch(r"P ?\([^()]+\)", plain):  # of an event
         return Symbol(plain)
     try:
-        found = formula(text)
+        value = formula(text)
     except UnreadableError:
         return None
-    applied = isinstance(found, sympy.core.function.AppliedUndef) and len(text) < 30 and found.args[0].is_Symbol
-    if isinstance(found, Symbol) or applied:
-        return found
+    applied = isinstance(value, sympy.core.function.AppliedUndef) and len(text) < 30 and value.args[0].is_Symbol
+    if isinstance(value, Symbol) or applied:
+        return value
     call = re.fullmatch(r"([A-Za-z])(?:_\{?\w+\}?)? ?\([a-z](?:, ?[a-z])*\)", plain)  # P(x)
     return Symbol(f"{call[1]}()") if call else None
 
@@ -357,14 +361,14 @@ def _names(text: str) -> list[Symbol]:
     brackets = enclosed(text)
     if not brackets or brackets[0] not in ("(", r"\{"):
         return []
-    found = [_name(each) for each in split(brackets[1], ",")[0] if each]
-    return [each for each in found if isinstance(each, Symbol)]
+    names = [_name(name) for name in split(brackets[1], ",")[0] if name]
+    return [name for name in names if isinstance(name, Symbol)]
 
 
 def _check_chain(values: list[Any], share: Rational) -> None:
     """Raises UnreadableError for a chain such as 5 = 7, whose numbers differ."""
-    plain = [each.number if isinstance(each, Quantity) else each for each in values]
-    numbers = [sympy.N(each, 30) for each in plain if isinstance(each, Expr) and each.is_number]
+    plain = [value.number if isinstance(value, Quantity) else value for value in values]
+    numbers = [sympy.N(number, 30) for number in plain if isinstance(number, Expr) and number.is_number]
     if any(not abs(one - other) <= share * abs(one) for one, other in pairwise(numbers)):
         raise UnreadableError("an equation that does not hold")
 
@@ -372,39 +376,43 @@ def _check_chain(values: list[Any], share: Rational) -> None:
 def _membership(left: str, right: str, sign: str) -> Any:
     name = _name(left)
     values = read(right)
-    found = as_set(values[0])
+    members = as_set(values[0])
     if not isinstance(name, Symbol):
         if _names(left) and sign == r"\in":
             return Named(None, values)
         raise UnreadableError("a member that is no variable")
     if sign == r"\notin":
-        if found is None:
+        if members is None:
             raise UnreadableError("not in what is no set of real numbers")
-        return Region(name, sympy.Complement(S.Reals, found))
-    return Region(name, found) if found is not None and not isinstance(found, sympy.FiniteSet) else Named(name, values)
+        return Region(name, sympy.Complement(S.Reals, members))
+    return (
+        Region(name, members)
+        if members is not None and not isinstance(members, sympy.FiniteSet)
+        else Named(name, values)
+    )
 
 
 def _inequality(sides: list[str], signs: list[str]) -> Readings:
-    values = [formula(each) for each in sides]
-    if any(isinstance(each, MatrixBase) for each in values):
+    values = [formula(side) for side in sides]
+    if any(isinstance(value, MatrixBase) for value in values):
         raise UnreadableError("an inequality of matrices")
     relations = [
         Relation(_RELATIONS[sign], two - one if sign in (">", r"\ge") else one - two)
         for one, sign, two in zip(values, signs, values[1:], strict=False)
     ]
-    regions = [solutions(each) for each in relations]
-    names = {each.variable for each in regions if each}
+    regions = [solutions(relation) for relation in relations]
+    names = {region.variable for region in regions if region}
     if all(regions) and len(names) == 1:
-        return (Region(names.pop(), sympy.Intersection(*(each.values for each in regions if each))),)
+        return (Region(names.pop(), sympy.Intersection(*(region.values for region in regions if region))),)
     if len(relations) == 1:
         return (relations[0],)
     step = 1 if set(signs) <= {"<", r"\le"} else -1 if set(signs) <= {">", r"\ge"} else None
     middle = values[1]
-    if len(relations) == 2 and step and middle.is_Symbol and not any(each.has(middle) for each in values[::2]):
-        first, last = (each in "<>" for each in signs[::step])  # with symbols as its ends
+    if len(relations) == 2 and step and middle.is_Symbol and not any(end.has(middle) for end in values[::2]):
+        first, last = (sign in "<>" for sign in signs[::step])  # with symbols as its ends
         brackets = ("(" if first else "[") + (")" if last else "]")
-        return (Named(middle, (Items(brackets, tuple((each,) for each in values[::step][::2])),)),)
-    return (Items("", tuple((each,) for each in relations)),)
+        return (Named(middle, (Items(brackets, tuple((end,) for end in values[::step][::2])),)),)
+    return (Items("", tuple((relation,) for relation in relations)),)
 
 
 def _has_sign(text: str) -> bool:
@@ -431,13 +439,13 @@ def set_operation(text: str) -> Readings | None:
             continue
         if marks[0] == "-" and not (sides[0].startswith(r"\mathbb") and sides[1].startswith(r"\{")):
             continue
-        if not any(each.startswith(("[", r"\{", r"\mathbb")) or re.match(r"\([^()]*,", each) for each in sides):
+        if not any(side.startswith(("[", r"\{", r"\mathbb")) or re.match(r"\([^()]*,", side) for side in sides):
             return None  # of symbols
-        values = [read(each) for each in sides]
-        found = [as_set(each[0]) for each in values]
-        if all(each is not None for each in found):
-            return (Region(None, operation(*found)),)
-        if operation is sympy.Union and all(isinstance(each[0], Items) for each in values):
+        values = [read(side) for side in sides]
+        sets = [as_set(readings[0]) for readings in values]
+        if all(members is not None for members in sets):
+            return (Region(None, operation(*sets)),)
+        if operation is sympy.Union and all(isinstance(readings[0], Items) for readings in values):
             return (Items("", tuple(values)),)  # with symbols as ends
         raise UnreadableError("an operation with other than sets of numbers")
     return None
@@ -459,10 +467,10 @@ def bracketed(text: str) -> Readings | None:
         raise UnreadableError(f"brackets {brackets[0]} and {brackets[2]}, with {' and '.join(set(marks))}")
     if dots := _sequence(items):
         return dots
-    found = tuple(map(read, items))
-    if kind != "{}" and len(_flat(found)) != len(found):
+    readings = tuple(map(read, items))
+    if kind != "{}" and len(_flat(readings)) != len(readings):
         raise UnreadableError("several values in one place of a tuple")
-    return (Items(kind, _flat(found)),)
+    return (Items(kind, _flat(readings)),)
 
 
 def signs(text: str) -> Readings | None:
@@ -481,12 +489,12 @@ _BASED = re.compile(
 
 def based(text: str) -> Readings | None:
     """Recognise a number in another base: 101_2."""
-    found = _BASED.fullmatch("".join(text.split()))
-    base = int(found[4]) if found and found[4].isdigit() else words.NUMBERS.get(found[4]) if found else None
-    if not found or base is None:
+    match = _BASED.fullmatch("".join(text.split()))
+    base = int(match[4]) if match and match[4].isdigit() else words.NUMBERS.get(match[4]) if match else None
+    if not match or base is None:
         return None
     try:
-        value = int(found[1] + (found[2] or found[3]), int(base))
+        value = int(match[1] + (match[2] or match[3]), int(base))
     except ValueError as error:
         raise UnreadableError(str(error)) from None
     return (Integer(value),) if base == 10 or 0 <= value < min(base, 10) else (Exact("based", (value, base)),)
@@ -495,23 +503,23 @@ def based(text: str) -> Readings | None:
 def ratio(text: str) -> Readings | None:
     """Recognise numbers in proportion: 2:3."""
     sides, marks = split(text, r":|(?<![A-Za-z\\])to(?![A-Za-z])")
-    return (Items(":", tuple((formula(each),) for each in sides)),) if marks else None
+    return (Items(":", tuple((formula(side),) for side in sides)),) if marks else None
 
 
 def span(text: str) -> Readings | None:
     """Recognise whole numbers from one to another, 10-20, which may be a difference."""
-    found = re.fullmatch(r"(\d+) ?-{1,2} ?(\d+)", text)
-    if not found or int(found[1]) >= int(found[2]):
+    match = re.fullmatch(r"(\d+) ?-{1,2} ?(\d+)", text)
+    if not match or int(match[1]) >= int(match[2]):
         return None
-    return (Exact("span", (int(found[1]), int(found[2]))), formula(text))
+    return (Exact("span", (int(match[1]), int(match[2]))), formula(text))
 
 
 def decimal(text: str) -> Readings | None:
     """Recognise a number with an exponent, 1.5e3, or one that continues, 0.333..."""
-    if found := re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?[eE] ?([+-]?\d{1,4})", text):
-        return (formula(f"{found[1]} \\times 10^{{{found[2]}}}"),)
-    if found := re.fullmatch(r"(-?\d*\.\d*?)((\d)\3\3|\d+) ?\\ldots", text):
-        return (formula(f"{found[1]}\\overline{{{found[3]}}}" if found[3] else found[1] + found[2]),)
+    if match := re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?[eE] ?([+-]?\d{1,4})", text):
+        return (formula(f"{match[1]} \\times 10^{{{match[2]}}}"),)
+    if match := re.fullmatch(r"(-?\d*\.\d*?)((\d)\3\3|\d+) ?\\ldots", text):
+        return (formula(f"{match[1]}\\overline{{{match[3]}}}" if match[3] else match[1] + match[2]),)
     return None
 
 

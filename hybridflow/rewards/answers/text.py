@@ -21,7 +21,11 @@ _NOTATION |= {
 }
 _LONGEST_FIRST = sorted(_NOTATION, key=len, reverse=True)
 _SPELLING = re.compile(
-    "|".join(re.escape(each) + r"(?![A-Za-z])" * each[-1].isalpha() for each in _LONGEST_FIRST if each.isascii())
+    "|".join(
+        re.escape(spelling) + r"(?![A-Za-z])" * spelling[-1].isalpha()
+        for spelling in _LONGEST_FIRST
+        if spelling.isascii()
+    )
     + r"|[^\x00-\x7f]"
 )
 _DRESS = re.compile(
@@ -73,7 +77,7 @@ _STEP = (
 
 def normalise(text: str) -> str:
     """Write an answer in one notation: LaTeX without its dressing, such as dollars, \\left and thin spaces."""
-    text = "".join(each for each in text if unicodedata.category(each) != "Cf")  # of no width
+    text = "".join(character for character in text if unicodedata.category(character) != "Cf")  # of no width
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+", r"^{\g<0>}", re.sub("(?<=[①-⑳])(?=[①-⑳])", ", ", text))  # ①③
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋ₙₖₓ]+", r"_{\g<0>}", text)
     text = re.sub(r"([√∛∜]) ?(\d+(?:\.\d+)?)", r"\1{\2}", text)
@@ -84,29 +88,29 @@ def normalise(text: str) -> str:
     text = _SYSTEM.sub(r"\\begin{cases}\2\\end{cases}", text)
     text = re.sub(r"\\text\s*\{\s*,?\s*(and|or|mod|to)\s*\}", r" \1 ", _FONT.sub("", _DRESS.sub("", text)))
     text = re.sub(r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty", text)
-    text = _THOUSANDS.sub(lambda found: _grouped(found, text), text)
+    text = _THOUSANDS.sub(lambda match: _grouped(match, text), text)
     text = re.sub(r"\s+", " ", _SPACE.sub(" ", text)).strip().rstrip(",;").strip()
     text = re.sub(rf"\\(?:{_TEXTS})\s*(?=\{{)", r"\\text", text)
     return _DOMAIN.sub(r", \1 \\in \\mathbb{Z}", _FOR_ALL.sub("", _LED_IN.sub("", text)))
 
 
-def _spelled(found: re.Match[str]) -> str:
+def _spelled(match: re.Match[str]) -> str:
     """Return a symbol in the notation used here, apart from the letter that may follow."""
-    notation = _NOTATION.get(found[0]) or unicodedata.normalize("NFKC", found[0]).replace("\N{MINUS SIGN}", "-")
+    notation = _NOTATION.get(match[0]) or unicodedata.normalize("NFKC", match[0]).replace("\N{MINUS SIGN}", "-")
     if "\N{FRACTION SLASH}" in notation:
         return "\\frac{{{}}}{{{}}}".format(*notation.split("\N{FRACTION SLASH}"))
     if notation in ("and", "or"):
         return f" {notation} "
-    follows = found.string[found.end() : found.end() + 1].isalpha()
+    follows = match.string[match.end() : match.end() + 1].isalpha()
     return notation + " " * (notation[0] == "\\" and notation[-1].isalpha() and follows)
 
 
-def _grouped(found: re.Match[str], text: str) -> str:
+def _grouped(match: re.Match[str], text: str) -> str:
     """Join groups of three digits, unless their commas separate the items of a list in brackets."""
     in_brackets = text.startswith(("(", "[", r"\{", r"\langle")) and not re.search(r",\s", text)
-    if "," in found[2] and r"\," not in found[2] and "{,}" not in found[2] and in_brackets:
-        return found[0]
-    return found[1] + re.sub(r"\D+", "", found[2])
+    if "," in match[2] and r"\," not in match[2] and "{,}" not in match[2] and in_brackets:
+        return match[0]
+    return match[1] + re.sub(r"\D+", "", match[2])
 
 
 def _unwrapped(text: str) -> str:
@@ -115,8 +119,8 @@ def _unwrapped(text: str) -> str:
             inside = text[len(begin) : -len(end)]
             if begin not in inside.replace(r"\$", "") and not inside.endswith("\\"):
                 return inside
-    if found := re.fullmatch(rf"\\(?:boxed|fbox|{_TEXTS})\s*\{{(.*)\}}", text, re.DOTALL):
-        return found[1] if _balanced(found[1]) else text
+    if match := re.fullmatch(rf"\\(?:boxed|fbox|{_TEXTS})\s*\{{(.*)\}}", text, re.DOTALL):
+        return match[1] if _balanced(match[1]) else text
     # Formulas within a sentence: each pair of dollars that are no money.
     if not re.search(r"\\\$", text) and text.count("$") % 2 == 0 and text.count("$") > 1:
         return text.replace("$", " ")
@@ -137,7 +141,7 @@ def split(text: str, marks: str) -> tuple[list[str], list[str]]:
     Raises:
         UnreadableError: a bracket is not closed, closes none, or stands in too many others.
     """
-    parts, found, depth, begin = [], [], 0, 0
+    sections, separators, depth, begin = [], [], 0, 0
     for step in re.finditer(rf"{_STEP}|(?P<mark>{marks})|\\[A-Za-z]+|\\?.", text, re.DOTALL):
         depth += (step["open"] is not None) - (step["close"] is not None)
         if not 0 <= depth <= _MOST_DEPTH:
@@ -145,12 +149,12 @@ def split(text: str, marks: str) -> tuple[list[str], list[str]]:
                 "a bracket closes none" if depth < 0 else f"more than {_MOST_DEPTH} brackets in others"
             )
         if step["mark"] is not None and depth == 0:
-            parts.append(text[begin : step.start()].strip())
-            found.append(step["mark"].strip())
+            sections.append(text[begin : step.start()].strip())
+            separators.append(step["mark"].strip())
             begin = step.end()
     if depth:
         raise UnreadableError("a bracket is not closed")
-    return [*parts, text[begin:].strip()], found
+    return [*sections, text[begin:].strip()], separators
 
 
 def enclosed(text: str) -> tuple[str, str, str] | None:

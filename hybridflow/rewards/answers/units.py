@@ -30,7 +30,7 @@ _SHARES = {name: Rational(1, share) for share, name in enumerate(_FRACTIONS.spli
 _SYMBOLS = re.compile(
     r"[cdkmn]?m|[km]?g|[mn]?s|[km]?[NJWV]|m?[lL]|[kKMGT]B|[MG]W|[AKCFTHhΩ元个]|Hz|Pa|eV|in|ft|yd|mi|lb|oz|hr|yr|ha|cc|Rs"
 )
-"""Names of one or two letters: Pint knows so many that a product of variables is often one."""
+"""Names of one or two letters. Pint has many more, which a product of variables often equals."""
 _WORDS = {"square", "cubic", "squared", "cubed", "per"}
 _ALIASES = {"sq": "square", "cu": "cubic"}
 _NO_LABEL = re.compile(
@@ -49,9 +49,9 @@ def _known(name: str) -> str | None:
     if name.lower() in ("pi", "tau"):
         return None
     names = (name, name.lower(), name.removesuffix("s"), name.lower().removesuffix("s"))
-    for each in names if len(name) > 2 else names[:1]:
-        if each in _WORDS or (each in _REGISTRY and (len(each) > 2 or _SYMBOLS.fullmatch(each))):
-            return each
+    for candidate in names if len(name) > 2 else names[:1]:
+        if candidate in _WORDS or (candidate in _REGISTRY and (len(candidate) > 2 or _SYMBOLS.fullmatch(candidate))):
+            return candidate
     return None
 
 
@@ -76,8 +76,8 @@ def unit(text: str, *, labels: bool) -> tuple[Expr, pint.Unit, str]:
             return ""
         if name in ("squared", "cubed") and not match.start():
             raise UnreadableError(f"{text!r} is a power")
-        if (found := _known(name)) is not None:
-            return found
+        if (unit_name := _known(name)) is not None:
+            return unit_name
         arithmetic = _NO_LABEL.fullmatch(name.lower()) or name.lower() in NUMBERS or singular in NUMBERS
         if not labels or len(name) < 2 or arithmetic:
             raise UnreadableError(f"{text!r} is no unit")
@@ -86,12 +86,12 @@ def unit(text: str, *, labels: bool) -> tuple[Expr, pint.Unit, str]:
 
     written = re.sub(r"(?<=[A-Za-z])\^?(?=-?\d)", "^", re.sub(r"[{}.]", "", text).replace(r"\cdot", "*")).strip(" *")
     try:
-        found = _REGISTRY.parse_units("unit " + _NAME.sub(known, written).strip(" -*"))
+        parsed = _REGISTRY.parse_units("unit " + _NAME.sub(known, written).strip(" -*"))
     except UnreadableError:
         raise
     except Exception as error:  # of Pint's parser
         raise UnreadableError(f"{text!r} is no unit: {error}") from None
-    return number, found, " ".join(label)
+    return number, parsed, " ".join(label)
 
 
 _NUMBER, _DEGREE = r"(\d+(?:\.\d+)?)", r" ?\^ ?\{?\\circ ?\}?"
@@ -126,7 +126,7 @@ _TERM = re.compile(rf"{_NUMBER} ?«? ?([^\W\d_]++)\.?»?,? ?(?:«? ?and ?»?)? ?
 
 def quantity(text: str) -> Readings | None:
     """Recognise a number with a unit, a currency or a label, or several numbers with units that add up."""
-    text = re.sub(r"\s+", " ", TEXT.sub(lambda found: f" «{_BRACKETED.sub(r'\1', found[1].strip())}» ", text)).strip()
+    text = re.sub(r"\s+", " ", TEXT.sub(lambda match: f" «{_BRACKETED.sub(r'\1', match[1].strip())}» ", text)).strip()
     for pattern, notation in _REWRITTEN:
         if match := re.fullmatch(pattern, text):
             text = match.expand(notation)
@@ -134,8 +134,8 @@ def quantity(text: str) -> Readings | None:
         return _total(_TERM.findall(text))
     for begin in _BEGINS.finditer(text, max(0, len(text) - _LONGEST_UNIT)):
         number, name = text[: begin.start()], text[begin.end() :]
-        if _UNIT.fullmatch(name) and "«" not in number and (found := _with_unit(number, name, begin[0])):
-            return found
+        if _UNIT.fullmatch(name) and "«" not in number and (readings := _with_unit(number, name, begin[0])):
+            return readings
     return None
 
 
@@ -168,7 +168,7 @@ def _with_unit(number: str, name: str, gap: str) -> Readings | None:
     if isinstance(value, MatrixBase) or unclear or (value.free_symbols - {DEGREE, PERCENT} and (label or not marked)):
         return None
     plain = not label and to_units_container(one).keys() <= {"times"}
-    found = value * multiplier if plain else Quantity(value * multiplier, one, label)
+    result = value * multiplier if plain else Quantity(value * multiplier, one, label)
     if marked or len(bare) > 1 or not bare.isascii():
-        return (found,)
-    return (found, formula(f"{number} {bare}")) if gap else None  # 5 m, which may be a product
+        return (result,)
+    return (result, formula(f"{number} {bare}")) if gap else None  # 5 m, which may be a product

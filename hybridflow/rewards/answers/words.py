@@ -15,7 +15,7 @@ from hybridflow.rewards.answers.text import FUNCTIONS, TEXT
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*[!?]?")
 _RUN = re.compile(r"[^\W\d_]+")
 _PRODUCT = re.compile(r"[bcdf-hj-np-tv-z]{2,6}|[a-d]{2,4}|a[xyz]+|[a-z]i|[a-z]")
-"""Lower-case letters side by side that are variables more likely than a word."""
+"""Adjacent lower-case letters that are more likely variables than a word."""
 _TIME_FORMATS = {
     "date": ("%Y-%m-%d", "%B %d %Y", "%d %B %Y", "%b %d %Y", "%d %b %Y"),
     "day": ("%B %d", "%d %B", "%b %d", "%d %b"),
@@ -69,10 +69,14 @@ def word(text: str) -> Readings | None:
     if any(re.fullmatch(f"{FUNCTIONS}|and|or", run) for run in runs) or not any(map(_is_word, runs)):
         return None
     folded = text.casefold()
-    found = re.sub(r"^(?:an?|the) (?=..)", "", folded)
+    stripped = re.sub(r"^(?:an?|the) (?=..)", "", folded)
     meanings = (_MEANINGS.get(folded.removeprefix("the ")), NUMBERS.get(folded))
     letters = [choices(text)] if _LETTERS.fullmatch(text) else []  # ACD
-    return (Word(_SYNONYMS.get(found, found)), *(each for each in meanings if each is not None), *letters)
+    return (
+        Word(_SYNONYMS.get(stripped, stripped)),
+        *(meaning for meaning in meanings if meaning is not None),
+        *letters,
+    )
 
 
 def _is_word(run: str) -> bool:
@@ -84,36 +88,36 @@ def _is_word(run: str) -> bool:
 def possible_formula(text: str) -> str | None:
     """Return the formula that such an answer may be: AB, a name or a product, or 1st."""
     text = plain(text)
-    if found := _ORDINAL.fullmatch(text):
-        return found[1]
+    if match := _ORDINAL.fullmatch(text):
+        return match[1]
     if _LETTER.fullmatch(text):
         return text if "(" in text and text.islower() else None
     if _WORDS.fullmatch(text):
         mixed = text.isalpha() and len(text) == 2 and not text.islower()
         return text if text.isascii() and (text.isupper() or mixed) else None
-    if found := re.fullmatch(r"#?(\d+)([A-Z]?)", text):
-        return f"{found[1]} {found[2]}".strip()
+    if match := re.fullmatch(r"#?(\d+)([A-Z]?)", text):
+        return f"{match[1]} {match[2]}".strip()
     return text if "_" in text else None
 
 
 def choice(text: str) -> Readings | None:
     """Recognise the letter of a choice: B, (B), (b), B) or B."""
-    found = _LETTER.fullmatch(plain(text))
-    return (Choice((found[1] or found[2] or found[3]).upper()),) if found else None
+    match = _LETTER.fullmatch(plain(text))
+    return (Choice((match[1] or match[2] or match[3]).upper()),) if match else None
 
 
 def labelled_choice(text: str) -> tuple[str, str] | None:
     """Return the letter of a choice and its text: (B) 12."""
     text = re.sub(r"^\\(?:text) ?\{ ?(\(?[A-J]\)?[.:)]?) ?\}", r"\1 ", text)
-    found = _LABELLED.fullmatch(text)
-    return (found[1] or found[2], found[3]) if found else None
+    match = _LABELLED.fullmatch(text)
+    return (match[1] or match[2], match[3]) if match else None
 
 
 def moment(text: str) -> Readings | None:
     """Recognise a date, or a time of day, which may be a ratio without its half of the day."""
     text = plain(text)
-    if found := re.fullmatch(r"(\d{1,2})/(\d{1,2})/(\d{4})", text):  # the month or the day first
-        return (Exact("date with slashes", (int(found[1]), int(found[2]), int(found[3]))),)
+    if match := re.fullmatch(r"(\d{1,2})/(\d{1,2})/(\d{4})", text):  # the month or the day first
+        return (Exact("date with slashes", (int(match[1]), int(match[2]), int(match[3]))),)
     if not re.match(
         r"\d{4}-\d|\d{1,2}:\d\d(?!\d)|\d{1,2} ?[ap]\.? ?m|[A-Za-z]{3,9}\.? \d|\d+(?:st|nd|rd|th)? (?:of )?[A-Z]",
         text,
@@ -123,16 +127,16 @@ def moment(text: str) -> Readings | None:
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)(?= |,|$)| of(?= )|[,.]", "", text)
     text = re.sub(r" ?([ap]) ?m$", r" \1m", text, flags=re.IGNORECASE)
     for kind, formats in _TIME_FORMATS.items():
-        for each in formats:
+        for time_format in formats:
             try:
-                when = datetime.strptime(text, each)
+                when = datetime.strptime(text, time_format)
             except ValueError:
                 continue
             if kind in ("date", "day"):
                 return (Exact("date", (when.year if kind == "date" else None, when.month, when.day)),)
             time = Exact("time", (when.hour, when.minute, when.second, kind != "time"))
             hours = Integer(text.partition(":")[0]) if ":" in text else None
-            ratio = [Items(":", ((hours,), (Integer(when.minute),)))] if each == "%H:%M" else []
+            ratio = [Items(":", ((hours,), (Integer(when.minute),)))] if time_format == "%H:%M" else []
             return (time, *ratio)
     return None
 
@@ -141,10 +145,10 @@ def code(text: str) -> Readings | None:
     """Recognise ordinals, codes such as A1 and #1, and chemical formulas."""
     written = plain(text)
     text = written.replace(" ", "")
-    if found := _ORDINAL.fullmatch(text):
-        return (Exact("ordinal", int(found[1])),)
+    if match := _ORDINAL.fullmatch(text):
+        return (Exact("ordinal", int(match[1])),)
     elements = re.sub(r"_\{?(\d+)\}?", r"\1", text)
-    if _ELEMENTS.fullmatch(elements) and any(each.isdigit() or each == "^" for each in elements):
+    if _ELEMENTS.fullmatch(elements) and any(character.isdigit() or character == "^" for character in elements):
         return (Word(elements),)
     return (Exact("code", text),) if _CODE.fullmatch(written) else None
 

@@ -4,8 +4,8 @@
       functions: [{name: quality, path: http, timeout_s: 300, arguments: {url: "http://10.0.0.7:8000/score"}}]
 
 It is sent {"responses": [...], "prompts": [...], "answers": [...]}, lists of the same length, and answers with as many
-numbers, [1.0, 0.0], or with {"rewards": [...], "figures": {...}, "counts": {...}}. In place of a number, {"error":
-"why"} is a failure of that sample. What is no such answer is a failure of the samples, never a reward.
+numbers, [1.0, 0.0], or with {"rewards": [...], "metrics": {...}, "counts": {...}}. In place of a number, {"error":
+"why"} is a failure of that sample. Any other answer is a failure of the samples, never a reward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from engine3d.errors import shortened
-from hybridflow.rewards.function_process import OPTIONAL_COLUMNS, RewardError, check_figures
-from hybridflow.rewards.remote.endpoint import Deadline, Endpoint, EndpointSettings, RequestError, Tally, settings_of
+from hybridflow.remote.endpoint import Deadline, Endpoint, EndpointSettings, RequestCounts, RequestError, settings_of
+from hybridflow.rewards.function_process import OPTIONAL_COLUMNS, NoRewardError, RewardError, check_metrics
 
 _TEXTS = "responses"
 _MOST_BYTES, _BYTES_PER_SAMPLE = 1 << 16, 1 << 13
@@ -30,7 +30,7 @@ class HttpSettings(EndpointSettings):
     """Arguments of the reward `http`."""
 
     send: tuple[str, ...] = OPTIONAL_COLUMNS
-    """What is posted beside the responses: prompts, answers, and fields of the data."""
+    """Columns posted with the responses: prompts, answers, and fields of the data."""
     samples_per_request: int = Field(default=64, ge=1)
     """Most samples of a request."""
 
@@ -40,10 +40,6 @@ class HttpSettings(EndpointSettings):
         if len(set(send)) != len(send) or _TEXTS in send:
             raise ValueError(f"{list(send)}, expected each name once, and not {_TEXTS!r}, which are always sent")
         return send
-
-
-class NoRewardError(Exception):
-    """Why a sample has no reward."""
 
 
 class HttpReward:
@@ -68,52 +64,55 @@ class HttpReward:
         return "answers" in self._settings.send and "send" in self._settings.model_fields_set
 
     def __call__(self, generated_texts: Sequence[str], *, timeout_s: float, **columns: Sequence[Any]) -> dict[str, Any]:
-        """Score so many texts within so many seconds; those without an answer by then fail."""
+        """Score texts within `timeout_s` seconds. Those without an answer by then fail."""
         return self._loop.run(self._score(generated_texts, columns, Deadline(timeout_s)))
 
     async def _score(
         self, texts: Sequence[str], columns: Mapping[str, Sequence[Any]], deadline: Deadline
     ) -> dict[str, Any]:
         size = self._settings.samples_per_request
-        parts = [slice(first, first + size) for first in range(0, len(texts), size)]
-        asked = [
-            self._ask({_TEXTS: texts[part]} | {name: column[part] for name, column in columns.items()}, deadline)
-            for part in parts
+        batches = [slice(first, first + size) for first in range(0, len(texts), size)]
+        requests = [
+            self._ask({_TEXTS: texts[batch]} | {name: column[batch] for name, column in columns.items()}, deadline)
+            for batch in batches
         ]
-        found = await asyncio.gather(*asked)
+        results = await asyncio.gather(*requests)
         return {
-            "rewards": [value for each in found for value in each["rewards"]],
-            **{kind: _joined([each[kind] for each in found], parts, len(texts)) for kind in ("figures", "counts")},
+            "rewards": [value for result in results for value in result["rewards"]],
+            **{
+                kind: _joined([result[kind] for result in results], batches, len(texts))
+                for kind in ("metrics", "counts")
+            },
         }
 
     async def _ask(self, content: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """What the server gives for a request's samples, as a function would return it."""
-        count, tally, started = len(content[_TEXTS]), Tally(), None
+        """Post a request's samples. Returns what a function would return for them."""
+        count, tally, started = len(content[_TEXTS]), RequestCounts(), None
         try:
-            async with asyncio.timeout(deadline.left_s), self._endpoint.places:
+            async with asyncio.timeout(deadline.left_s), self._endpoint.slots:
                 started = time.monotonic()
                 answer = await self._endpoint.post(content, tally, _MOST_BYTES + count * _BYTES_PER_SAMPLE)
-            found = _checked(answer, count)
+            result = _checked(answer, count)
         except TimeoutError:
-            found = _failed(f"{self._endpoint.url} did not answer within {deadline}", count)
+            result = _failed(f"{self._endpoint.url} did not answer within {deadline}", count)
         except RequestError as error:
-            found = _failed(str(error), count)
+            result = _failed(str(error), count)
         except RewardError as error:
-            found = _failed(f"{self._endpoint.url} {error}", count)
+            result = _failed(f"{self._endpoint.url} {error}", count)
         else:
-            found["figures"]["latency_s"] = [time.monotonic() - started] * count
-        # Of the request, and so not of each of its samples.
+            result["metrics"]["latency_s"] = [time.monotonic() - started] * count
+        # They belong to the request, not to each of its samples.
         none = [None] * (count - 1)
-        found["counts"] |= {"requests": [tally.requests, *none], "retries": [tally.retries, *none]}
-        return found
+        result["counts"] |= {"requests": [tally.requests, *none], "retries": [tally.retries, *none]}
+        return result
 
 
 def _failed(reason: str, count: int) -> dict[str, Any]:
-    return {"rewards": [NoRewardError(reason)] * count, "figures": {}, "counts": {}}
+    return {"rewards": [NoRewardError(reason)] * count, "metrics": {}, "counts": {}}
 
 
 def _checked(answer: Any, count: int) -> dict[str, Any]:
-    """What a server answered for so many samples. RewardError, to follow its URL, for what is no such thing."""
+    """Check a server's answer for `count` samples. Raises RewardError, to follow its URL, for any other."""
     if isinstance(answer, list):
         answer = {"rewards": answer}
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
@@ -121,8 +120,10 @@ def _checked(answer: Any, count: int) -> dict[str, Any]:
         raise RewardError(f"answered {shortened(repr(answer))}, expected a list of {count} numbers, or 'rewards'")
     if len(rewards) != count:
         raise RewardError(f"answered {len(rewards)} rewards for {count} responses, expected one for each")
-    found = {kind: check_figures(kind, answer.get(kind, {}), count) for kind in ("figures", "counts")}
-    return {"rewards": [_reward(each) for each in rewards], **found}
+    if "figures" in answer:
+        raise RewardError("answered 'figures', expected them as 'metrics'")
+    extras = {kind: check_metrics(kind, answer.get(kind, {}), count) for kind in ("metrics", "counts")}
+    return {"rewards": [_reward(reward) for reward in rewards], **extras}
 
 
 def _reward(given: Any) -> float | NoRewardError:
@@ -134,11 +135,11 @@ def _reward(given: Any) -> float | NoRewardError:
 
 
 def _joined(
-    found: Sequence[Mapping[str, Sequence[float | None]]], parts: Sequence[slice], count: int
+    columns_of: Sequence[Mapping[str, Sequence[float | None]]], batches: Sequence[slice], count: int
 ) -> dict[str, list[float | None]]:
-    """Figures of parts of so many samples, as of all of them."""
+    """Columns of all `count` samples, from those of each batch."""
     columns: dict[str, list[float | None]] = {}
-    for figures, part in zip(found, parts, strict=True):
-        for name, column in figures.items():
-            columns.setdefault(name, [None] * count)[part] = column
+    for by_name, batch in zip(columns_of, batches, strict=True):
+        for name, column in by_name.items():
+            columns.setdefault(name, [None] * count)[batch] = column
     return columns

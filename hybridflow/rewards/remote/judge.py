@@ -18,8 +18,8 @@
 
 Without `url` the judge is the run's own: the model of `judge.path`, which SGLang serves on devices of its own.
 
-A verdict that cannot be read is asked for again, and is then a failure, as is a server that does not answer: never a
-reward. Generative reward models, which write down their verdict, are judges too.
+A verdict that cannot be read is requested again, and is then a failure, never a reward. So is a server that does not
+answer. Generative reward models, which write their verdict as text, are judges too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from pydantic import Field, model_validator
 
 from engine3d.errors import shortened
 from engine3d.settings import MOST_TOKENS, Settings
-from hybridflow.rewards.remote.endpoint import Deadline, Endpoint, EndpointSettings, RequestError, Tally, settings_of
+from hybridflow.remote.endpoint import Deadline, Endpoint, EndpointSettings, RequestCounts, RequestError, settings_of
+from hybridflow.rewards.function_process import NoRewardError
 from hybridflow.rewards.remote.rubric import COLUMNS, RESPONSE, Rubric, RubricError
 from hybridflow.rewards.remote.verdict import MalformedError, Scale, StructuredVerdict, WrittenVerdict
 from hybridflow.rewards.remote.verdict_cache import VerdictCache
@@ -48,7 +49,7 @@ _MILLION = 1e6
 
 
 class Price(Settings):
-    """What a million tokens cost, in any currency."""
+    """Price of a million tokens, in any currency."""
 
     input: float = Field(ge=0)
     output: float = Field(ge=0)
@@ -58,11 +59,11 @@ class JudgeSettings(EndpointSettings):
     """Arguments of the reward `judge`. `url` ends before `/chat/completions`."""
 
     url: str | tuple[str, ...] | None = None  # type: ignore[assignment]
-    """Of the endpoint; several serve the same model. That of the recipe's `judge` if null."""
+    """URL of the endpoint. Several serve the same model. That of the recipe's `judge` if null."""
     model: str | None = Field(default=None, min_length=1)
     """The model's name at the endpoint; with `url`."""
     cached_as: str | None = Field(default=None, min_length=1)
-    """What stands for the URL in the cache, where that does not say which model answers."""
+    """Name that stands for the URL in the cache, where the URL does not identify the model."""
     rubric: str
     """Template of the message to the judge: see `Rubric`."""
     system: str | None = None
@@ -72,19 +73,19 @@ class JudgeSettings(EndpointSettings):
     score_range: tuple[float, float] | None = None
     """Ends of the score, which is mapped to 0 to 1."""
     choices: dict[str, float] | None = None
-    """The reward of each verdict that there is, in place of a range."""
+    """Reward of each possible verdict, in place of a range."""
     json_schema: dict[str, Any] | None = None
-    """Of the whole verdict; one with the score alone if null."""
+    """Schema of the complete verdict. One with the score alone if null."""
     pattern: str | None = None
-    """A regular expression whose last match is the score, for judges that write text: nothing is asked of its form."""
+    """A regular expression whose last match is the score, for judges that write text: their form is free."""
     temperature: float | None = Field(default=0.0, ge=0)
-    """As the endpoint has it if null."""
+    """Sampling temperature. The endpoint's default if null."""
     max_tokens: int | None = Field(default=1024, ge=1, le=MOST_TOKENS)
-    """Of a verdict; as the endpoint has it if null."""
+    """Longest verdict, in tokens. The endpoint's default if null."""
     body: dict[str, Any] = Field(default_factory=dict)
-    """What else stands in each request, such as {max_completion_tokens: 1024}."""
+    """Further fields of each request, such as {max_completion_tokens: 1024}."""
     verdict_retries: int = Field(default=2, ge=0, le=100)
-    """How often a verdict that cannot be read is asked for again."""
+    """Retries of a verdict that cannot be read."""
     cache_entries: int = Field(default=100_000, ge=0)
     """Verdicts that are kept, by each worker and in `cache_dir`; 0 for none."""
     cache_dir: str | None = Field(default=None, min_length=1)
@@ -108,19 +109,15 @@ class JudgeSettings(EndpointSettings):
 
 
 @dataclass
-class _Spent(Tally):
-    """What a sample's verdict has cost."""
+class _Spent(RequestCounts):
+    """Cost of a sample's verdict."""
 
     malformed: int = 0
     cache_hits: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
     latency_s: float | None = None
-    """From the first request to the verdict."""
-
-
-class NoVerdictError(Exception):
-    """Why a sample has no reward."""
+    """Seconds from the first request to the verdict."""
 
 
 class Judge:
@@ -167,52 +164,52 @@ class Judge:
         return [COLUMNS.get(name, name) for name in sorted(self._names - {RESPONSE})]
 
     def __call__(self, generated_texts: Sequence[str], *, timeout_s: float, **columns: Sequence[Any]) -> dict[str, Any]:
-        """Judge so many texts within so many seconds; those without a verdict by then fail."""
+        """Judge texts within `timeout_s` seconds. Those without a verdict by then fail."""
         if self._settings.url is None:
-            raise ValueError("has no url, and no judge of a recipe has told its own")
+            raise ValueError("has no url, and the recipe has no judge")
         return self._loop.run(self._judge(generated_texts, columns, Deadline(timeout_s)))
 
     async def _judge(
         self, texts: Sequence[str], columns: Mapping[str, Sequence[Any]], deadline: Deadline
     ) -> dict[str, Any]:
         spent = [_Spent() for _ in texts]
-        under_way: dict[str, asyncio.Task[float]] = {}
+        in_flight: dict[str, asyncio.Task[float]] = {}
         singular = {column: name for name, column in COLUMNS.items()}
         judged = []
         for row, text in enumerate(texts):
             values = {singular.get(name, name): column[row] for name, column in columns.items()}
-            judged.append(self._sample(values | {RESPONSE: text}, spent[row], under_way, deadline))
-        return {"rewards": await asyncio.gather(*judged), **self._figures(spent)}
+            judged.append(self._sample(values | {RESPONSE: text}, spent[row], in_flight, deadline))
+        return {"rewards": await asyncio.gather(*judged), **self._metrics(spent)}
 
     async def _sample(
-        self, values: Mapping[str, Any], spent: _Spent, under_way: dict[str, asyncio.Task[float]], deadline: Deadline
-    ) -> float | NoVerdictError:
-        """The reward of a sample, by the cache or by another one that asks the same, or why there is none."""
+        self, values: Mapping[str, Any], spent: _Spent, in_flight: dict[str, asyncio.Task[float]], deadline: Deadline
+    ) -> float | NoRewardError:
+        """Reward of a sample, from the cache or from a sample with the same question, or the reason for none."""
         try:
             question = self._question(values)
-            asked = hashlib.sha256(json.dumps([self._where, self._read_by, question]).encode()).hexdigest()
-            if (kept := self._cache.get(asked)) is not None:
+            key = hashlib.sha256(json.dumps([self._where, self._read_by, question]).encode()).hexdigest()
+            if (kept := self._cache.get(key)) is not None:
                 spent.cache_hits += 1
                 return kept
             shares = self._settings.cache_entries > 0
-            if shares and asked in under_way:
+            if shares and key in in_flight:
                 spent.cache_hits += 1
-                return await under_way[asked]
-            under_way[asked] = task = asyncio.ensure_future(self._ask(question, spent, deadline))
+                return await in_flight[key]
+            in_flight[key] = task = asyncio.ensure_future(self._ask(question, spent, deadline))
             score = await task
         except (RubricError, RequestError) as error:
-            return NoVerdictError(str(error))
-        self._cache.put(asked, score)
+            return NoRewardError(str(error))
+        self._cache.put(key, score)
         return score
 
     @property
     def _where(self) -> Any:
-        """Which model answers, beside its name."""
+        """Identity of the endpoint in the key of a verdict, next to the model's name."""
         return self._settings.cached_as or self._settings.url
 
     @property
     def _read_by(self) -> list[Any]:
-        """What else than the question decides which number a verdict is."""
+        """Settings, other than the question, that decide the score of a verdict."""
         settings = self._settings
         return [settings.score_field, settings.score_range, settings.choices, settings.pattern]
 
@@ -227,7 +224,7 @@ class Judge:
     async def _ask(self, question: Mapping[str, Any], spent: _Spent, deadline: Deadline) -> float:
         """The score of a verdict. Raises RequestError where there is none in the end."""
         try:
-            async with asyncio.timeout(deadline.left_s), self._endpoint.places:
+            async with asyncio.timeout(deadline.left_s), self._endpoint.slots:
                 started = time.monotonic()
                 score = await self._asked_again(question, spent)
                 spent.latency_s = time.monotonic() - started
@@ -264,11 +261,11 @@ class Judge:
             raise MalformedError("it has no text")
         return text
 
-    def _figures(self, spent: Sequence[_Spent]) -> dict[str, Any]:
+    def _metrics(self, spent: Sequence[_Spent]) -> dict[str, Any]:
         names = ("requests", "retries", "malformed", "cache_hits", "input_tokens", "output_tokens")
-        counts: dict[str, list[float]] = {name: [getattr(each, name) for each in spent] for name in names}
+        counts: dict[str, list[float]] = {name: [getattr(sample, name) for sample in spent] for name in names}
         if (price := self._settings.price) is not None:
             counts["cost"] = [
-                (each.input_tokens * price.input + each.output_tokens * price.output) / _MILLION for each in spent
+                (sample.input_tokens * price.input + sample.output_tokens * price.output) / _MILLION for sample in spent
             ]
-        return {"figures": {"latency_s": [each.latency_s for each in spent]}, "counts": counts}
+        return {"metrics": {"latency_s": [sample.latency_s for sample in spent]}, "counts": counts}

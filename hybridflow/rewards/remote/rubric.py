@@ -1,4 +1,4 @@
-"""What a judge is asked, as a template: `prompt`, `response`, `answer` and the fields of the data by their names."""
+"""Template of a judge's question: `prompt`, `response`, `answer` and the fields of the data by their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 COLUMNS = {"prompt": "prompts", "answer": "answers"}
-"""What a template calls a value of these columns; fields of the data have one name for both."""
+"""Columns by the names that a template has for one of their values. Fields of the data have one name for both."""
 RESPONSE = "response"
 
 
@@ -35,10 +35,10 @@ class Rubric:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
-            place = f" in line {line}" if line else ""
-            raise ValueError(f"no template{place}: {' '.join(str(error).split())}") from None
+            location = f" in line {line}" if line else ""
+            raise ValueError(f"no template{location}: {' '.join(str(error).split())}") from None
         self.names = frozenset(meta.find_undeclared_variables(tree)) - environment.globals.keys()
-        """What the template needs values of."""
+        """Names that the template needs values for."""
 
     def render(self, values: Mapping[str, Any]) -> str:
         """The text, with these values. Raises RubricError for what the template cannot do with them."""

@@ -1,4 +1,4 @@
-"""What a judge has written, as a number: a JSON object by a schema, or free text by a pattern."""
+"""A judge's answer as a number: a JSON object by a schema, or free text by a pattern."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MalformedError(Exception):
 
 
 class Scale:
-    """The number that a verdict stands for: its place in a range, 0 to 1, or its entry in a table.
+    """Number of a verdict: its position in a range, from 0 to 1, or its entry in a table.
 
     Args:
         ends: of the range.
@@ -47,7 +47,7 @@ class Scale:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """What JSON Schema calls the verdict."""
+        """JSON Schema's types of the verdict."""
         return ("string",) if self._choices is not None else ("number", "integer")
 
     def value(self, given: object) -> float:
@@ -88,26 +88,26 @@ class StructuredVerdict:
         try:
             kind.check_schema(schema)
         except jsonschema.SchemaError as error:
-            place = ".".join(map(str, error.absolute_path))
-            raise ValueError(f"json_schema: {place + ': ' if place else ''}{shortened(error.message, 200)}") from None
-        asked = schema.get("properties", {})
-        if schema.get("type") != "object" or field not in asked or field not in schema.get("required", ()):
+            key = ".".join(map(str, error.absolute_path))
+            raise ValueError(f"json_schema: {key + ': ' if key else ''}{shortened(error.message, 200)}") from None
+        properties = schema.get("properties", {})
+        if schema.get("type") != "object" or field not in properties or field not in schema.get("required", ()):
             raise ValueError(
                 f"json_schema: expected type object, with score_field {field!r} in properties and required"
             )
         self._schema = dict(schema)
         self._validator = kind(schema)
         try:
-            list(self._validator.iter_errors(dict.fromkeys(asked)))
+            list(self._validator.iter_errors(dict.fromkeys(properties)))
         except Exception as error:  # such as a reference to nothing
             raise ValueError(f"json_schema: {shortened(' '.join(str(error).split()), 200)}") from None
-        given = asked[field].get("type", scale.types) if isinstance(asked[field], Mapping) else scale.types
+        given = properties[field].get("type", scale.types) if isinstance(properties[field], Mapping) else scale.types
         kinds = [given] if isinstance(given, str) else given
         if not set(scale.types) & set(kinds):
             raise ValueError(f"json_schema: {field!r} is a {' or '.join(kinds)}, expected a {scale.types[0]}")
 
     def request(self) -> dict[str, Any]:
-        """What a request says of the form of its answer."""
+        """Fields of a request that set the form of its answer."""
         named = {"name": "verdict", "schema": self._schema, "strict": True}
         return {"response_format": {"type": "json_schema", "json_schema": named}}
 
@@ -146,7 +146,7 @@ class WrittenVerdict:
         self._scale = scale
 
     def request(self) -> dict[str, Any]:
-        """What a request says of the form of its answer: nothing."""
+        """Fields of a request that set the form of its answer: none."""
         return {}
 
     def score(self, text: str) -> float:

@@ -1,4 +1,4 @@
-"""Verdicts that were given before: a judge is asked once for the same question."""
+"""Cache of verdicts: a judge answers the same question once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOCKED_S = 10.0
 
 
 class VerdictCache:
-    """The newest verdicts by what was asked, in memory, and in a directory by choice.
+    """Newest verdicts by the key of their question, in memory, and in a directory if there is one.
 
     Several processes of a machine may share a directory. Where its file fails while running, that is printed once, and
     the verdicts are kept in memory alone: it costs requests, and no reward.
@@ -40,38 +40,38 @@ class VerdictCache:
         except (OSError, sqlite3.Error) as error:
             raise ValueError(f"cache_dir: {self._directory}: {error}") from None
 
-    def get(self, asked: str) -> float | None:
+    def get(self, key: str) -> float | None:
         """The verdict on a question, by its key; None where none is kept."""
-        if asked in self._memory:
-            self._memory.move_to_end(asked)
-            return self._memory[asked]
+        if key in self._memory:
+            self._memory.move_to_end(key)
+            return self._memory[key]
         if self._file is not None:
             try:
-                row = self._file.execute("SELECT score FROM verdicts WHERE asked = ?", (asked,)).fetchone()
+                row = self._file.execute("SELECT score FROM verdicts WHERE asked = ?", (key,)).fetchone()
             except sqlite3.Error as error:
                 self._give_up(error)
             else:
                 if row is not None:
-                    self._remember(asked, row[0])
+                    self._remember(key, row[0])
                     return float(row[0])
         return None
 
-    def put(self, asked: str, score: float) -> None:
+    def put(self, key: str, score: float) -> None:
         """Keep a verdict."""
-        self._remember(asked, score)
+        self._remember(key, score)
         if self._file is None:
             return
         try:
-            self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (asked, score))
+            self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, score))
             self._file.execute(
                 "DELETE FROM verdicts WHERE rowid <= (SELECT max(rowid) FROM verdicts) - ?", (self._most,)
             )
         except sqlite3.Error as error:
             self._give_up(error)
 
-    def _remember(self, asked: str, score: float) -> None:
+    def _remember(self, key: str, score: float) -> None:
         if self._most:
-            self._memory[asked] = score
+            self._memory[key] = score
             while len(self._memory) > self._most:
                 self._memory.popitem(last=False)
 

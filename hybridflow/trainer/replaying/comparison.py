@@ -1,4 +1,4 @@
-"""What a replay has made beside what the run has: the same bits, within a tolerance, or neither."""
+"""Comparison of a replay with the run: the same bits, within a tolerance, or neither."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from hybridflow.metrics import names as metrics
 
 Verdict = Literal["same", "close", "different"]
 
+# `computed_again` is the earlier name of `capacity_retries`, in stored runs.
 _OF_TIME_AND_PLACE = re.compile(
-    r"(?:device|memory|sync|step|checkpoint|offload|stream)/.*|.*(?:_ms|_sec|/mfu|_mb|_w|_j|_bytes|/computed_again)"
+    r"(?:device|memory|sync|step|checkpoint|offload|stream)/.*|.*(?:_ms|_sec|/mfu|_mb|_w|_j|_bytes|/capacity_retries|/computed_again)"
 )
-"""Figures that say how long something took, what it took of a machine, or how engines were used meanwhile."""
+"""Metrics of time, of the machine, and of the use of engines."""
 _OF_ALL_SAMPLES = ("rollout/", "reward/", "cost/")
-"""Groups of figures of how samples were drawn and rewarded, some of which may not be stored."""
+"""Groups of metrics of how samples were drawn and rewarded, some of which may not be stored."""
 _OF_CHOICE = ("sampling/", "replay/", metrics.PREFERENCE_WITHOUT_DIFFERENCE)
-"""Figures of how the samples that are stored were chosen, which is not done again."""
+"""Metrics of how the samples that are stored were chosen, which is not done again."""
 _OF_LAYOUT = (metrics.TRAIN_PADDING_SHARE,)
 _OF_VERSIONS = (metrics.STREAM_STALENESS_MAX, metrics.STREAM_MIXED_SHARE)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far what another layout makes may lie from it.
+    """Differences that another layout may make.
 
     Args:
         relative, absolute: of a figure: within relative * |figure of the run| + absolute.
@@ -44,13 +45,14 @@ TOLERANCES = {
     "float32": Tolerance(relative=1e-2, absolute=1e-4, of_change=1e-2, of_weights=1e-4),
     "bfloat16": Tolerance(relative=0.1, absolute=1e-2, of_change=0.3, of_weights=1e-3),
 }
-"""By the dtype in which models compute. Adam divides a gradient by its own size, so that rounding moves the weights of
-the smallest gradients most."""
+"""Tolerances by the dtype in which models compute. Adam divides a gradient by its own size, so that rounding moves the
+weights of the smallest gradients most.
+"""
 
 
 @dataclass(frozen=True)
-class FiguresCompared:
-    """The figures of one step.
+class MetricsCompared:
+    """The metrics of one step, compared.
 
     Args:
         compared: how many.
@@ -67,14 +69,14 @@ class FiguresCompared:
 
     @property
     def verdict(self) -> Verdict:
-        """Of all figures."""
+        """Verdict on all metrics."""
         return "same" if not self.differing else "different" if self.outside else "close"
 
 
-def compare_figures(
+def compare_metrics(
     ran: Mapping[str, Any], replayed: Mapping[str, float], tolerance: Tolerance, *, same_layout: bool
-) -> FiguresCompared:
-    """The figures of a step, but for those that tell time.
+) -> MetricsCompared:
+    """Compare the metrics of a step, but for those of time.
 
     Args:
         ran: of the run, as its metrics.jsonl has them.
@@ -97,7 +99,7 @@ def compare_figures(
             distance = abs(now - before) / (tolerance.relative * abs(before) + tolerance.absolute)
             distances[name] = math.inf if math.isnan(distance) else distance
     farthest = sorted(differing, key=lambda name: -distances[name])
-    return FiguresCompared(
+    return MetricsCompared(
         len(names) - len(not_made),
         tuple((name, *differing[name]) for name in farthest),
         tuple(name for name in farthest if distances[name] > 1),
@@ -110,6 +112,6 @@ def _tells_of_samples(name: str) -> bool:
 
 
 def worst(*verdicts: Verdict) -> Verdict:
-    """Of several; "same" of none."""
+    """The worst of several verdicts; "same" of none."""
     order: tuple[Verdict, ...] = ("same", "close", "different")
     return max(verdicts, key=order.index, default="same")

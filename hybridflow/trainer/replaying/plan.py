@@ -1,4 +1,4 @@
-"""Whether a step of a run can be made again, and from what: found before anything is started."""
+"""The plan of a replay: the step, its checkpoint and its samples, found before anything is started."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from engine3d.checkpoint.verify import damaged_description
 from engine3d.errors import UserError
 from engine3d.input_files import parse_json
 from engine3d.platform import platform
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.checkpoint.manager import software
 from hybridflow.checkpoint.resume import run_identity
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.replay_recipe import ReplayRecipe
+from hybridflow.config.run import SamplesConfig
 from hybridflow.config.yaml_loader import parse_override, public_settings
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.atomic_files import whole_lines
@@ -25,7 +27,7 @@ from hybridflow.rundir.file_names import EVENTS, METRICS, RECIPE, SAMPLE_STORE
 from hybridflow.rundir.kept_recipe import saved_to
 from hybridflow.rundir.sample_files import stored_steps
 from hybridflow.rundir.watching import checked_run
-from hybridflow.trainer.replaying.stored_step import StepFacts, all_learned
+from hybridflow.trainer.replaying.stored_step import StepMetadata, all_learned
 
 _SAVE_NONE = 1_000_000_000
 _OWN = (
@@ -64,31 +66,31 @@ _OF_NO_RESULT = ("name", "run_dir", "resume", "overwrite", "checkpoint", "sample
 
 @dataclass(frozen=True)
 class Original:
-    """What is known of a step of the run.
+    """The run's own record of a step.
 
     Args:
         path: its samples; None of a step that has updated nothing.
-        facts: of these.
-        figures: its metrics.
+        metadata: of these.
+        metrics: of the step.
         digests: of the weights that it has made, of each rank of the actor; none where no event has them.
     """
 
     path: Path | None
-    facts: StepFacts | None
-    figures: Mapping[str, Any]
+    metadata: StepMetadata | None
+    metrics: Mapping[str, Any]
     digests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """How a step is made again.
+    """The plan by which a step is made again.
 
     Args:
         run: the directory of the run.
         step: that is made again.
         base: the step after which it begins; 0 is the beginning.
-        checkpoint: of after that step; None at the beginning of a run that has none there.
-        after: the run's own checkpoint of after the step that is made again; None where there is none.
+        checkpoint: after that step; None at the beginning of a run that has none there.
+        after: the run's own checkpoint after the step that is made again; None where there is none.
         recipe: of the replay.
         steps: what is known of each step from the one after `base` on.
         changed: the settings in which the replay differs from the run.
@@ -106,11 +108,11 @@ class ReplayPlan:
     inexact: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """What is going to be done."""
+        """Describe the plan."""
         start = f"its checkpoint of step {self.base}" if self.checkpoint is not None else "its beginning"
         steps = f"step {self.step}" if self.base + 1 == self.step else f"steps {self.base + 1} to {self.step}"
-        found = [f"replay: {steps} of {self.run} from {start} and its samples, into {self.recipe.directory}"]
-        return found + [f"replay: the same bits are not expected: {reason}" for reason in self.inexact]
+        lines = [f"replay: {steps} of {self.run} from {start} and its samples, into {self.recipe.directory}"]
+        return lines + [f"replay: the same bits are not expected: {reason}" for reason in self.inexact]
 
 
 def plan_replay(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayPlan:
@@ -128,36 +130,36 @@ def plan_replay(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayPl
         raise UserError(f"{run} holds the runs of several actors, expected one: {', '.join(map(str, actors))}")
     run = checked_run(run).absolute()
     kept = load_recipe(run / RECIPE)
-    figures = _figures(run)
-    if step not in figures:
-        there = f"{min(figures)} to {max(figures)}" if figures else "none"
+    recorded = _step_metrics(run)
+    if step not in recorded:
+        there = f"{min(recorded)} to {max(recorded)}" if recorded else "none"
         raise UserError(f"replay: the run in {run} has done no step {step}; its {METRICS} has the steps {there}")
-    base, checkpoint = _beginning(run, kept, step)
-    steps = _originals(run, kept, range(base + 1, step + 1), figures)
-    recipe = _replay_recipe(run, kept, step, checkpoint, overrides)
+    base, checkpoint = _beginning(run, step, kept.resume, warms_up=kept.warmup is not None)
+    steps = _originals(run, kept.samples, range(base + 1, step + 1), recorded)
+    recipe = _replay_recipe(run, kept.actor, step, checkpoint, overrides)
     _check_versions(run, base, checkpoint, steps)
-    changed = tuple(_changed(kept, recipe))
-    _check_what_is_stored(kept, steps)
+    changed = tuple(_changed(public_settings(kept), public_settings(recipe)))
+    _check_what_is_stored(kept.algorithm, steps)
     after = _checkpoints(run).get(step)
-    saved = [read_manifest(each) for each in (checkpoint, after) if each is not None]
-    inexact = tuple(_inexact(kept, recipe, changed, saved, steps))
+    saved = [read_manifest(directory) for directory in (checkpoint, after) if directory is not None]
+    inexact = tuple(_inexact(kept, changed, saved, steps, deterministic=recipe.train.deterministic))
     return ReplayPlan(run, step, base, checkpoint, after, recipe, steps, changed, inexact)
 
 
-def _figures(run: Path) -> dict[int, dict[str, Any]]:
+def _step_metrics(run: Path) -> dict[int, dict[str, Any]]:
     """The metrics of each training step."""
     path = run / METRICS
     if not path.exists():
         raise UserError(f"no {path}: the run wrote none (metrics.jsonl=false), or has done no step")
-    found: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for line in whole_lines(path):
         try:
             record = parse_json(line)
             if record["phase"] == "train":
-                found[int(record["step"])] = record
+                by_step[int(record["step"])] = record
         except (ValueError, KeyError, TypeError, OverflowError):
             raise UserError(f"{path} holds {line.strip()[:60]!r}, expected an object with phase and step") from None
-    return found
+    return by_step
 
 
 def _checkpoints(run: Path) -> dict[int, Path]:
@@ -165,10 +167,14 @@ def _checkpoints(run: Path) -> dict[int, Path]:
     root = saved_to(run)
     if root is None or not root.is_dir():
         return {}
-    return {read_manifest(each).step: each for each in find_checkpoints(root)[0] if (each / DRIVER).is_file()}
+    return {
+        read_manifest(directory).step: directory
+        for directory in find_checkpoints(root)[0]
+        if (directory / DRIVER).is_file()
+    }
 
 
-def _beginning(run: Path, kept: Recipe, step: int) -> tuple[int, Path | None]:
+def _beginning(run: Path, step: int, resume: str | Path, *, warms_up: bool) -> tuple[int, Path | None]:
     """The nearest step before that the replay can begin after, and its checkpoint."""
     identity = run_identity(run)
     skipped = []
@@ -181,31 +187,33 @@ def _beginning(run: Path, kept: Recipe, step: int) -> tuple[int, Path | None]:
             skipped.append(f"{directory.name} is another run's")
         else:
             return number, directory
-    if kept.resume in ("none", "auto") and kept.warmup is None:
+    if resume in ("none", "auto") and not warms_up:
         return 0, None
-    why = "it began with a warm-up" if kept.warmup is not None else f"it went on after {kept.resume}"
+    why = "it began with a warm-up" if warms_up else f"it resumed after {resume}"
     also = f" ({'; '.join(skipped)})" if skipped else ""
     raise UserError(
-        f"replay: no checkpoint of before step {step} is left of the run in {run}{also}, and {why}; expected a smaller "
+        f"replay: no checkpoint before step {step} is left of the run in {run}{also}, and {why}; expected a smaller "
         "checkpoint.save_interval, and checkpoint.keep_last_k to keep more"
     )
 
 
-def _originals(run: Path, kept: Recipe, steps: range, figures: Mapping[int, Mapping[str, Any]]) -> dict[int, Original]:
+def _originals(
+    run: Path, samples: SamplesConfig, steps: range, recorded: Mapping[int, Mapping[str, Any]]
+) -> dict[int, Original]:
     store = run / SAMPLE_STORE
     try:
         files = stored_steps(store)
     except OSError as error:
         raise UserError(f"{store} cannot be read: {error.strerror}") from None
-    if lost := next((number for number in steps if number not in figures), None):
+    if lost := next((number for number in steps if number not in recorded), None):
         raise UserError(
             f"replay: {METRICS} of the run in {run} has no step {lost}, which is needed from step {steps[0]} on; "
             "expected a step before which there is a later checkpoint"
         )
-    learned = {number: "train/update_time_ms" in figures[number] for number in steps}
+    learned = {number: "train/update_time_ms" in recorded[number] for number in steps}
     if missing := [number for number in steps if learned[number] and number not in files]:
         has = f"it has those of steps {min(files)} to {max(files)}" if files else "it has none"
-        why = "samples.store=false" if not kept.samples.store else f"samples.keep_mb={kept.samples.keep_mb}"
+        why = "samples.store=false" if not samples.store else f"samples.keep_mb={samples.keep_mb}"
         raise UserError(
             f"replay: no samples of step {missing[0]} in {store}, which are needed from step {steps[0]} on; {has} "
             f"({why}; or the disk was full)"
@@ -214,8 +222,8 @@ def _originals(run: Path, kept: Recipe, steps: range, figures: Mapping[int, Mapp
     return {
         number: Original(
             files[number] if learned[number] else None,
-            StepFacts.read(files[number]) if learned[number] else None,
-            figures[number],
+            StepMetadata.read(files[number]) if learned[number] else None,
+            recorded[number],
             digests.get(number, ()),
         )
         for number in steps
@@ -223,31 +231,31 @@ def _originals(run: Path, kept: Recipe, steps: range, figures: Mapping[int, Mapp
 
 
 def _digests(run: Path) -> dict[int, tuple[str, ...]]:
-    """Of the weights that each step has made, as events have them."""
+    """Digests of the weights that each step has made, as events have them."""
     path = run / EVENTS
-    found: dict[int, tuple[str, ...]] = {}
+    digests: dict[int, tuple[str, ...]] = {}
     if path.is_file():
         for line in whole_lines(path):
             if '"event": "weights"' in line:
                 try:
                     event = parse_json(line)
-                    found[int(event["step"])] = tuple(map(str, event["digests"]))
+                    digests[int(event["step"])] = tuple(map(str, event["digests"]))
                 except (ValueError, KeyError, TypeError, OverflowError):
                     raise UserError(f"{path} holds {line.strip()[:60]!r}, expected an event with its step") from None
-    return found
+    return digests
 
 
 def _replay_recipe(
-    run: Path, kept: Recipe, step: int, checkpoint: Path | None, overrides: Sequence[str]
+    run: Path, actor: str | None, step: int, checkpoint: Path | None, overrides: Sequence[str]
 ) -> ReplayRecipe:
-    own = {parse_override(text).key[0] for text in ("resume=x", "samples=x")}
+    fixed = {parse_override(text).key[0] for text in ("resume=x", "samples=x")}
     for text in overrides:
         key = parse_override(text).key
-        if key[0] in own or key[:2] == ("checkpoint", "save_interval"):
+        if key[0] in fixed or key[:2] == ("checkpoint", "save_interval"):
             name = ".".join(map(str, key))
             raise UserError(f"replay: {name} is set, which a replay sets itself; expected none of it")
-    name, place = (f"{run.parent.name}.{run.name}", run.parent.parent) if kept.actor else (run.name, run.parent)
-    where = [f"name={name}.replay-{step}", f"run_dir={json.dumps(str(place))}"]
+    name, run_dir = (f"{run.parent.name}.{run.name}", run.parent.parent) if actor else (run.name, run.parent)
+    where = [f"name={name}.replay-{step}", f"run_dir={json.dumps(str(run_dir))}"]
     resume = "none" if checkpoint is None else json.dumps(str(checkpoint))
     recipe = load_recipe(run / RECIPE, [*where, *overrides, *_OWN, f"resume={resume}"])
     if recipe.directory.resolve() == run.resolve() or recipe.directory.resolve().is_relative_to(run.resolve()):
@@ -256,81 +264,88 @@ def _replay_recipe(
 
 
 def _check_versions(run: Path, base: int, checkpoint: Path | None, steps: Mapping[int, Original]) -> None:
-    """Each step's samples were learned from by the weights that the replay has then."""
+    """Each step's samples were trained on with the weights that the replay has then."""
     version = RunState.read(checkpoint).policy_version if checkpoint is not None else 1
     for number, original in steps.items():
-        facts = original.facts
-        if facts is not None and (facts.step, facts.version) != (number, version + number - base):
+        stored = original.metadata
+        if stored is not None and (stored.step, stored.version) != (number, version + number - base):
             raise UserError(
-                f"{original.path} is of step {facts.step} and made version {facts.version} of the weights, expected "
+                f"{original.path} is of step {stored.step} and made version {stored.version} of the weights, expected "
                 f"step {number} and version {version + number - base}: it is of another course of the run in {run}"
             )
 
 
-def _check_what_is_stored(kept: Recipe, steps: Mapping[int, Original]) -> None:
+def _check_what_is_stored(algorithm: AlgorithmSettings, steps: Mapping[int, Original]) -> None:
     """Raises UserError for a step whose updates need more than its samples say."""
     for original in steps.values():
-        facts = original.facts
-        if facts is not None and kept.algorithm.greedy_baseline and "baseline" not in facts.columns:
+        stored = original.metadata
+        if stored is not None and algorithm.greedy_baseline and "baseline" not in stored.columns:
             raise UserError(
                 f"replay: {original.path} has no column baseline: an earlier version wrote it, and the greedy "
-                f"responses of algorithm.name={kept.algorithm.name} are not stored"
+                f"responses of algorithm.name={algorithm.name} are not stored"
             )
 
 
-def _changed(kept: Recipe, recipe: Recipe) -> Iterator[str]:
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """The settings of the replay that are others than the run's, and may change what a step makes of its samples."""
-    before, now = public_settings(kept), public_settings(recipe)
-    own = {parse_override(text).key for text in _OWN}
-    yield from _differences(before, now, (), own)
+    fixed = {parse_override(text).key for text in _OWN}
+    yield from _differences(before, now, (), fixed)
 
 
-def _differences(before: Any, now: Any, key: tuple[str, ...], own: set[tuple[Any, ...]]) -> Iterator[str]:
+def _differences(before: Any, now: Any, key: tuple[str, ...], fixed: set[tuple[Any, ...]]) -> Iterator[str]:
     """Settings that have other values, but for a replay's own and those of no result."""
-    if key in own or (key and key[0] in _OF_NO_RESULT):
+    if key in fixed or (key and key[0] in _OF_NO_RESULT):
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in before:
-            if name in now:  # a setting that the version of before did not have is no difference
-                yield from _differences(before[name], now[name], (*key, str(name)), own)
+            if name in now:  # a setting that an earlier version did not have is no difference
+                yield from _differences(before[name], now[name], (*key, str(name)), fixed)
     elif before != now:
         yield f"{'.'.join(key)}={json.dumps(now)}"
 
 
 def _inexact(
-    kept: Recipe, recipe: Recipe, changed: Sequence[str], saved: Sequence[Manifest], steps: Mapping[int, Original]
+    kept: Recipe,
+    changed: Sequence[str],
+    saved: Sequence[Manifest],
+    steps: Mapping[int, Original],
+    *,
+    deterministic: bool,
 ) -> Iterator[str]:
     """Why bits may be others.
 
     Args:
-        kept: the run's recipe of now: it may have been resumed with other settings.
-        recipe: of the replay.
-        changed: settings in which these differ.
-        saved: of the checkpoints of before and of after the steps.
+        kept: the run's current recipe: it may have been resumed with other settings.
+        changed: settings in which that of the replay differs.
+        saved: of the checkpoints before and after the steps.
         steps: that are made again.
+        deterministic: `train.deterministic` of the replay.
     """
     if changed:
         yield f"the run had other settings than {', '.join(changed)}"
-    before = [each for manifest in saved for each in _differences(manifest.recipe, public_settings(kept), (), set())]
-    if others := [each for each in dict.fromkeys(before) if not each.startswith(_OF_THE_LOOP)]:
+    before = [
+        difference
+        for manifest in saved
+        for difference in _differences(manifest.recipe, public_settings(kept), (), set())
+    ]
+    if others := [difference for difference in dict.fromkeys(before) if not difference.startswith(_OF_THE_LOOP)]:
         yield f"the run's checkpoints were saved with other settings than {', '.join(others)}"
     now = software()
     was = {name: manifest.software.get(name, "unknown") for manifest in saved for name in _LIBRARIES}
     if others := [f"{name} {version}" for name, version in was.items() if version != now[name]]:
         yield f"the run had {', '.join(others)}"
-    if platform.gpus and not recipe.train.deterministic:
+    if platform.gpus and not deterministic:
         yield "train.deterministic=false (order of sums on a GPU)"
     reads = any(role != "actor" for role in ReplayRecipe.of(kept).models) or kept.teacher_engine is not None
     reads = reads or kept.trainer.updates_per_step > 1 or kept.algorithm.correction is not None
-    facts = [original.facts for original in steps.values() if original.facts is not None]
-    if reads and not all(_exactly_learned(kept, each) for each in facts):
-        yield "models have read samples that were not learned from, and are not stored, beside these"
+    stored_steps = [original.metadata for original in steps.values() if original.metadata is not None]
+    if reads and not all(_exactly_learned(kept.algorithm, kept.samples_per_step, stored) for stored in stored_steps):
+        yield "models have read samples that were not trained on, and are not stored, next to these"
 
 
-def _exactly_learned(kept: Recipe, facts: StepFacts) -> bool:
-    """Whether models have read just the samples that are stored: those of a filter are read once it has chosen."""
-    algorithm = kept.algorithm
+def _exactly_learned(algorithm: AlgorithmSettings, drawn: int, stored: StepMetadata) -> bool:
+    """True if models have read just the samples that are stored: those of a filter are read once it has chosen."""
     filtered = getattr(algorithm, "dynamic_sampling", False) or algorithm.kept_samples or not algorithm.needs_engines
     if algorithm.compares_with_left_out:
         return False
-    return bool(filtered) or algorithm.name == "dpo" or all_learned(kept, facts)
+    return bool(filtered) or algorithm.name == "dpo" or all_learned(algorithm, drawn, stored)

@@ -18,15 +18,16 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.planning.prompts import prompt_order
-from hybridflow.rollout.batch_source import BatchPlan, BatchSource
-from hybridflow.rollout.generator import Generator
+from hybridflow.rollout.stream_plan import stream_plan
+from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
+from hybridflow.trainer.operations.scoring import SampleScoring
 from hybridflow.trainer.replaying.comparison import (
     TOLERANCES,
-    FiguresCompared,
+    MetricsCompared,
     Verdict,
-    compare_figures,
+    compare_metrics,
     worst,
 )
 from hybridflow.trainer.replaying.plan import Original, ReplayPlan
@@ -38,7 +39,7 @@ from hybridflow.trainer.step import StepSettings
 from hybridflow.trainer.weight_sync import NoEngines
 
 RESULT = "replay.json"
-"""What came of a replay, in its directory."""
+"""The file of a replay's result, in its directory."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +47,23 @@ class StepCompared:
     """A step that was made again.
 
     Args:
-        figures: beside those of the run.
+        metrics: compared with those of the run.
         digests: whether the actor's weights have the digests of the run's on every rank; None where that is not known,
             or ranks hold other weights.
     """
 
-    figures: FiguresCompared
+    metrics: MetricsCompared
     digests: bool | None
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a replay.
+    """The result of a replay.
 
     Args:
         plan: that was followed.
         steps: each that was made again.
-        tensors: of the checkpoint of after the last, by role; none where the run has kept none.
+        tensors: of the checkpoint after the last, by role; none where the run has kept none.
     """
 
     plan: ReplayPlan
@@ -71,20 +72,20 @@ class Replayed:
 
     @property
     def verdict(self) -> Verdict:
-        """Of the last step's figures and weights."""
+        """Verdict on the last step's metrics and weights."""
         last = self.steps[self.plan.step]
-        return worst(last.figures.verdict, self._weights(last))
+        return worst(last.metrics.verdict, self._weights(last))
 
     def _weights(self, last: StepCompared) -> Verdict:
         tolerance = TOLERANCES[self.plan.recipe.train.dtype]
-        found: list[Verdict] = []
-        for each in self.tensors.values():
-            known = each.of_change == each.of_change  # is not nan
-            near = each.of_change <= tolerance.of_change if known else each.of_weights <= tolerance.of_weights
-            found.append("same" if not each.differing else "close" if near else "different")
-        if not found and last.digests is False:
+        verdicts: list[Verdict] = []
+        for compared in self.tensors.values():
+            known = compared.of_change == compared.of_change  # is not nan
+            near = compared.of_change <= tolerance.of_change if known else compared.of_weights <= tolerance.of_weights
+            verdicts.append("same" if not compared.differing else "close" if near else "different")
+        if not verdicts and last.digests is False:
             return "close" if self.plan.inexact else "different"  # by how much weights differ is not known
-        return worst(*found)
+        return worst(*verdicts)
 
     @property
     def as_expected(self) -> bool:
@@ -92,14 +93,14 @@ class Replayed:
         return self.verdict == "same" or (self.verdict == "close" and bool(self.plan.inexact))
 
     def lines(self) -> list[str]:
-        """What is told of it."""
-        found = []
+        """Describe the result."""
+        lines = []
         for number, step in self.steps.items():
-            found += _step_lines(number, step)
+            lines += _step_lines(number, step)
         for role, tensors in self.tensors.items():
-            found.append(_tensors_line(self.plan, role, tensors))
+            lines.append(_tensors_line(self.plan, role, tensors))
         if not self.tensors and all(step.digests is None for step in self.steps.values()):
-            found.append("weights: not compared: the run has no checkpoint of this step, and no digests of this layout")
+            lines.append("weights: not compared: the run has no checkpoint of this step, and no digests of this layout")
         tolerance = TOLERANCES[self.plan.recipe.train.dtype]
         within = (
             f"relative {tolerance.relative:g} + absolute {tolerance.absolute:g} of a figure, "
@@ -110,7 +111,7 @@ class Replayed:
             "close": f"not the same bits, but within the tolerance ({within})",
             "different": f"different, beyond the tolerance ({within})",
         }
-        return [*found, f"replay: step {self.plan.step}: {said[self.verdict]}"]
+        return [*lines, f"replay: step {self.plan.step}: {said[self.verdict]}"]
 
 
 def replay(plan: ReplayPlan) -> Replayed:
@@ -132,10 +133,10 @@ def replay(plan: ReplayPlan) -> Replayed:
                 checkpoints.save(roles.learning, replace(state, step=plan.step, policy_version=made.version))
                 checkpoints.wait()
         opened.phases.enter("end")
-        found = Replayed(plan, steps, _tensors(plan, recipe.checkpoint_directory))
+        result = Replayed(plan, steps, _tensors(plan, recipe.checkpoint_directory))
         with naming(run.directory / RESULT):
-            (run.directory / RESULT).write_text(json.dumps(_facts(found), indent=1) + "\n")
-    return found
+            (run.directory / RESULT).write_text(json.dumps(_document(result), indent=1) + "\n")
+    return result
 
 
 class ReplayedRun:
@@ -149,16 +150,18 @@ class ReplayedRun:
         self.recipe, self.run, self.roles, self.phases = recipe, run, roles, phases
         self.controllers = Controllers(recipe.algorithm)
         self.contract = Contract.of(recipe.trainer)
-        order = prompt_order(recipe, run.train)
-        self.source = BatchSource(BatchPlan.of(recipe), run.train, order, Generator(None))
+        order = prompt_order(recipe.data, recipe.order_seed, recipe.trainer.prompts_per_step, run.train)
+        self.settings = StepSettings.of(recipe)
+        self.source = StreamSource(stream_plan(recipe, run.train, 0), {}, recipe.limits, run.train, order, None)
 
     def step(self, number: int, version: int) -> ReplayedStep:
         """The step of this number, which makes the weights of `version`."""
         return ReplayedStep(
-            StepSettings.of(self.recipe),
+            self.settings,
             self.run,
             self.roles,
             self.source,
+            SampleScoring.of(self.roles, {}, {}, self.run.train),
             NoEngines(),
             self.phases,
             self.controllers,
@@ -176,7 +179,7 @@ class _Replaying:
         self.version = 1
 
     def begin(self) -> RunState:
-        """Be where the run was. Returns the driver's state then."""
+        """Restore the driver's state, and return it."""
         replayed, resumption = self._replayed, self._replayed.run.resumption
         state = resumption.state if resumption is not None else None
         if state is None:
@@ -190,25 +193,28 @@ class _Replaying:
         return replace(state, groups=None)
 
     def step(self, number: int, original: Original) -> StepCompared:
-        """Make one again, and compare what it tells."""
+        """Make a step again, and compare its metrics."""
         replayed, plan = self._replayed, self._plan
         replayed.run.check_directory()
         replayed.phases.step = number
         step = replayed.step(number, self.version + 1)
         with Timer(step.values, metrics.TRAIN_STEP_TIME):
-            if original.path is not None and original.facts is not None:
-                keeps = replayed.recipe.algorithm.kept_samples > 0
+            if original.path is not None and original.metadata is not None:
+                algorithm = replayed.recipe.algorithm
+                keeps = algorithm.kept_samples > 0
                 stored = StoredStep.read(original.path, keeps_samples=keeps)
-                step.make_again(stored, all_learned=all_learned(replayed.recipe, original.facts))
+                step.make_again(
+                    stored, all_learned=all_learned(algorithm, replayed.recipe.samples_per_step, original.metadata)
+                )
                 replayed.contract.learned(step.record.trained[0])
         self.version += 1
         digests = tuple(replayed.roles.actor.weights_digest().result())
         self._sinks.log(number, step.values)
         tolerance = TOLERANCES[replayed.recipe.train.dtype]
-        figures = compare_figures(original.figures, step.values, tolerance, same_layout=not plan.changed)
+        compared = compare_metrics(original.metrics, step.values, tolerance, same_layout=not plan.changed)
         comparable = original.digests and len(digests) == len(original.digests)
         same = digests == original.digests if comparable and (not plan.changed or digests == original.digests) else None
-        return StepCompared(figures, same)
+        return StepCompared(compared, same)
 
 
 def _first_state(replayed: ReplayedRun) -> RunState:
@@ -226,33 +232,33 @@ def _first_state(replayed: ReplayedRun) -> RunState:
 
 
 def _tensors(plan: ReplayPlan, saved_in: Path) -> dict[str, TensorsCompared]:
-    """How the run's checkpoint of after the step differs from the replay's, by role; the replay's is removed."""
+    """Differences between the run's checkpoint after the step and the replay's, by role; the replay's is removed."""
     made = step_directory(saved_in, plan.step)
     if plan.after is None or made not in find_checkpoints(saved_in)[0]:
         return {}
     roles = plan.recipe.trained_roles
-    found = {role: compare_checkpoints(plan.after, made, role, before=plan.checkpoint) for role in roles}
+    compared = {role: compare_checkpoints(plan.after, made, role, before=plan.checkpoint) for role in roles}
     try:
         remove_checkpoint(made)
     except OSError as error:
         log.warning(f"replay: {made} could not be removed: {error.strerror}")
-    return found
+    return compared
 
 
 def _step_lines(number: int, step: StepCompared) -> list[str]:
-    figures = step.figures
-    said = f"step {number}: {figures.compared} figures: "
-    if not figures.differing:
+    compared = step.metrics
+    said = f"step {number}: {compared.compared} figures: "
+    if not compared.differing:
         said += "the same bits"
     else:
-        name, before, now = figures.differing[0]
-        outside = f", {len(figures.outside)} of them beyond the tolerance" if figures.outside else ""
-        said += f"{len(figures.differing)} differ{outside}; most {name}: {before:.9g} in the run, {now:.9g} now"
+        name, before, now = compared.differing[0]
+        outside = f", {len(compared.outside)} of them beyond the tolerance" if compared.outside else ""
+        said += f"{len(compared.differing)} differ{outside}; most {name}: {before:.9g} in the run, {now:.9g} now"
     if step.digests is not None:
         said += f"; the actor's weights: {'the same bits' if step.digests else 'other bits'} (digests of all ranks)"
     lines = [said]
-    if figures.not_made:
-        names = ", ".join(figures.not_made)
+    if compared.not_made:
+        names = ", ".join(compared.not_made)
         lines.append(f"step {number}: not compared, as a replay reads the samples and draws none: {names}")
     return lines
 
@@ -269,16 +275,16 @@ def _tensors_line(plan: ReplayPlan, role: str, tensors: TensorsCompared) -> str:
     return f"{said}{len(tensors.differing)} differ{most}{change}, {tensors.of_weights:.3g} of the weights"
 
 
-def _facts(found: Replayed) -> dict[str, object]:
-    plan = found.plan
+def _document(replayed: Replayed) -> dict[str, object]:
+    plan = replayed.plan
     return {
         "run": str(plan.run),
         "step": plan.step,
         "base": plan.base,
         "changed": list(plan.changed),
         "inexact": list(plan.inexact),
-        "verdict": found.verdict,
-        "as_expected": found.as_expected,
-        "steps": {str(number): asdict(step) for number, step in found.steps.items()},
-        "tensors": {role: asdict(tensors) for role, tensors in found.tensors.items()},
+        "verdict": replayed.verdict,
+        "as_expected": replayed.as_expected,
+        "steps": {str(number): asdict(step) for number, step in replayed.steps.items()},
+        "tensors": {role: asdict(tensors) for role, tensors in replayed.tensors.items()},
     }

@@ -25,15 +25,15 @@ class ReplayedStep(TrainerStep):
         """Make all of its updates.
 
         Args:
-            stored: what it has learned from.
-            all_learned: whether these are all samples that were drawn for it: then figures of samples are found again
-                too.
+            stored: samples that it has trained on.
+            all_learned: true if these are all samples that were drawn for it: then metrics of samples are computed
+                again too.
         """
         algorithm = load(self.config.name)
         algorithm.learn(self, self.experience(stored, all_learned=all_learned))
 
     def experience(self, stored: StoredStep, *, all_learned: bool) -> Experience:
-        """What is learned from: the samples with what models say of them, and advantages."""
+        """Build the experience: the samples with the columns that models compute, and advantages."""
         serving, batch = self.version - 1, RemoteBatch.of(stored.batch)
         algorithm = load(self.config.name)
         if self.config.needs_engines:
@@ -48,20 +48,20 @@ class ReplayedStep(TrainerStep):
         if self.config.compares_with_left_out:
             if stored.advantages is None:
                 raise UserError(f"replay: step {self.number}: the samples have no advantages, expected one of each")
-            return Experience(batch.with_facts(advantages=stored.advantages))
+            return Experience(batch.with_per_sample(advantages=stored.advantages))
         return algorithm.with_advantages(self, experience)
 
 
 def _score_metrics(stored: StoredStep) -> dict[str, float]:
-    """Of rewards and costs, as a step tells them of all its samples."""
-    found: dict[str, float] = {}
+    """Metrics of rewards and costs, as a step logs them of all its samples."""
+    values: dict[str, float] = {}
     batch = stored.batch
     sums: dict[str, Any] = {"reward": batch.rewards, "cost": batch.costs}
     for what, total in sums.items():
         if total is not None:
             kept = torch.ones(len(batch), dtype=torch.bool)
             scores = Scores(batch.sample_ids, total, kept, None, stored.by_name.get(f"{what}/model"))
-            found |= scores.metrics(what)
+            values |= scores.metrics(what)
     for name, column in stored.by_name.items():
-        found[f"{name}/mean"] = float(column[~column.isnan()].mean())
-    return found
+        values[f"{name}/mean"] = float(column[~column.isnan()].mean())
+    return values

@@ -1,4 +1,4 @@
-"""What a step has learned from, as the run's store has it."""
+"""The samples that a step has trained on, as the run's store has them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from engine3d.errors import UserError, first_line, shortened
 from engine3d.input_files import check_regular, parse_json
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_table import batch_of
-from hybridflow.config.recipe import Recipe
 from hybridflow.trainer.sample_store import BASELINE, FORMAT
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """What a file of the store says of itself.
+class StepMetadata:
+    """Metadata of a file of the store.
 
     Args:
-        step: that has learned from the samples.
+        step: that has trained on the samples.
         version: of the weights that it has made.
         samples: how many there are.
         columns: their names.
@@ -35,7 +35,7 @@ class StepFacts:
     columns: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: Path) -> StepFacts:
+    def read(cls, path: Path) -> StepMetadata:
         """Without the samples.
 
         Raises:
@@ -45,12 +45,12 @@ class StepFacts:
         try:
             file = pq.ParquetFile(path, memory_map=False)
             schema = file.schema_arrow
-            facts = parse_json((schema.metadata or {})[b"hybridflow"])
-            if facts["format"] != FORMAT:
-                raise ValueError(f"its format is {facts['format']}, expected {FORMAT}")
-            if len(facts.get("batches", [0])) != 1:
-                raise ValueError(f"the step has learned from {len(facts['batches'])} batches, expected one")
-            return cls(int(facts["step"]), int(facts["version"]), file.metadata.num_rows, tuple(schema.names))
+            metadata = parse_json((schema.metadata or {})[b"hybridflow"])
+            if metadata["format"] != FORMAT:
+                raise ValueError(f"its format is {metadata['format']}, expected {FORMAT}")
+            if len(metadata.get("batches", [0])) != 1:
+                raise ValueError(f"the step has trained on {len(metadata['batches'])} batches, expected one")
+            return cls(int(metadata["step"]), int(metadata["version"]), file.metadata.num_rows, tuple(schema.names))
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise _unreadable(path, error) from None
 
@@ -60,7 +60,7 @@ class StoredStep:
     """The samples of a step.
 
     Args:
-        batch: in the order in which they were learned from, with rewards and costs.
+        batch: in the order in which they were trained on, with rewards and costs.
         advantages: (B,) float32 of samples whose tokens share one; None where tokens have their own.
         baselines: what rewards were compared with, by group, where that is no reward of the group's samples.
         recalled: (B,) bool: those that an algorithm has kept from an earlier step.
@@ -80,7 +80,7 @@ class StoredStep:
 
         Args:
             path: of the file.
-            keeps_samples: whether the algorithm learns from samples of earlier steps too.
+            keeps_samples: true if the algorithm trains on samples of earlier steps too.
 
         Raises:
             UserError: it cannot be read, or holds no samples.
@@ -90,32 +90,30 @@ class StoredStep:
             batch = batch_of(table)
             groups = batch.group_ids.tolist()
             baselines = table[BASELINE].to_pylist() if BASELINE in table.column_names else []
-            own = [name for name in table.column_names if name.startswith(("reward/", "cost/"))]
-            found = [_is_there(table[name]) for name in own] if keeps_samples else []
+            scores = [name for name in table.column_names if name.startswith(("reward/", "cost/"))]
+            scored = [_is_there(table[name]) for name in scores] if keeps_samples else []
             return cls(
                 batch,
-                _figures(table["advantage"]),
+                _floats(table["advantage"]),
                 {group: value for group, value in zip(groups, baselines, strict=False) if value is not None},
-                ~torch.stack(found).any(0) if found else torch.zeros(len(batch), dtype=torch.bool),
-                {name: figures for name in own if (figures := _figures(table[name])) is not None},
+                ~torch.stack(scored).any(0) if scored else torch.zeros(len(batch), dtype=torch.bool),
+                {name: column for name in scores if (column := _floats(table[name])) is not None},
             )
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise _unreadable(path, error) from None
 
 
-def all_learned(recipe: Recipe, facts: StepFacts) -> bool:
-    """Whether a step has learned from all samples that were drawn for it, and from no others."""
-    drawn = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
-    algorithm = recipe.algorithm
+def all_learned(algorithm: AlgorithmSettings, drawn: int, stored: StepMetadata) -> bool:
+    """True if a step has trained on all samples that were drawn for it, and on no others."""
     filtered = getattr(algorithm, "dynamic_sampling", False) or algorithm.kept_samples
-    return algorithm.needs_engines and not filtered and facts.samples == drawn
+    return algorithm.needs_engines and not filtered and stored.samples == drawn
 
 
 def _is_there(column: pa.ChunkedArray) -> Tensor:
     return torch.from_numpy(column.is_valid().to_numpy().copy())
 
 
-def _figures(column: pa.ChunkedArray) -> Tensor | None:
+def _floats(column: pa.ChunkedArray) -> Tensor | None:
     """(B,) float32; None where one is null."""
     return None if column.null_count else torch.from_numpy(column.to_numpy().copy())
 

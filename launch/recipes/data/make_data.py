@@ -1,4 +1,4 @@
-"""Makes the Parquet files beside it, which chat.yaml and math.yaml learn from and are measured on.
+"""Makes the Parquet files beside it, which chat.yaml, math.yaml, code.yaml and game.yaml train on and are measured on.
 
 python launch/recipes/data/make_data.py              writes them again
 python launch/recipes/data/make_data.py --check      says whether the rows of the files are those that it makes
@@ -29,6 +29,11 @@ WITH_FULL_STOP = 0.2
 LARGEST_OPERAND = 49
 DENOMINATORS = range(2, 10)
 LARGEST_NUMERATOR = 29
+LARGEST_FACTOR, LARGEST_SUMMAND = 9, 199
+SHOWN, TESTED = (0, 1), (4, 9)
+"""Arguments of the functions of code.yaml whose values a problem shows, and those of its test cases."""
+NUMBERS, GUESSES = range(1, 8), 3
+"""Numbers to guess in game.yaml, and guesses of a game."""
 
 
 def main() -> int:
@@ -36,7 +41,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the files, and write none")
     parser.add_argument("--directory", type=Path, default=HERE, help="of the files; that of this script if not given")
     arguments = parser.parse_args()
-    files = {**chat_files(), **math_files()}
+    files = {**chat_files(), **math_files(), **code_files(), **game_files()}
     if not arguments.check:
         for name, rows in files.items():
             pq.write_table(pa.Table.from_pylist(rows), arguments.directory / name, compression="zstd")
@@ -58,14 +63,14 @@ def chat_files() -> dict[str, list[Row]]:
     }
     files, conversations = {}, []
     for kind, problems in kinds.items():
-        supervised, train, test = _parts(draw, problems, 600, 384, 128)
+        supervised, train, test = _splits(draw, problems, 600, 384, 128)
         conversations += [
             {"messages": [*_user(a, b), {"role": "assistant", "content": _chat_answer(draw, a + b)}]}
             for a, b in supervised
         ]
-        for part, some in (("train", train), ("test", test)):
-            files[f"chat-{kind}-{part}.parquet"] = [
-                {"id": f"{kind}-{part}-{number}", "messages": _user(a, b), "answer": str(a + b)}
+        for split, some in (("train", train), ("test", test)):
+            files[f"chat-{kind}-{split}.parquet"] = [
+                {"id": f"{kind}-{split}-{number}", "messages": _user(a, b), "answer": str(a + b)}
                 for number, (a, b) in enumerate(some)
             ]
     draw.shuffle(conversations)
@@ -86,13 +91,13 @@ def math_files() -> dict[str, list[Row]]:
     draw = random.Random(0)
     numerators = range(1, LARGEST_NUMERATOR + 1)
     fractions = [(a, b, d) for d in DENOMINATORS for a in numerators for b in numerators]
-    whole = [(a, b, 1) for a in numerators for b in numerators]
-    parts = zip(_parts(draw, fractions, 2400, 1200, 192), _parts(draw, whole, 400, 300, 64), strict=True)
+    integers = [(a, b, 1) for a in numerators for b in numerators]
+    splits = zip(_splits(draw, fractions, 2400, 1200, 192), _splits(draw, integers, 400, 300, 64), strict=True)
     files = {}
-    for part, (some, others) in zip(("sft", "train", "test"), parts, strict=True):
-        rows = [_math_row(draw, *problem, supervised=part == "sft") for problem in [*some, *others]]
+    for split, (some, others) in zip(("sft", "train", "test"), splits, strict=True):
+        rows = [_math_row(draw, *problem, supervised=split == "sft") for problem in [*some, *others]]
         draw.shuffle(rows)
-        files[f"math-{part}.parquet"] = [{"id": f"{part}-{number}", **row} for number, row in enumerate(rows)]
+        files[f"math-{split}.parquet"] = [{"id": f"{split}-{number}", **row} for number, row in enumerate(rows)]
     return files
 
 
@@ -111,7 +116,47 @@ def _math_row(draw: random.Random, a: int, b: int, denominator: int, *, supervis
     return row | {"answer": str(numerator) if denominator == 1 else f"\\frac{{{numerator}}}{{{denominator}}}"}
 
 
-def _parts[T](draw: random.Random, problems: Sequence[T], *sizes: int) -> list[list[T]]:
+def code_files() -> dict[str, list[Row]]:
+    """Linear functions by two of their values, with expressions and test cases, by file."""
+    draw = random.Random(0)
+    functions = [(a, b) for a in range(1, LARGEST_FACTOR + 1) for b in range(LARGEST_SUMMAND + 1)]
+    files = {}
+    for split, some in zip(("sft", "train", "test"), _splits(draw, functions, 1200, 400, 64), strict=True):
+        rows = [_code_row(draw, *function, supervised=split == "sft") for function in some]
+        files[f"code-{split}.parquet"] = [{"id": f"{split}-{number}", **row} for number, row in enumerate(rows)]
+    return files
+
+
+def _code_row(draw: random.Random, a: int, b: int, *, supervised: bool) -> Row:
+    row: Row = {"problem": ", ".join(f"f({x})={a * x + b}" for x in SHOWN)}
+    if supervised:
+        return row | {"solution": f"{_perhaps_wrong(draw, a)}*x+{b}"}
+    return row | {"tests": [f"assert f({x}) == {a * x + b}" for x in TESTED]}
+
+
+def game_files() -> dict[str, list[Row]]:
+    """Games of a player who guesses at random, and one prompt for each number to guess."""
+    draw = random.Random(0)
+    prompt = {"role": "user", "content": f"{NUMBERS[0]}-{NUMBERS[-1]}"}
+    games = [[prompt, *_random_game(draw, draw.choice(NUMBERS))] for _ in range(1500)]
+    return {
+        "game-sft.parquet": [{"messages": messages} for messages in games],
+        "game-train.parquet": [{"messages": [prompt], "answer": str(number)} for number in NUMBERS],
+    }
+
+
+def _random_game(draw: random.Random, number: int) -> list[Row]:
+    messages: list[Row] = []
+    for turn in range(GUESSES):
+        guess = draw.choice(NUMBERS)
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == number or turn == GUESSES - 1:
+            break
+        messages.append({"role": "user", "content": "+" if guess < number else "-"})
+    return messages
+
+
+def _splits[T](draw: random.Random, problems: Sequence[T], *sizes: int) -> list[list[T]]:
     """Parts of these sizes, without a problem in two of them."""
     chosen = draw.sample(problems, sum(sizes))
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]

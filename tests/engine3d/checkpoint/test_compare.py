@@ -1,4 +1,4 @@
-"""How far two checkpoints differ."""
+"""Difference between two checkpoints."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_differences_are_found_and_measured_against_what_has_changed(tmp_path: P
     )
     same = compare_checkpoints(one, one, "actor", before=base)
     assert (same.tensors, same.differing, same.largest, same.of_change) == (3, (), 0.0, 0.0)
-    found = compare_checkpoints(one, two, "actor", before=base)
-    assert sorted(found.differing) == ["exp_avg/a", "weight/b"]
-    assert (found.largest, found.largest_in) == (0.25, "weight/b")
-    assert found.of_change == pytest.approx(0.25 / 11**0.5)
+    compared = compare_checkpoints(one, two, "actor", before=base)
+    assert sorted(compared.differing) == ["exp_avg/a", "weight/b"]
+    assert (compared.largest, compared.largest_in) == (0.25, "weight/b")
+    assert compared.of_change == pytest.approx(0.25 / 11**0.5)
     assert torch.equal(SavedTensors(two, "actor").read("weight/b"), other["weight/b"])
 
 

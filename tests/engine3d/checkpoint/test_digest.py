@@ -20,10 +20,10 @@ CPU = torch.device("cpu")
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    found = Digest(CPU, sum(tensor.nbytes for tensor in tensors))
+    digest_of = Digest(CPU, sum(tensor.nbytes for tensor in tensors))
     for tensor in tensors:
-        found.add(tensor)
-    return found.text()
+        digest_of.add(tensor)
+    return digest_of.text()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -31,9 +31,9 @@ def test_every_bit_and_every_place_counts(dtype: torch.dtype) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     known, before = {digest(values)}, values.clone()
     assert torch.equal(values, before) and digest(values) in known
-    for place in (0, 1, 500, 999):
+    for position in (0, 1, 500, 999):
         other = values.clone()
-        other[place] = torch.nextafter(other[place].float(), torch.tensor(9.0)).to(dtype) + 0.5
+        other[position] = torch.nextafter(other[position].float(), torch.tensor(9.0)).to(dtype) + 0.5
         assert digest(other) not in known
         known.add(digest(other))
     swapped = values.clone()
@@ -63,9 +63,9 @@ def test_what_is_larger_than_a_chunk_counts_to_its_end(monkeypatch: pytest.Monke
     monkeypatch.setattr("engine3d.checkpoint.digest._CHUNK", 64)
     values = torch.randn(100, generator=torch.Generator().manual_seed(5))
     known = {digest(values), digest(values[:50], values[50:])}
-    for place in (0, 15, 16, 17, 63, 99):
+    for position in (0, 15, 16, 17, 63, 99):
         other = values.clone()
-        other.view(torch.int32)[place] ^= 1 << 31
+        other.view(torch.int32)[position] ^= 1 << 31
         known |= {digest(other), digest(other[:50], other[50:])}
     other = values.clone()
     other[:16], other[16:32] = values[16:32], values[:16]  # two chunks
@@ -89,28 +89,28 @@ def test_the_shares_of_some_stand_for_reading_them(monkeypatch: pytest.MonkeyPat
     generator = torch.Generator().manual_seed(6)
     sizes = (4, 12, 128, 32, 8, 36)
     tensors = [torch.randint(-(2**15), 2**15, (size,), generator=generator, dtype=torch.int16) for size in sizes]
-    nbytes = sum(each.nbytes for each in tensors)
-    starts = [sum(each.nbytes for each in tensors[:number]) for number in range(len(tensors))]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    starts = [sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
     of_words = factors(nbytes, CPU)
 
     def share(number: int) -> torch.Tensor:
-        found = share_of(tensors[number], starts[number], nbytes, of_words)
-        assert found is not None
-        return found
+        value = share_of(tensors[number], starts[number], nbytes, of_words)
+        assert value is not None
+        return value
 
     for shared in ([2], [0, 1, 2, 3, 4, 5], [1, 5]):
-        found = Digest(CPU, nbytes)
+        digest_of = Digest(CPU, nbytes)
         for number, values in enumerate(tensors):
             if number in shared:
-                found.skip([values.nbytes], [share(number)])
+                digest_of.skip([values.nbytes], [share(number)])
             else:
-                found.add(values)
-        assert found.text() == digest(*tensors)
+                digest_of.add(values)
+        assert digest_of.text() == digest(*tensors)
     together = Digest(CPU, nbytes)
     together.add(tensors[0])
-    together.skip([each.nbytes for each in tensors[1:]], [share(number) for number in range(1, 6)])
+    together.skip([tensor.nbytes for tensor in tensors[1:]], [share(number) for number in range(1, 6)])
     assert together.text() == digest(*tensors)
-    # What is no whole words, or does not begin with one, is read.
+    # A tensor that is not made of words, or does not begin on one, is read.
     assert share_of(tensors[0][:3], 0, 6, of_words) is None and share_of(tensors[0], 2, 10, of_words) is None
     assert share_of(tensors[2][1:5], 0, 8, of_words) is None
 
@@ -118,7 +118,7 @@ def test_the_shares_of_some_stand_for_reading_them(monkeypatch: pytest.MonkeyPat
 class _Halves(torch.optim.SGD):
     """Keeps half of each master weight in its state, as Transformer Engine's Adam, and changes both."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -131,39 +131,39 @@ def test_master_weights_in_host_memory_are_read_once_by_an_update(monkeypatch: p
     parameters = [torch.nn.Parameter(torch.arange(size).bfloat16()) for size in (8, 6, 16, 4)]
     inner = _Halves([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=1.0)
     optimizer = SimpleNamespace(optimizer=inner, is_stub_optimizer=False)
-    state = host_state.HostState(optimizer, CPU, host_state.PART_BYTES // 512)
-    held = [
+    state = host_state.HostState(optimizer, CPU, host_state.CHUNK_BYTES // 512)
+    shards = [
         SimpleNamespace(
             optimizer=optimizer,
-            moments=inner.state[each],
-            weight_parts=lambda each=each: (
-                each.data,
-                *([inner.state[each]["master_param"]] if "master_param" in inner.state[each] else []),
+            moments=inner.state[parameter],
+            weight_tensors=lambda parameter=parameter: (
+                parameter.data,
+                *([inner.state[parameter]["master_param"]] if "master_param" in inner.state[parameter] else []),
             ),
         )
-        for each in parameters
+        for parameter in parameters
     ]
-    monkeypatch.setattr(digests, "held_parameters", lambda engine: held)
+    monkeypatch.setattr(digests, "parameter_shards", lambda engine: shards)
     engine: Any = SimpleNamespace(device=CPU, host_state=state)
     shares: list[int] = []
     taken = digests._Shares.taken
 
     def counted(self: Any) -> Any:
-        found = taken(self)
-        shares.append(len(found))
-        return found
+        shares_taken = taken(self)
+        shares.append(len(shares_taken))
+        return shares_taken
 
     monkeypatch.setattr(digests._Shares, "taken", counted)
 
     def right() -> str:
-        return digest(*(part for each in held for part in each.weight_parts()))
+        return digest(*(tensor for shard in shards for tensor in shard.weight_tensors()))
 
     assert weights_digest(engine) == right() and state.watch is None  # there is no state yet
     inner.step()
     assert weights_digest(engine) == right() and state.watch is not None and not shares
     inner.step()
     inner.step()
-    # The second has 12 bytes, which are no whole words.
+    # The second has 12 bytes, which is no multiple of a word.
     assert weights_digest(engine) == right() and shares == [3]
     assert weights_digest(engine) == right() and shares == [3, 0]  # without an update all is read
     inner.step()
@@ -181,7 +181,7 @@ def _bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 @contextmanager
 def _small_runs(chunk: int) -> Iterator[None]:
-    """Of three loads at most, the last of them a part of one; chunks end within them."""
+    """Limit runs to three loads, the last one incomplete. Chunks end within them."""
     from engine3d.checkpoint import digest_kernels
 
     with pytest.MonkeyPatch.context() as patch:
@@ -207,26 +207,26 @@ def _compare(device: str, times: int = 1) -> None:
 
     kinds = [
         *((torch.bfloat16, size) for size in (4, 12, 0, 400, 64, 0)),
-        *((torch.int16, size) for size in (4, 1300, 36)),
+        *((torch.int16, size) for size in (4, 300, 36)),
         *((torch.float32, size) for size in (2, 258, 66)),
         (torch.int64, 1),
     ]
     tensors = [_bits(size * times, dtype, seed) for seed, (dtype, size) in enumerate(kinds)]
-    starts = [8 + sum(each.nbytes for each in tensors[:number]) for number in range(len(tensors))]
-    nbytes = 8 + sum(each.nbytes for each in tensors) + 16
+    starts = [8 + sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
+    nbytes = 8 + sum(tensor.nbytes for tensor in tensors) + 16
     of_words, chunks = factors(nbytes, CPU), digests._chunks(nbytes)
     for chosen in (range(len(kinds)), (9, 1, 12), (7,), (2,), (2, 5)):
-        owners = [place // 2 for place, _ in enumerate(chosen)]
+        owners = [position // 2 for position, _ in enumerate(chosen)]
         expected = torch.full((owners[-1] + 2,), 3)
         for owner, number in zip(owners, chosen, strict=True):
             share = share_of(tensors[number], starts[number], nbytes, of_words)
             assert share is not None
             expected[owner] += share
         there, into = [tensors[number].to(device) for number in chosen], torch.full_like(expected, 3).to(device)
-        of_chunk = {"chunk": digests._room(nbytes), "chunks": chunks}
+        of_chunk = {"chunk": digests._chunk_bytes(nbytes), "chunks": chunks}
         table = digest_kernels.add_shares(there, [starts[number] for number in chosen], owners, into, **of_chunk)
         assert torch.equal(into.cpu(), expected) and (into[-1] == 3)
-        assert (table.device == CPU and len(table)) or not sum(each.numel() for each in there)
+        assert (table.device == CPU and len(table)) or not sum(tensor.numel() for tensor in there)
 
 
 class _OnGpu(torch.Tensor):
@@ -236,26 +236,26 @@ class _OnGpu(torch.Tensor):
 
 
 def _watch_of_kernel(device: str) -> None:
-    """What an update takes in, a part of the parameters with a kernel, is not read again."""
+    """Tensors that an update takes in, some of the parameters with a kernel, are not read again."""
     from engine3d.checkpoint import digest_kernels
 
     def there(values: torch.Tensor) -> torch.Tensor:
         return values.to(device) if device == "cuda" else values.as_subclass(_OnGpu)
 
     parameters = [there(_bits(size, torch.bfloat16, size)) for size in (64, 6, 300, 32)]
-    masters = [there(_bits(len(each), torch.int16, 7)) for each in parameters]
+    masters = [there(_bits(len(parameter), torch.int16, 7)) for parameter in parameters]
     parameters.append(there(torch.zeros(18)))
     masters.append(there(_bits(18, torch.float32, 8)))
-    states = [{"master_param": each, "exp_avg": each} for each in masters]
-    parts = [*zip(parameters[:4], masters[:4], strict=True), (masters[4],)]
+    states = [{"master_param": master, "exp_avg": master} for master in masters]
+    weights = [*zip(parameters[:4], masters[:4], strict=True), (masters[4],)]
     read: list[int] = []
 
-    def weight_parts(number: int) -> tuple[torch.Tensor, ...]:
+    def weight_tensors(number: int) -> tuple[torch.Tensor, ...]:
         read.append(number)
-        return parts[number]
+        return weights[number]
 
-    held: Any = [
-        SimpleNamespace(optimizer=object(), moments=state, weight_parts=lambda number=number: weight_parts(number))
+    shards: Any = [
+        SimpleNamespace(optimizer=object(), moments=state, weight_tensors=lambda number=number: weight_tensors(number))
         for number, state in enumerate(states)
     ]
     launches: list[int] = []
@@ -267,20 +267,20 @@ def _watch_of_kernel(device: str) -> None:
 
     with _small_runs(264), pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest_kernels, "add_shares", counted)
-        watch = digests._Shares.of(held, [tuple(part.nbytes for part in each) for each in parts])
+        watch = digests._Shares.of(shards, [tuple(tensor.nbytes for tensor in of_one) for of_one in weights])
         assert watch is not None
         engine: Any = SimpleNamespace(device=torch.device(device), host_state=SimpleNamespace(watch=watch))
         pairs = list(zip(parameters, states, strict=True))
-        right = digest(*(part.as_subclass(torch.Tensor).cpu() for each in parts for part in each))
+        right = digest(*(tensor.as_subclass(torch.Tensor).cpu() for of_one in weights for tensor in of_one))
         for _ in range(2):
             read.clear()
             launches.clear()
             watch(pairs[:2])
-            watch([*pairs[3:1:-1], (parameters[0], {"master_param": masters[0]})])  # the last is no state that is held
+            watch([*pairs[3:1:-1], (parameters[0], {"master_param": masters[0]})])  # the last is the state of no shard
             watch(pairs[4:])
             watch([])
             assert launches == [2, 4, 1]
-            # The second has 12 bytes, which are no whole words.
+            # The second has 12 bytes, which is no multiple of a word.
             assert weights_digest(engine) == right and read == [1]
         assert weights_digest(engine) == right and read == [1, 0, 1, 2, 3, 4]
 
@@ -298,7 +298,8 @@ def test_the_kernel_on_a_gpu(function: Any) -> None:
     function("cuda")
 
 
-def _compile(_device: str) -> None:
+@pytest.mark.slow
+def test_the_kernel_compiles_without_a_gpu() -> None:
     from engine3d.checkpoint import digest_kernels
 
     text = compiled_for_hopper(
@@ -308,8 +309,3 @@ def _compile(_device: str) -> None:
         whole_words=("table", "into"),
     )
     assert text.count("atom.global.gpu.relaxed.add.u64") == 1
-
-
-@pytest.mark.processes
-def test_the_kernel_compiles_without_a_gpu() -> None:
-    run_interpreted(_compile, interpret=False)

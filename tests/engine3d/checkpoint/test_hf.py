@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from engine3d.checkpoint.hf import Exported, copy_model_files, export_checkpoint, import_checkpoint
-from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleFacts, file_entry, read_manifest, write_manifest
+from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleSummary, file_entry, read_manifest, write_manifest
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, load_model_spec, model_spec
+from engine3d.models.precision import quantise, scale_box, scale_name
+from engine3d.models.safetensors_files import TensorFiles
 from tests.support.distributed import run_distributed
 from tests.support.tiny_families import CONFIGS, DEEPSEEK, make
 
@@ -31,7 +34,7 @@ CASES = {
     "qwen3-tied": (Layout(pp=2), "bfloat16", False),
     "llama-biases": (Layout(dp=2), "bfloat16", True),
 }
-"""For each model a layout, the dtype of training, and whether it has a value head."""
+"""Layout, dtype of training, and presence of a value head, by model."""
 
 
 # What a run saved -----------------------------------------------------------------------------------------------------
@@ -39,7 +42,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of each case a model, a checkpoint after an update, and what the engine itself exports."""
+    """Model, checkpoint after an update, and the engine's own export of each case."""
     root = tmp_path_factory.mktemp("runs")
     for name, (_, _, value_head) in CASES.items():
         make(name, root / name / "model", value_head=value_head)
@@ -51,9 +54,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copies = copy_model_files(root / (name if name != "llama-biases" else "qwen3-tied") / "model", checkpoint)
         assert {"model/config.json", "model/tokenizer.json"} <= {copy.path for copy in copies}
         if name == "llama-biases":
-            own = copy_model_files(root / name / "model", checkpoint, "critic")
-            assert {"critic-model/config.json", "critic-model/tokenizer.json"} <= {copy.path for copy in own}
-            copies += own
+            copied = copy_model_files(root / name / "model", checkpoint, "critic")
+            assert {"critic-model/config.json", "critic-model/tokenizer.json"} <= {copy.path for copy in copied}
+            copies += copied
         write_manifest(checkpoint, Manifest(3, "now", {"critic": role}, {}, {}, (*entries, *copies)))
     return root
 
@@ -63,11 +66,13 @@ def test_a_checkpoint_is_of_a_model_that_is_there(tmp_path: Path) -> None:
         copy_model_files(tmp_path / "gone", tmp_path)
 
 
-def _saved(ranks: list[dict[str, tuple[RoleFacts, list[FileEntry]]]]) -> dict[str, tuple[RoleFacts, list[FileEntry]]]:
+def _saved(
+    ranks: list[dict[str, tuple[RoleSummary, list[FileEntry]]]],
+) -> dict[str, tuple[RoleSummary, list[FileEntry]]]:
     return {name: (role, [entry for rank in ranks for entry in rank[name][1]]) for name, (role, _) in ranks[0].items()}
 
 
-def _train_and_save(root: Path) -> dict[str, tuple[RoleFacts, list[FileEntry]]]:
+def _train_and_save(root: Path) -> dict[str, tuple[RoleSummary, list[FileEntry]]]:
     from engine3d.checkpoint.save import EngineCheckpoint
     from engine3d.training.config import OptimizerConfig, TrainConfig
     from engine3d.training.engine import TrainEngine
@@ -76,7 +81,7 @@ def _train_and_save(root: Path) -> dict[str, tuple[RoleFacts, list[FileEntry]]]:
     def loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
         return (outputs.logprobs if outputs.values is None else outputs.values).sum(), None
 
-    found = {}
+    saved = {}
     for name, (layout, dtype, value_head) in CASES.items():
         config = TrainConfig(dtype=dtype, optimizer=OptimizerConfig(lr=1e-2))
         engine = TrainEngine(root / name / "model", config, layout, value_head=value_head)
@@ -84,11 +89,13 @@ def _train_and_save(root: Path) -> dict[str, tuple[RoleFacts, list[FileEntry]]]:
         save = EngineCheckpoint(engine)
         directory = root / name / "checkpoint" / "critic"
         save.begin(directory, background=False)
-        found[name] = (save.facts, [_below("critic", entry) for entry in save.finish()])
+        saved[name] = (save.summary, [_below("critic", entry) for entry in save.finish()])
         for exported in ("bfloat16", "float32"):
             engine.export(root / name / f"exported-{exported}", dtype=getattr(torch, exported))
+        if layout.tp == 1:  # else a rank has a part of a block of these small matrices
+            engine.export(root / name / "exported-fp8", precision="fp8")
         engine.close()
-    return found
+    return saved
 
 
 def _below(role: str, entry: FileEntry) -> FileEntry:
@@ -104,6 +111,29 @@ def test_an_export_is_what_the_engine_exports(runs: Path, tmp_path: Path, name: 
     before, after = _tensors(runs / name / "model"), _tensors(tmp_path / "export")
     changed = [key for key in before.keys() & after.keys() if not torch.equal(after[key], before[key].to(after[key]))]
     assert len(changed) > len(after) / 2  # by the update
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [name for name, (layout, _, _) in CASES.items() if layout.tp == 1])
+def test_an_export_in_fp8_is_what_the_engine_exports(runs: Path, tmp_path: Path, name: str) -> None:
+    exported = export_checkpoint(runs / name / "checkpoint", tmp_path / "export", role="critic", precision="fp8")
+    assert exported.dtype == f"fp8 and {CASES[name][1]}"
+    assert _files(tmp_path / "export") == _files(runs / name / "exported-fp8")
+    spec = load_model_spec(tmp_path / "export", value_head=CASES[name][2])
+    plain = export_checkpoint(runs / name / "checkpoint", tmp_path / "plain", role="critic")
+    assert exported.nbytes < plain.nbytes
+    quantised = 0
+    with TensorFiles(tmp_path / "export") as files, TensorFiles(tmp_path / "plain") as before:
+        for tensor in spec.hf_tensors.values():
+            box = tuple((0, size) for size in tensor.shape)
+            if tensor.fp8:
+                values, scales = quantise(before.read(tensor.name, box))
+                assert torch.equal(files.stored(tensor.name, box).view(torch.uint8), values.view(torch.uint8))
+                assert torch.equal(files.stored(scale_name(tensor.name), scale_box(box)), scales)
+                quantised += 1
+            else:
+                assert torch.equal(files.stored(tensor.name, box), before.stored(tensor.name, box))
+    assert quantised >= 7 * spec.sizes.layers
 
 
 @pytest.mark.processes
@@ -169,7 +199,7 @@ def test_what_is_imported_is_exported(model: Path, imported: Path, tmp_path: Pat
 )
 def test_an_export_has_the_dtype_that_was_trained_in(copy: Path, tmp_path: Path, trained_in: str, dtype: str) -> None:
     manifest = read_manifest(copy)
-    roles = {role: replace(facts, dtype=trained_in) for role, facts in manifest.roles.items()}
+    roles = {role: replace(summary, dtype=trained_in) for role, summary in manifest.roles.items()}
     write_manifest(copy, replace(manifest, roles=roles))
     assert export_checkpoint(copy, tmp_path / "export").dtype == dtype
     spec = load_model_spec(copy / "model")
@@ -181,9 +211,9 @@ def test_an_export_has_the_dtype_that_was_trained_in(copy: Path, tmp_path: Path,
 def test_an_imported_checkpoint_is_whole(imported: Path) -> None:
     manifest = read_manifest(imported)
     assert manifest.step == 0 and set(manifest.roles) == {"actor"}
-    facts = manifest.roles["actor"]
-    assert (facts.dtype, facts.value_head, facts.optimizer_step) == ("bfloat16", False, None)
-    assert facts.parameters == load_model_spec(imported / "model").parameter_count()
+    summary = manifest.roles["actor"]
+    assert (summary.dtype, summary.value_head, summary.optimizer_step) == ("bfloat16", False, None)
+    assert summary.parameters == load_model_spec(imported / "model").parameter_count()
     listed = {entry.path: entry for entry in manifest.files}
     there = {path.relative_to(imported).as_posix() for path in imported.rglob("*") if path.is_file()}
     assert listed.keys() == there - {"manifest.json"}
@@ -209,6 +239,13 @@ def _load_and_export(model: Path, actor: Path, out: Path) -> None:
     assert (loaded.optimizer_step, loaded.same_layout) == (None, False)
     engine.export(out)
     engine.close()
+
+
+def test_a_directory_in_fp8_is_no_checkpoint(imported: Path, tmp_path: Path) -> None:
+    export_checkpoint(imported, tmp_path / "fp8", precision="fp8")
+    with pytest.raises(UserError, match=r"^import: .*fp8 has weights in fp8, such as model\.layers\.0\.mlp\.down_proj"):
+        import_checkpoint(tmp_path / "fp8", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_imports_leave_nothing(model: Path, imported: Path, tmp_path: Path) -> None:
@@ -261,12 +298,17 @@ def _flip(file: Path, position: int) -> None:
     file.write_bytes(data)
 
 
-def _without_piece_checksums(checkpoint: Path) -> None:
-    """As older versions wrote it."""
+def _without_chunk_checksums(checkpoint: Path) -> None:
+    """Remove the checksums of chunks, which older formats lack."""
     manifest = read_manifest(checkpoint)
     (checkpoint / "actor" / "__0.checksums.json").unlink()
     files = tuple(entry for entry in manifest.files if not entry.path.endswith(".checksums.json"))
     write_manifest(checkpoint, replace(manifest, files=files))
+
+
+def _flip_without_chunk_checksums(checkpoint: Path) -> None:
+    _without_chunk_checksums(checkpoint)
+    _flip(_largest(checkpoint), -1000)
 
 
 _VERIFY = r"`hybridflow checkpoint verify .*` says what is damaged$"
@@ -303,7 +345,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         rf"^checkpoint .*: actor/__0_\d\.distcp is damaged: bytes .* that were saved \(model\..*\); {_VERIFY}",
     ),
     "one bit, no checksums of pieces": (
-        lambda at: (_without_piece_checksums(at), _flip(_largest(at), -1000)),
+        _flip_without_chunk_checksums,
         {},
         rf"^checkpoint .*: actor/__0_\d\.distcp is damaged: its checksum is not that of the manifest; {_VERIFY}",
     ),
@@ -351,7 +393,7 @@ def test_damage_is_exported_where_the_user_says_so(copy: Path, tmp_path: Path) -
     assert (tmp_path / "export" / "config.json").is_file()
 
 
-def test_whoever_reads_a_piece_compares_it(copy: Path) -> None:
+def test_every_reader_of_a_chunk_compares_it(copy: Path) -> None:
     from engine3d.checkpoint.reader import CheckpointReader, fill
     from engine3d.checkpoint.writer import alone, sharded_tensor
 
@@ -362,10 +404,11 @@ def test_whoever_reads_a_piece_compares_it(copy: Path) -> None:
             for name, stored in reader.metadata.state_dict_metadata.items():
                 if not name.startswith("weight/"):
                     continue
+                assert isinstance(stored, TensorStorageMetadata)
                 values = torch.empty(stored.size, dtype=stored.properties.dtype)
-                whole = tuple((0, size) for size in stored.size)
+                box = tuple((0, size) for size in stored.size)
                 try:
-                    fill(reader, {name: sharded_tensor(name, values, whole, tuple(stored.size))})
+                    fill(reader, {name: sharded_tensor(name, values, box, tuple(stored.size))})
                 except EngineError as error:
                     said.append(str(error))
         return said
@@ -375,11 +418,11 @@ def test_whoever_reads_a_piece_compares_it(copy: Path) -> None:
     for position in (10, size // 2, size - 1):  # in the head of an archive, in values, in its tail
         _flip(_largest(copy), position)
         (line,) = read()
-        place = (
+        damage = (
             rf"{_largest(copy)} (is damaged: bytes [\d,]+ to [\d,]+ are not those that were saved|cannot be read: .*)"
         )
         assert re.fullmatch(
-            rf"{place}( \(weight/.*\))?; `hybridflow checkpoint verify {copy}` says what is damaged", line
+            rf"{damage}( \(weight/.*\))?; `hybridflow checkpoint verify {copy}` says what is damaged", line
         )
         _flip(_largest(copy), position)
     _flip(_largest(copy), size // 2)
@@ -422,7 +465,7 @@ print(most - before)
 @pytest.mark.long
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Of 660 MB of weights at most a few pieces are held; mapped files, which the kernel may drop, do not count."""
+    """At most a few chunks of 660 MB of weights are resident. Mapped files, which the kernel may drop, do not count."""
     large = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32768, "num_hidden_layers": 6}
     config = CONFIGS["llama"] | large | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
     spec = model_spec(config)

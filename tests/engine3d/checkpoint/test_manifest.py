@@ -1,4 +1,4 @@
-"""What makes a checkpoint exist, and what does not."""
+"""Conditions under which a checkpoint exists."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from engine3d.checkpoint.manifest import (
     file_entry,
     find_checkpoints,
     prune,
+    read_complete,
     read_manifest,
-    read_whole,
     remove_checkpoint,
     remove_partial,
     step_directory,
@@ -34,10 +34,10 @@ as_user = pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind 
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    facts = json.loads((directory / MANIFEST).read_text())
-    change(facts)
-    facts.pop("checksum")
-    (directory / MANIFEST).write_bytes(module.sealed(json.dumps(facts, indent=1)))
+    content = json.loads((directory / MANIFEST).read_text())
+    change(content)
+    content.pop("checksum")
+    (directory / MANIFEST).write_bytes(module.sealed(json.dumps(content, indent=1)))
 
 
 def reason(directory: Path) -> str:
@@ -54,7 +54,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     recipe = {"train": {"lr": 1e-6, "betas": [0.9, None]}}
     written = describe(directory, roles=roles, recipe=recipe, software={"a": "1"})
     write_manifest(directory, written)
-    assert read_manifest(directory) == read_whole(directory) == written
+    assert read_manifest(directory) == read_complete(directory) == written
     assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
 
 
@@ -120,25 +120,25 @@ def test_no_manifest_for_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def first_file(**changes: object) -> Callable[[dict[str, Any]], object]:
-    return lambda facts: facts["files"][0].update(changes)
+    return lambda content: content["files"][0].update(changes)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (
-            lambda facts: facts.update(format=FORMAT + 1, more="new"),
+            lambda content: content.update(format=FORMAT + 1, more="new"),
             f"has format {FORMAT + 1}, this version reads {FORMAT}",
         ),
-        (lambda facts: facts.update(format=0), "damaged: format: "),
-        (lambda facts: facts.pop("format"), "is not the manifest of a checkpoint"),
-        (lambda facts: facts.update(format="1"), "is not the manifest of a checkpoint"),
-        (lambda facts: facts.pop("files"), "damaged: it has no files"),
-        (lambda facts: facts.update(more=1), "damaged: more is no field of it"),
-        (lambda facts: facts.update(step="12"), "damaged: step: "),
-        (lambda facts: facts.update(step=-1), "damaged: step: "),
-        (lambda facts: facts["roles"]["actor"].update(world_size=1.5), "damaged: roles.actor.world_size: "),
-        (lambda facts: facts["roles"].update({"../actor": facts["roles"]["actor"]}), "damaged: roles.../actor."),
+        (lambda content: content.update(format=0), "damaged: format: "),
+        (lambda content: content.pop("format"), "is not the manifest of a checkpoint"),
+        (lambda content: content.update(format="1"), "is not the manifest of a checkpoint"),
+        (lambda content: content.pop("files"), "damaged: it has no files"),
+        (lambda content: content.update(more=1), "damaged: more is no field of it"),
+        (lambda content: content.update(step="12"), "damaged: step: "),
+        (lambda content: content.update(step=-1), "damaged: step: "),
+        (lambda content: content["roles"]["actor"].update(world_size=1.5), "damaged: roles.actor.world_size: "),
+        (lambda content: content["roles"].update({"../actor": content["roles"]["actor"]}), "damaged: roles.../actor."),
         (first_file(size=-1), "damaged: files.0.size: "),
         (first_file(checksum="sha256:" + 32 * "0"), "damaged: files.0.checksum: "),
         (first_file(path="../other/driver.json"), "damaged: files.0.path: "),
@@ -148,8 +148,8 @@ def first_file(**changes: object) -> Callable[[dict[str, Any]], object]:
         (first_file(path=""), "damaged: files.0.path: "),
         (first_file(path="a\0b"), "damaged: files.0.path: "),
         (first_file(path=MANIFEST), "damaged: files.0.path: "),
-        (lambda facts: facts["files"].append(facts["files"][0]), "damaged: it lists a file twice"),
-        (lambda facts: facts["files"].clear(), "damaged: it lists no file"),
+        (lambda content: content["files"].append(content["files"][0]), "damaged: it lists a file twice"),
+        (lambda content: content["files"].clear(), "damaged: it lists no file"),
     ],
 )
 def test_a_manifest_that_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], expected: str) -> None:
@@ -162,19 +162,19 @@ def test_a_manifest_that_is_refused(tmp_path: Path, change: Callable[[dict[str, 
 def test_any_change_of_a_manifests_text_is_seen(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     write_manifest(directory, describe(directory, recipe={"train": {"lr": 1e-6}}))
-    whole = (directory / MANIFEST).read_bytes()
+    complete = (directory / MANIFEST).read_bytes()
     for before, after in [
         (b"1e-06", b"9e-06"),
         (b'"step": 12', b'"step": 13'),
         (b'"step"', b' "step"'),
         (b"xxh3_128:", b"xxh3_128:0"),
     ]:
-        assert before in whole
-        (directory / MANIFEST).write_bytes(whole.replace(before, after, 1))
+        assert before in complete
+        (directory / MANIFEST).write_bytes(complete.replace(before, after, 1))
         assert reason(directory) == f"{MANIFEST} is damaged: its checksum is not that of its text"
     # Those of format 2 have none.
-    facts = {key: value for key, value in json.loads(whole).items() if key != "checksum"}
-    (directory / MANIFEST).write_text(json.dumps(facts | {"format": 2}))
+    content = {key: value for key, value in json.loads(complete).items() if key != "checksum"}
+    (directory / MANIFEST).write_text(json.dumps(content | {"format": 2}))
     assert read_manifest(directory).recipe == {"train": {"lr": 1e-6}}
 
 
@@ -187,9 +187,9 @@ def test_a_manifest_that_is_none(tmp_path: Path, text: bytes) -> None:
 
 def test_a_manifest_that_was_cut_off_is_refused_wherever(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
-    whole = (directory / MANIFEST).read_bytes()
-    for length in range(0, len(whole.rstrip()), 7):
-        (directory / MANIFEST).write_bytes(whole[:length])
+    complete = (directory / MANIFEST).read_bytes()
+    for length in range(0, len(complete.rstrip()), 7):
+        (directory / MANIFEST).write_bytes(complete[:length])
         assert reason(directory).startswith(f"{MANIFEST} is ")
         assert find_checkpoints(tmp_path)[0] == []
 
@@ -217,9 +217,9 @@ def test_found_are_the_whole_ones_newest_first_and_why_the_others_are_not(tmp_pa
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-00000043.old").mkdir()
     (tmp_path / "notes").mkdir()
-    whole, skipped = find_checkpoints(tmp_path)
-    assert [path.name for path in whole] == ["step-123456789", "step-99999999", "step-00000009"]
-    assert {each.directory: each.reason for each in skipped} == {
+    complete, skipped = find_checkpoints(tmp_path)
+    assert [path.name for path in complete] == ["step-123456789", "step-99999999", "step-00000009"]
+    assert {skip.directory: skip.reason for skip in skipped} == {
         at[30]: "driver.json is missing",
         at[31]: "actor/weights has 7,004 bytes, expected 7,000",
         at[32]: f"it has no {MANIFEST}: it is no checkpoint, or its save was not finished",
@@ -229,7 +229,7 @@ def test_found_are_the_whole_ones_newest_first_and_why_the_others_are_not(tmp_pa
         at[42]: "there is no such directory",
     }
     with pytest.raises(UserError, match=r"step-00000030: driver\.json is missing"):
-        read_whole(at[30])
+        read_complete(at[30])
     assert read_manifest(at[30]).step == 30
 
 
@@ -247,9 +247,9 @@ def test_what_cannot_be_read_is_skipped_and_not_removed(tmp_path: Path) -> None:
     (unreadable / MANIFEST).chmod(0)
     locked.chmod(0)
     try:
-        whole, skipped = find_checkpoints(tmp_path)
-        assert whole == []
-        assert [each.reason for each in skipped] == 2 * [f"{MANIFEST} cannot be read: Permission denied"]
+        complete, skipped = find_checkpoints(tmp_path)
+        assert complete == []
+        assert [skip.reason for skip in skipped] == 2 * [f"{MANIFEST} cannot be read: Permission denied"]
         assert remove_partial(tmp_path) == []
         assert locked.exists() and unreadable.exists()
     finally:
@@ -267,9 +267,9 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             remove_checkpoint(directory)
     assert (directory / "actor" / "weights").exists()
-    whole, skipped = find_checkpoints(tmp_path)
-    assert (whole, [each.directory for each in skipped]) == ([], [directory])
-    assert [each.directory for each in remove_partial(tmp_path)] == [directory]
+    complete, skipped = find_checkpoints(tmp_path)
+    assert (complete, [skip.directory for skip in skipped]) == ([], [directory])
+    assert [skip.directory for skip in remove_partial(tmp_path)] == [directory]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -281,7 +281,7 @@ def test_removing_what_is_gone_or_a_link_to_one(tmp_path: Path) -> None:
     assert find_checkpoints(tmp_path) == ([link], [])
     remove_checkpoint(link)
     assert not link.is_symlink()
-    assert read_whole(kept).step == 12
+    assert read_complete(kept).step == 12
 
 
 def test_only_the_oldest_whole_ones_are_pruned(tmp_path: Path) -> None:

@@ -14,21 +14,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine3d.checkpoint.chunks import flat_chunks
 from engine3d.checkpoint.manifest import checksum
-from engine3d.checkpoint.pieces import flat_pieces
 from engine3d.checkpoint.state import join_remainder, split_remainder
 from engine3d.errors import DamagedCheckpointError, EngineError, UserError
 from engine3d.layout import Layout
-from engine3d.models.rules import LocalParameter, Piece
+from engine3d.models.rules import LocalParameter, TensorSlice
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
+from tests.support.proves import proves, runs_of
 
 SETTINGS = OptimizerConfig(lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=2, decay_steps=9, weight_decay=0.1)
-LAYOUTS: list[dict[str, int]] = [
+LAYOUTS: list[dict[str, Any]] = [
     {},
     {"tp": 2},
+    {"pp": 2, "stages": (3, 1)},
+    {"cp": 2},
     {"tp": 2, "pp": 2},
     {"pp": 2, "ep": 2},
     {"tp": 2, "ep": 4, "etp": 1},
@@ -36,7 +39,7 @@ LAYOUTS: list[dict[str, int]] = [
 ]
 
 
-def build_engine(directory: Path, sizes: dict[str, int], *, load: bool = True, **settings: Any) -> Any:
+def build_engine(directory: Path, sizes: dict[str, Any], *, load: bool = True, **settings: Any) -> Any:
     from engine3d.training.engine import TrainEngine
 
     value_head = settings.pop("value_head", False)
@@ -54,8 +57,8 @@ def update(engine: Any, number: int) -> tuple[float, float]:
     sequences = Sequences.of(mine, weights=torch.full((sum(map(len, mine)),), 1 / 73))
 
     def loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
-        figures = outputs.values if engine.value_head else outputs.logprobs
-        return -(figures * columns["weights"]).sum(), None
+        values = outputs.values if engine.value_head else outputs.logprobs
+        return -(values * columns["weights"]).sum(), None
 
     result = engine.update(sequences, loss)
     return result.grad_norm, result.learning_rate
@@ -77,8 +80,8 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    left, right = read_all(found), read_all(expected)
+def assert_same(actual: Path, expected: Path) -> None:
+    left, right = read_all(actual), read_all(expected)
     assert left.keys() == right.keys()
     for key, tensor in right.items():
         assert left[key].dtype == tensor.dtype
@@ -97,25 +100,25 @@ def save(engine: Any, checkpoint: Any, directory: Path, *, background: bool = Tr
     return [(entry, (directory / entry.path).stat().st_size, checksum(directory / entry.path)) for entry in entries]
 
 
-def _first(directory: Path, root: Path, sizes: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
+def _first(directory: Path, root: Path, sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Two updates and a save, twice; then two more updates."""
     from engine3d.checkpoint.save import EngineCheckpoint
 
     engine = build_engine(directory, sizes, **settings)
     checkpoint = EngineCheckpoint(engine)
-    told: dict[str, Any] = {"entries": [], "updates": []}
+    reported: dict[str, Any] = {"entries": [], "updates": []}
     for number in range(4):
-        told["updates"].append(update(engine, number))
+        reported["updates"].append(update(engine, number))
         if number % 2:
-            told["entries"] += save(engine, checkpoint, root / f"background-{number}")
-            told["updates"].append(update(engine, 10 + number))
-            told["entries"] += save(engine, checkpoint, root / f"blocking-{number}", background=False)
-    told["updates"].append(update(engine, 20))
-    told["facts"] = checkpoint.facts
+            reported["entries"] += save(engine, checkpoint, root / f"background-{number}")
+            reported["updates"].append(update(engine, 10 + number))
+            reported["entries"] += save(engine, checkpoint, root / f"blocking-{number}", background=False)
+    reported["updates"].append(update(engine, 20))
+    reported["summary"] = checkpoint.summary
     checkpoint.begin(_made(root / "end"), background=True)
     checkpoint.finish()
     engine.close()
-    return told
+    return reported
 
 
 def _made(directory: Path) -> Path:
@@ -126,30 +129,30 @@ def _made(directory: Path) -> Path:
 
 
 def _load_in_many_batches() -> None:
-    """As a large model is: two batches are read at a time."""
+    """Read two batches at a time, as for a large model."""
     from engine3d.checkpoint import load
 
     load._BATCH_BYTES = 8 << 10
 
 
-def _again(directory: Path, root: Path, sizes: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
-    """What `_first` did after its first save, from that save."""
+def _again(directory: Path, root: Path, sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Repeat what `_first` did after its first save, from that save."""
     from engine3d.checkpoint.save import EngineCheckpoint
 
     _load_in_many_batches()
     engine = build_engine(directory, sizes, load=False, **settings)
     checkpoint = EngineCheckpoint(engine)
-    told: dict[str, Any] = {"loaded": checkpoint.load(root / "background-1"), "updates": []}
+    reported: dict[str, Any] = {"loaded": checkpoint.load(root / "background-1"), "updates": []}
     checkpoint.begin(_made(root / "loaded"), background=True)
     checkpoint.finish()
-    told["updates"] += [update(engine, number) for number in (99, 11, 2, 3, 99, 13, 20)]
+    reported["updates"] += [update(engine, number) for number in (99, 11, 2, 3, 99, 13, 20)]
     checkpoint.begin(_made(root / "end-again"), background=True)
     checkpoint.finish()
     checkpoint.load(root / "background-1")  # over a state that is there
     checkpoint.begin(_made(root / "loaded-again"), background=True)
     checkpoint.finish()
     engine.close()
-    return told
+    return reported
 
 
 def _elsewhere(directory: Path, root: Path, layouts: list[dict[str, int]], settings: dict[str, Any]) -> list[Any]:
@@ -157,30 +160,39 @@ def _elsewhere(directory: Path, root: Path, layouts: list[dict[str, int]], setti
     from engine3d.checkpoint.save import EngineCheckpoint
 
     _load_in_many_batches()
-    told = []
+    reported = []
     for number, sizes in enumerate(layouts):
         engine = build_engine(directory, sizes, load=False, **settings)
         checkpoint = EngineCheckpoint(engine)
         loaded = checkpoint.load(root / "background-1")
         checkpoint.begin(_made(root / f"elsewhere-{dist.get_world_size()}-{number}"), background=True)
         checkpoint.finish()
-        told.append((loaded, [update(engine, other) for other in (99, 11)]))
+        reported.append((loaded, [update(engine, other) for other in (99, 11)]))
         engine.close()
-    return told
+    return reported
 
 
-CASES: dict[str, tuple[str, dict[str, int], int, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"tp": 2, "ep": 2}, 4, {}),
     "bfloat16": (
         "qwen3_moe",
-        {"pp": 2, "ep": 2},
+        {"pp": 2, "vpp": 2, "ep": 2},
         4,
         {"dtype": "bfloat16", "optimizer": SETTINGS.model_copy(update={"offload": True})},
     ),
-    "tied": ("qwen3-tied", {"tp": 2, "pp": 2}, 4, {}),
+    "tied": ("qwen3-tied", {"tp": 2, "pp": 2, "vpp": 2}, 4, {}),
     "buffers": ("deepseek_v3", {"tp": 2, "ep": 2}, 2, {}),
     "values": ("qwen3_moe-biases", {}, 2, {"value_head": True}),
+    "shared": ("qwen3_moe", {"cp": 2, "ep": 2}, 2, {}),
 }
+
+
+def _proves(name: str) -> pytest.MarkDecorator:
+    """The mark of a case."""
+    family, sizes, world_size, settings = CASES[name]
+    features = ["checkpoints packing", *(["critic"] if settings.get("value_head") else [])]
+    features += ["optimizer_offload"] if "optimizer" in settings else []
+    return proves(tiny_families.family_of(family), *runs_of({world_size: [sizes]}, " ".join(features)))
 
 
 Saved = tuple[Path, Path, list[Any]]
@@ -203,20 +215,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_proves(name)) for name in CASES])
 def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[str], Saved]) -> None:
     model, root, first = saved(name)
     _, sizes, world_size, settings = CASES[name]
     for rank in first:
-        for entry, size, found in rank["entries"]:
-            assert (entry.size, entry.checksum) == (size, found)
+        for entry, size, computed in rank["entries"]:
+            assert (entry.size, entry.checksum) == (size, computed)
     names = {path.name for path in (root / "background-1").iterdir()}
     assert names == {entry.path for rank in first for entry, _, _ in rank["entries"]}
     again = run_distributed(_again, world_size, model, root, sizes, settings, timeout_s=180)
     for before, after in zip(first, again, strict=True):
         assert after["loaded"].same_layout
         assert after["loaded"].optimizer_step == 2
-        updates = before["updates"]  # without those that were made while a save was under way
+        updates = before["updates"]  # without those that were made while a save was in flight
         assert after["updates"][1:4] == updates[2:5]
         assert after["updates"][5:] == updates[5:]
     assert_same(root / "loaded", root / "background-1")
@@ -224,10 +236,18 @@ def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[st
     assert_same(root / "loaded-again", root / "background-1")
 
 
+@proves("qwen3_moe", *runs_of({1: [{}], 2: LAYOUTS[:4], 4: LAYOUTS[2:]}, "checkpoints packing"))
+@proves("qwen3", *runs_of({2: LAYOUTS[:4]}, "checkpoints packing"))
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [("experts", 1), pytest.param("experts", 4, marks=pytest.mark.release), ("bfloat16", 2), ("tied", 2)],
+    [
+        ("experts", 1),
+        pytest.param("experts", 4, marks=pytest.mark.release),
+        ("bfloat16", 2),
+        ("tied", 2),
+        ("shared", 1),
+    ],
 )
 def test_every_other_layout_holds_the_same(name: str, world_size: int, saved: Callable[[str], Saved]) -> None:
     model, root, first = saved(name)
@@ -236,7 +256,7 @@ def test_every_other_layout_holds_the_same(name: str, world_size: int, saved: Ca
     layouts = [
         other
         for other in LAYOUTS
-        if world_size % (other.get("tp", 1) * other.get("pp", 1)) == 0
+        if world_size % (other.get("tp", 1) * other.get("cp", 1) * other.get("pp", 1)) == 0
         and world_size % (other.get("ep", 1) * other.get("etp", 1) * other.get("pp", 1)) == 0
         and (experts or "ep" not in other)
         and (world_size, other) != (first_size, sizes)
@@ -254,17 +274,17 @@ def test_every_other_layout_holds_the_same(name: str, world_size: int, saved: Ca
 def _refused(directory: Path, other: Path, root: Path) -> list[str]:
     from engine3d.checkpoint.save import EngineCheckpoint
 
-    told = []
+    reported = []
     engine = build_engine(directory, {})
     checkpoint = EngineCheckpoint(engine)
     checkpoint.begin(_made(root / "fresh"), background=True)
     try:
         checkpoint.begin(root / "second", background=True)
     except EngineError as error:
-        told.append(str(error))
+        reported.append(str(error))
     checkpoint.finish()
     loaded = checkpoint.load(root / "fresh")
-    told.append(str(loaded.optimizer_step))
+    reported.append(str(loaded.optimizer_step))
     update(engine, 0)
     # A file stands where a rank's own file has to be.
     blocked = _made(root / "blocked")
@@ -276,7 +296,7 @@ def _refused(directory: Path, other: Path, root: Path) -> list[str]:
     try:
         checkpoint.finish()
     except EngineError as error:
-        told.append(str(error))
+        reported.append(str(error))
     checkpoint.begin(_made(root / "given up"), background=True)
     checkpoint.abandon()
     checkpoint.begin(_made(root / "damaged"), background=False)
@@ -290,7 +310,7 @@ def _refused(directory: Path, other: Path, root: Path) -> list[str]:
     try:
         checkpoint.load(root / "damaged")
     except DamagedCheckpointError as error:
-        told.append(str(error))
+        reported.append(str(error))
     checkpoint.begin(_made(root / "after"), background=False)
     checkpoint.finish()
     engine.close()
@@ -298,9 +318,9 @@ def _refused(directory: Path, other: Path, root: Path) -> list[str]:
     try:
         EngineCheckpoint(engine).load(root / "after")
     except UserError as error:
-        told.append(str(error))
+        reported.append(str(error))
     engine.close()
-    return told
+    return reported
 
 
 @pytest.mark.processes
@@ -309,12 +329,12 @@ def test_what_goes_wrong_is_said_on_every_rank_and_the_next_save_is_whole(tmp_pa
     tiny_families.make("llama", model)
     tiny_families.make("qwen3-biases", other)
     first, second = run_distributed(_refused, 2, model, other, root, timeout_s=120)
-    under_way, fresh, failed, damaged, stranger = first
-    assert under_way == f"save to {root}/second: the one to {root}/fresh is still under way"
+    in_flight, fresh, failed, damaged, stranger = first
+    assert in_flight == f"save to {root}/second: the one to {root}/fresh is still in flight"
     assert fresh == "None"
-    own = second[2]
-    assert own.startswith(f"cannot write {root}/blocked/__1_") and own.endswith(": Is a directory")
-    assert failed == f"save to {root}/blocked: rank 1 failed: {own}"
+    blocked = second[2]
+    assert blocked.startswith(f"cannot write {root}/blocked/__1_") and blocked.endswith(": Is a directory")
+    assert failed == f"save to {root}/blocked: rank 1 failed: {blocked}"
     # What one rank finds ends the load of all: the others would wait for it.
     assert second[3].startswith(f"{root}/damaged/__1_0.distcp is damaged: bytes ")
     assert damaged == f"load of {root}/damaged: rank 1: {second[3]}"
@@ -323,42 +343,42 @@ def test_what_goes_wrong_is_said_on_every_rank_and_the_next_save_is_whole(tmp_pa
     assert read_all(root / "after")
 
 
-def test_pieces_of_every_range_are_the_elements_of_the_range() -> None:
+def test_chunks_of_every_range_are_the_elements_of_the_range() -> None:
     columns = ((0, 4), (0, 3))
-    row_cut = LocalParameter("row", (4, 3), (Piece("a", ((0, 4), (6, 9)), columns),), owner=True, primary=True)
+    row_cut = LocalParameter("row", (4, 3), (TensorSlice("a", ((0, 4), (6, 9)), columns),), owner=True, primary=True)
     two = LocalParameter(
         "two",
         (6, 3),
-        (Piece("b", ((2, 4), (0, 3)), ((0, 2), (0, 3))), Piece("c", ((0, 3), (0, 3)), ((2, 5), (0, 3)))),
+        (TensorSlice("b", ((2, 4), (0, 3)), ((0, 2), (0, 3))), TensorSlice("c", ((0, 3), (0, 3)), ((2, 5), (0, 3)))),
         owner=True,
         primary=True,
     )
-    vector = LocalParameter("vector", (7,), (Piece("d", ((3, 8),), ((0, 5),)),), owner=True, primary=True)
+    vector = LocalParameter("vector", (7,), (TensorSlice("d", ((3, 8),), ((0, 5),)),), owner=True, primary=True)
     for local in (row_cut, two, vector):
         count = torch.Size(local.shape).numel()
-        wanted = _elements(local)
+        expected = _elements(local)
         for start in range(count + 1):
             for stop in range(start, count + 1):
                 for most in (1, 4, 100):
-                    found = {}
-                    for piece in flat_pieces(local, start, stop, most):
-                        inside = list(itertools.product(*(range(*side) for side in piece.box)))
-                        assert len(inside) == piece.length
+                    actual = {}
+                    for chunk in flat_chunks(local, start, stop, most):
+                        inside = list(itertools.product(*(range(*side) for side in chunk.box)))
+                        assert len(inside) == chunk.length
                         for index, element in enumerate(inside):
-                            found[start + piece.offset + index] = (piece.hf_name, element)
-                    assert found == {at: element for at, element in wanted.items() if start <= at < stop}
+                            actual[start + chunk.offset + index] = (chunk.hf_name, element)
+                    assert actual == {at: element for at, element in expected.items() if start <= at < stop}
 
 
 def _elements(local: LocalParameter) -> dict[int, tuple[str, tuple[int, ...]]]:
     """Flat position in a parameter -> tensor and position in it."""
     positions = torch.arange(torch.Size(local.shape).numel()).view(local.shape)
-    found = {}
-    for piece in local.pieces:
-        inside = positions[tuple(slice(*side) for side in piece.local_box)]
-        theirs = itertools.product(*(range(*side) for side in piece.hf_box))
+    by_position = {}
+    for region in local.slices:
+        inside = positions[tuple(slice(*side) for side in region.local_box)]
+        theirs = itertools.product(*(range(*side) for side in region.hf_box))
         for at, element in zip(inside.reshape(-1).tolist(), theirs, strict=True):
-            found[at] = (piece.hf_name, element)
-    return found
+            by_position[at] = (region.hf_name, element)
+    return by_position
 
 
 def test_remainders_make_every_float() -> None:
@@ -374,14 +394,14 @@ def test_remainders_make_every_float() -> None:
 
 def test_what_passes_through_host_memory_is_written_alone(tmp_path: Path) -> None:
     tensors = [torch.randn(40, 30), torch.randn(7).bfloat16(), torch.tensor(3.0), torch.randn(0, 4)]
-    from engine3d.checkpoint.staging import HostRoom
+    from engine3d.checkpoint.staging import HostBuffer
     from engine3d.checkpoint.writer import HashedFile, _save_tensor
 
-    room, path = HostRoom(), tmp_path / "tensors"
+    buffer, path = HostBuffer(), tmp_path / "tensors"
     with HashedFile(path) as file:
         for tensor in tensors:
-            start = file.tell()
-            _save_tensor(room.room(tensor.shape, tensor.dtype).copy_(tensor), file)
+            start = file.size
+            _save_tensor(buffer.tensor(tensor.shape, tensor.dtype).copy_(tensor), file)
             file.sync()
             written = io.BytesIO(path.read_bytes()[start:])
             assert len(written.getbuffer()) < tensor.numel() * tensor.element_size() + 4096

@@ -1,4 +1,4 @@
-"""What is damaged is named, with the tensors that are lost; and what is in a checkpoint is told without trusting it."""
+"""Damaged files are named, with the tensors that are lost. Metadata is read without trusting it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from engine3d.checkpoint.inspect import inspect_checkpoint
-from engine3d.checkpoint.manifest import MANIFEST, RoleFacts, read_manifest, write_manifest
+from engine3d.checkpoint.manifest import MANIFEST, RoleSummary, read_manifest, write_manifest
 from engine3d.checkpoint.metadata import METADATA, Chunk, ChunkedTensor, StoredChunk, read_metadata
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
 from engine3d.errors import UserError
@@ -24,13 +25,13 @@ from tests.support.small_checkpoints import describe, make_checkpoint_of_tensors
 CHANGED = "is damaged: its checksum is not that of the manifest"
 
 
-def places(directory: Path, role: str = "actor") -> dict[str, list[tuple[int, int, str]]]:
+def chunks_by_file(directory: Path, role: str = "actor") -> dict[str, list[tuple[int, int, str]]]:
     """(start, stop, key) of everything that lies in each file of a role, as torch says it."""
-    found: dict[str, list[tuple[int, int, str]]] = {}
+    by_file: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in FileSystemReader(directory / role).read_metadata().storage_data.items():
-        place = (info.offset, info.offset + info.length, index.fqn)
-        found.setdefault(f"{role}/{info.relative_path}", []).append(place)
-    return {file: sorted(held) for file, held in found.items()}
+        chunk = (info.offset, info.offset + info.length, index.fqn)
+        by_file.setdefault(f"{role}/{info.relative_path}", []).append(chunk)
+    return {file: sorted(chunks) for file, chunks in by_file.items()}
 
 
 def flip(path: Path, position: int) -> None:
@@ -60,10 +61,10 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_the_tensors_of_a_damaged_file_are_named(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path, roles=("actor", "critic"))
-    ((file, held),) = places(directory, "critic").items()
-    assert len(held) == 6
+    ((file, chunks),) = chunks_by_file(directory, "critic").items()
+    assert len(chunks) == 6
     flip(directory / file, 1000)
-    keys = tuple(key for _, _, key in held)
+    keys = tuple(key for _, _, key in chunks)
     assert verify_checkpoint(directory) == [Damage(file, CHANGED, keys)]
     size = (directory / file).stat().st_size
     with (directory / file).open("ab") as longer:
@@ -76,26 +77,26 @@ def test_the_tensors_of_a_damaged_file_are_named(tmp_path: Path) -> None:
 
 def test_of_a_file_that_was_cut_off_those_past_its_end_are_named(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path)
-    ((file, held),) = places(directory).items()
-    whole = (directory / file).stat().st_size
-    assert held[-1][1] == whole
+    ((file, chunks),) = chunks_by_file(directory).items()
+    full_size = (directory / file).stat().st_size
+    assert chunks[-1][1] == full_size
     for number in (5, 3, 0):
-        start, stop, _ = held[number]
+        start, stop, _ = chunks[number]
         for size in (stop - 1, start):
             os.truncate(directory / file, size)
-            reason = f"has {size:,} bytes, expected {whole:,}"
-            assert verify_checkpoint(directory) == [Damage(file, reason, tuple(key for _, _, key in held[number:]))]
+            reason = f"has {size:,} bytes, expected {full_size:,}"
+            assert verify_checkpoint(directory) == [Damage(file, reason, tuple(key for _, _, key in chunks[number:]))]
 
 
 def test_tensors_are_named_in_the_order_of_the_file_whatever_the_order_of_the_metadata(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path)
-    ((file, held),) = places(directory).items()
+    ((file, chunks),) = chunks_by_file(directory).items()
     metadata = FileSystemReader(directory / "actor").read_metadata()
     metadata.storage_data = dict(reversed(metadata.storage_data.items()))
     (directory / "actor" / METADATA).write_bytes(pickle.dumps(metadata))
     write_manifest(directory, describe(directory))
     flip(directory / file, 0)
-    assert verify_checkpoint(directory) == [Damage(file, CHANGED, tuple(key for _, _, key in held))]
+    assert verify_checkpoint(directory) == [Damage(file, CHANGED, tuple(key for _, _, key in chunks))]
 
 
 def test_damages_are_told_in_the_manifests_order_however_long_each_file_takes(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ class _Trap:
 
 def test_a_metadata_file_that_was_changed_is_reported_and_not_unpickled(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path, roles=("actor", "critic"))
-    ((file, _),) = places(directory).items()
+    ((file, _),) = chunks_by_file(directory).items()
     trap = tmp_path / "sprung"
     (directory / "actor" / METADATA).write_bytes(pickle.dumps(_Trap(trap)))
     flip(directory / file, 0)
@@ -177,7 +178,7 @@ def test_a_metadata_file_that_describes_nothing(tmp_path: Path, data: bytes) -> 
 
 def test_metadata_is_what_torch_reads(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path)
-    found = read_metadata(directory, read_manifest(directory), "actor")
+    metadata = read_metadata(directory, read_manifest(directory), "actor")
     expected = FileSystemReader(directory / "actor").read_metadata()
     tensors = {
         key: ChunkedTensor(
@@ -188,9 +189,9 @@ def test_metadata_is_what_torch_reads(tmp_path: Path) -> None:
         for key, entry in expected.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    assert found.tensors == tensors
+    assert metadata.tensors == tensors
     assert len(tensors) == 5
-    assert found.stored == tuple(
+    assert metadata.stored == tuple(
         StoredChunk(index.fqn, tuple(index.offset or ()), info.relative_path, info.offset, info.length)
         for index, info in expected.storage_data.items()
     )
@@ -202,11 +203,11 @@ def test_metadata_is_what_torch_reads(tmp_path: Path) -> None:
         {"state_dict_metadata": None},
         {"state_dict_metadata": {1: BytesStorageMetadata(), 2: MetadataIndex("a")}},
         {"storage_data": {"weight/a": None}},
-        {"storage_data": {MetadataIndex("a"): _StorageInfo("__0_0.distcp", "0", 1)}},
+        {"storage_data": {MetadataIndex("a"): _StorageInfo("__0_0.distcp", "0", 1)}},  # type: ignore[arg-type]
         {"storage_data": {MetadataIndex("a", (0,)): _StorageInfo("__0_0.distcp", 0, True)}},
     ],
 )
-def test_metadata_of_other_types_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_metadata_of_other_types_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     directory = make_checkpoint_of_tensors(tmp_path)
     metadata = FileSystemReader(directory / "actor").read_metadata()
     (directory / "actor" / METADATA).write_bytes(pickle.dumps(replace(metadata, **changes)))
@@ -216,9 +217,9 @@ def test_metadata_of_other_types_is_refused(tmp_path: Path, changes: dict[str, o
 
 def test_a_manifest_that_forgets_files_of_a_role(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path)
-    ((file, held),) = places(directory).items()
+    ((file, chunks),) = chunks_by_file(directory).items()
     manifest = read_manifest(directory)
-    for path, keys in ((file, tuple(key for _, _, key in held)), (f"actor/{METADATA}", ())):
+    for path, keys in ((file, tuple(key for _, _, key in chunks)), (f"actor/{METADATA}", ())):
         left = tuple(entry for entry in manifest.files if entry.path != path)
         write_manifest(directory, replace(manifest, files=left))
         assert verify_checkpoint(directory) == [Damage(path, "is not listed in the manifest", keys)]
@@ -259,14 +260,14 @@ def test_what_inspect_tells(tmp_path: Path) -> None:
     assert lines[2].startswith(
         "driver: driver.json cannot be read: not valid JSON: no name in double quotes at column 2"
     )
-    assert lines[-2] == "not whole: actor/__0_0.distcp is missing"
-    assert lines[-1].startswith("not whole: driver.json has 1 bytes, expected ")
+    assert lines[-2] == "incomplete: actor/__0_0.distcp is missing"
+    assert lines[-1].startswith("incomplete: driver.json has 1 bytes, expected ")
 
 
 def test_facts_are_told_as_they_are(tmp_path: Path) -> None:
     directory = make_checkpoint_of_tensors(tmp_path)
     (directory / "driver.json").unlink()
-    imported = RoleFacts("imported", 1, "bfloat16", True, 2_000_000, None)
+    imported = RoleSummary("imported", 1, "bfloat16", True, 2_000_000, None)
     write_manifest(directory, describe(directory, roles={"actor": imported}))
     line = "actor: 2,000,000 parameters, value head, weights alone; trained in bfloat16 on 1 rank, imported"
     assert inspect_checkpoint(directory).splitlines()[2] == line

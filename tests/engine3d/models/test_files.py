@@ -55,11 +55,11 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "rename", named)
     spec, directory = model_spec(MOE), tmp_path / "model"
     initialise_random(spec, directory, seed=1, dtype=torch.float32, max_shard_bytes=50e3)
-    place = events.index(directory)
-    partial = {each for each in events[:place] if each.is_relative_to(tmp_path)}
-    [root] = {each for each in partial if any(each == other.parent for other in partial)}
-    assert {each.name for each in partial - {root}} == {each.name for each in directory.iterdir()}
-    assert events[place + 1 :] == [tmp_path]
+    index = events.index(directory)
+    partial = {path for path in events[:index] if path.is_relative_to(tmp_path)}
+    [root] = {path for path in partial if any(path == other.parent for other in partial)}
+    assert {path.name for path in partial - {root}} == {path.name for path in directory.iterdir()}
+    assert events[index + 1 :] == [tmp_path]
 
 
 def file_of(directory: Path, tensor: str) -> Path:
@@ -152,8 +152,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         rf"^tensor {Q_PROJ} in .*model-0.*: expected shape \[64, 32\], found \[60, 32\]$",
     ),
     "dtype": (
-        lambda at: change_tensor(at, Q_PROJ, lambda tensor: tensor.to(torch.float8_e4m3fn)),
-        rf"^tensor {Q_PROJ} in .*: dtype F8_E4M3 of quantised weights, expected F64, F32, BF16, F16",
+        lambda at: change_tensor(at, Q_PROJ, lambda tensor: tensor.to(torch.float8_e5m2)),
+        rf"^tensor {Q_PROJ} in .*: dtype F8_E5M2 of quantised weights, expected F64, F32, BF16, F16",
     ),
     "no file": (lambda at: file_of(at, Q_PROJ).unlink(), rf"^.*model-0.*: no such file, though {INDEX} names it$"),
     "truncated": (truncate, r"^.*model-0.*: damaged: expected \d+ bytes by its header, found \d+$"),
@@ -269,9 +269,9 @@ def test_one_weight_that_is_no_number_is_named(sound: Path, tmp_path: Path, valu
     directory = tmp_path / "model"
     shutil.copytree(sound, directory)
     spec = load_model_spec(directory)
-    looked_at, whole = check_finite_weights(spec, directory, limit_s=60)
-    assert looked_at == whole == 4 * spec.parameter_count()
-    assert check_finite_weights(spec, directory, limit_s=-1) == (0, whole)
+    looked_at, nbytes = check_finite_weights(spec, directory, limit_s=60)
+    assert looked_at == nbytes == 4 * spec.parameter_count()
+    assert check_finite_weights(spec, directory, limit_s=-1) == (0, nbytes)
 
     def spoil(tensor: torch.Tensor) -> torch.Tensor:
         tensor[63, 5] = value
@@ -300,15 +300,15 @@ def test_random_weights_depend_on_seed_and_name_alone(sound: Path, tmp_path: Pat
     spec = model_spec(MOE)
     initialise_random(spec, tmp_path / "whole", seed=1, dtype=torch.float32)
     initialise_random(spec, tmp_path / "other", seed=2, dtype=torch.float32)
-    whole, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "other"))
+    first, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "other"))
     assert not (tmp_path / "whole" / INDEX).exists()
-    assert list(whole) and set(whole) == set(spec.hf_tensors)
+    assert list(first) and set(first) == set(spec.hf_tensors)
     for file in sound.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
-            assert torch.equal(tensor, whole[name])
-    assert not torch.equal(whole[Q_PROJ], other[Q_PROJ])
-    assert torch.equal(whole["model.norm.weight"], torch.ones(32))
-    assert abs(float(whole["model.embed_tokens.weight"].std()) - 0.02) < 0.001
+            assert torch.equal(tensor, first[name])
+    assert not torch.equal(first[Q_PROJ], other[Q_PROJ])
+    assert torch.equal(first["model.norm.weight"], torch.ones(32))
+    assert abs(float(first["model.embed_tokens.weight"].std()) - 0.02) < 0.001
     with pytest.raises(UserError, match="exists already"):
         initialise_random(spec, tmp_path / "whole", seed=1, dtype=torch.float32)
 
@@ -344,10 +344,10 @@ def test_a_fingerprint_is_of_the_weights_and_not_of_their_files(sound: Path, tmp
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         directory.mkdir()
         names = sorted(tensors)
-        places = {name: files[index % len(files)] for index, name in enumerate(names)}
+        file_of = {name: files[index % len(files)] for index, name in enumerate(names)}
         for file in files:
-            save_file({name: tensors[name] for name in names if places[name] == file}, directory / file)
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+            save_file({name: tensors[name] for name in names if file_of[name] == file}, directory / file)
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
         with TensorFiles(directory) as opened:
             return opened.fingerprint()
 
@@ -447,13 +447,13 @@ def test_a_critic_of_a_language_model_starts_with_a_new_head(sound: Path) -> Non
 
 
 def failing_export(directory: Path, export: Path, layout: Layout) -> list[str]:
-    """What each rank says when one of them cannot write, and when the target exists."""
+    """Messages of each rank when one of them cannot write, and when the target exists."""
     import engine3d.models.weights as weights
     from engine3d.models import build_model, load_weights
 
     coordinates = start(layout)
     spec = load_model_spec(directory)
-    model = build_model(spec, layout, torch.float32)
+    model: Any = build_model(spec, layout, torch.float32)
     load_weights(model, spec, layout, coordinates, directory)
     said = []
 

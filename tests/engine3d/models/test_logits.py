@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from engine3d.layout import Layout
 from tests.support.distributed import run_distributed
-from tests.support.tiny_families import CONFIGS, has_experts, make
+from tests.support.proves import proves, run_of
+from tests.support.tiny_families import CONFIGS, family_of, has_experts, make
 
 pytestmark = pytest.mark.processes
 
@@ -49,6 +50,19 @@ LAYOUTS = {
 }
 
 
+def applies(layout: Layout, name: str) -> bool:
+    return layout.ep * layout.etp == 1 or has_experts(name)
+
+
+def on_all_layouts(test: Any) -> Any:
+    """Mark a test that runs each model on each layout, with packed and padded rows."""
+    for name in CONFIGS:
+        layouts = [layout for of_size in LAYOUTS.values() for layout in of_size if applies(layout, name)]
+        runs = [run_of(layout, rows) for layout in layouts for rows in ("packing", "padding")]
+        test = proves(family_of(name), *runs)(test)
+    return test
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with every model, and beside each what transformers computes with it."""
@@ -59,7 +73,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens = torch.randint(0, config["vocab_size"], (4, BATCH, LENGTH), generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
             fixed = [model(batch).logits for batch in tokens]
-            packed = [torch.cat([model(part[None]).logits[0] for part in batch[0].split(LENGTHS)]) for batch in tokens]
+            packed = [
+                torch.cat([model(sequence[None]).logits[0] for sequence in batch[0].split(LENGTHS)]) for batch in tokens
+            ]
         loss = (fixed_logits := model(tokens[0]).logits).mul(coefficients(fixed_logits.shape)).sum()
         loss.backward()
         torch.save(
@@ -81,43 +97,40 @@ def coefficients(shape: torch.Size) -> torch.Tensor:
 
 def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
     """Gradients by the names that files have: transformers holds a layer's experts in two tensors."""
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.experts.gate_up_proj"):
             for expert, gradient in enumerate(parameter.grad):
                 gate, up = gradient.chunk(2)
                 prefix = f"{name.removesuffix('gate_up_proj')}{expert}."
-                found |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+                gradients |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
         elif name.endswith("mlp.experts.down_proj"):
             for expert, gradient in enumerate(parameter.grad):
-                found[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = gradient
+                gradients[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = gradient
         else:
-            found[name] = parameter.grad
-    return found
+            gradients[name] = parameter.grad
+    return gradients
 
 
+@on_all_layouts
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.release)])
 def test_logits_and_files_equal_transformers(models: Path, world_size: int, tmp_path: Path) -> None:
     results = run_distributed(compare_all, world_size, models, tmp_path, timeout_s=300)
     layouts = LAYOUTS[world_size]
     expected = sum(1 for layout in layouts for name in CONFIGS if applies(layout, name))
-    for rank, figures in enumerate(results):
-        assert len(figures) == expected
-        for (layout, name), differences in figures.items():
+    for rank, measured in enumerate(results):
+        assert len(measured) == expected
+        for (layout, name), differences in measured.items():
             for kind, difference in differences.items():
                 assert difference < TOLERANCE, f"rank {rank}, {layout}, {name}: {kind} differ by {difference}"
     for (layout, name), differences in sorted(results[-1].items()):
         print(f"{layout:24} {name:18} " + " ".join(f"{kind} {figure:.1e}" for kind, figure in differences.items()))
 
 
-def applies(layout: Layout, name: str) -> bool:
-    return layout.ep * layout.etp == 1 or has_experts(name)
-
-
 def compare_all(models: Path, exports: Path) -> dict[tuple[str, str], dict[str, float]]:
     from engine3d.training import parallel
 
-    figures = {}
+    differences = {}
     for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
         coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
         from megatron.core import parallel_state
@@ -125,10 +138,10 @@ def compare_all(models: Path, exports: Path) -> dict[tuple[str, str], dict[str, 
         for name in CONFIGS:
             if applies(layout, name):
                 export = exports / f"{layout}-{name}".replace(" ", "-")
-                figures[str(layout), name] = compare(models / name, layout, coordinates, export)
+                differences[str(layout), name] = compare(models / name, layout, coordinates, export)
         parallel_state.destroy_model_parallel()
     parallel.leave()
-    return figures
+    return differences
 
 
 def compare(directory: Path, layout: Layout, coordinates: Any, export: Path) -> dict[str, float]:
@@ -212,11 +225,11 @@ def gradient_difference(model: Any, spec: Any, layout: Layout, coordinates: Any,
             torch.distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         elif ".experts." in local.name and layout.edp > 1:
             torch.distributed.all_reduce(gradient, group=parallel_state.get_expert_data_parallel_group())
-        for piece in local.pieces:
-            expected = reference["gradients"][piece.hf_name]
-            part = expected[tuple(slice(*span) for span in piece.hf_box)]
-            found = gradient[tuple(slice(*span) for span in piece.local_box)]
-            worst = max(worst, float((found - part).abs().max() / expected.abs().max().clamp(min=1e-3)))
+        for tensor_slice in local.slices:
+            expected = reference["gradients"][tensor_slice.hf_name]
+            right = expected[tuple(slice(*span) for span in tensor_slice.hf_box)]
+            local_gradient = gradient[tuple(slice(*span) for span in tensor_slice.local_box)]
+            worst = max(worst, float((local_gradient - right).abs().max() / expected.abs().max().clamp(min=1e-3)))
     return worst
 
 

@@ -83,7 +83,7 @@ def test_an_adapter_next_to_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "form"),
     [
         ("pytorch_model.bin", r"; found pytorch_model\.bin, which is not read: load it with transformers and save"),
         ("model-00001-of-00002.safetensors", r"; found model-00001-of-00002\.safetensors$"),
@@ -92,9 +92,9 @@ def test_an_adapter_next_to_a_model_is_refused(tmp_path: Path) -> None:
         ("README.md", "$"),
     ],
 )
-def test_directories_without_expected_weights(tmp_path: Path, name: str, found: str) -> None:
+def test_directories_without_expected_weights(tmp_path: Path, name: str, form: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
     (tmp_path / name).touch()
     spec: Any = load_model_spec(tmp_path)
-    with pytest.raises(UserError, match=rf"has no weights; expected model\.safetensors or \S+\.json{found}"):
+    with pytest.raises(UserError, match=rf"has no weights; expected model\.safetensors or \S+\.json{form}"):
         check_weights(spec, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.rules import (
-    Column,
+    ColumnParallel,
     Cut,
     ExpertNumbering,
     ExpertOrder,
@@ -19,10 +20,11 @@ from engine3d.models.rules import (
     GateUp,
     HFTensor,
     QueryGroups,
-    Row,
+    RowParallel,
     Shard,
     Vocabulary,
     local_parameters,
+    multiplications,
 )
 from tests.support.tiny_families import CONFIGS, DEEPSEEK, MOE, has_experts
 from tests.support.work import calls_of
@@ -33,6 +35,8 @@ LAYOUTS = [
     Layout(tp=4, cp=2),
     Layout(pp=2, dp=3),
     Layout(pp=3),
+    Layout(pp=2, vpp=2),
+    Layout(pp=2, tp=2, stages=(3, 1)),
     Layout(tp=2, pp=4),
     Layout(ep=4, dp=8),
     Layout(tp=2, ep=2, dp=4),
@@ -58,7 +62,7 @@ QWEN3_30B = {
 
 
 def slices(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
+    return tuple(slice(*segment) for segment in box)
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
@@ -75,24 +79,26 @@ def test_owners_write_every_element_once(
     spec.check_layout(layout)
     written = {name: np.zeros(tensor.shape, dtype=np.int8) for name, tensor in spec.hf_tensors.items()}
     for _, coordinates in layout.ranks():
-        found = local_parameters(
+        parameters = local_parameters(
             spec.rules, layout, coordinates, transformer_engine=transformer_engine, expert_order=order
         )
-        assert len({local.name for local in found}) == len(found)
-        for local in found:
+        assert len({local.name for local in parameters}) == len(parameters)
+        for local in parameters:
             filled = np.zeros(local.shape, dtype=np.int8)
-            for piece in local.pieces:
-                assert piece.hf_name in written
-                filled[slices(piece.local_box)] += 1
-                assert [stop - start for start, stop in piece.local_box] == [
-                    stop - start for start, stop in piece.hf_box
+            for tensor_slice in local.slices:
+                assert tensor_slice.hf_name in written
+                filled[slices(tensor_slice.local_box)] += 1
+                assert [stop - start for start, stop in tensor_slice.local_box] == [
+                    stop - start for start, stop in tensor_slice.hf_box
                 ]
                 assert all(
                     0 <= start < stop <= size
-                    for (start, stop), size in zip(piece.hf_box, spec.hf_shape(piece.hf_name), strict=True)
+                    for (start, stop), size in zip(
+                        tensor_slice.hf_box, spec.hf_shape(tensor_slice.hf_name), strict=True
+                    )
                 )
                 if local.owner:
-                    written[piece.hf_name][slices(piece.hf_box)] += 1
+                    written[tensor_slice.hf_name][slices(tensor_slice.hf_box)] += 1
             padded = "word_embeddings" in local.name or "output_layer" in local.name
             assert filled.max(initial=0) <= 1 and (padded or filled.min() == 1)
     for tensor, count in written.items():
@@ -103,23 +109,23 @@ def test_owners_write_every_element_once(
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_copies_hold_the_same_pieces(layout: Layout, config: dict[str, Any]) -> None:
     spec = model_spec(config)
-    held: dict[Any, Any] = {}
+    by_shard: dict[Any, Any] = {}
     for _, at in layout.ranks():
-        found = spec.local_parameters(layout, at, transformer_engine=True)
-        dense = [(local.name, local.pieces) for local in found if ".experts." not in local.name]
-        experts = [(local.name, local.pieces) for local in found if ".experts." in local.name]
-        assert held.setdefault(("dense", at.tp, at.pp), dense) == dense
-        assert held.setdefault(("experts", at.etp, at.ep, at.pp), experts) == experts
+        parameters = spec.local_parameters(layout, at, transformer_engine=True)
+        dense = [(local.name, local.slices) for local in parameters if ".experts." not in local.name]
+        experts = [(local.name, local.slices) for local in parameters if ".experts." in local.name]
+        assert by_shard.setdefault(("dense", at.tp, at.pp), dense) == dense
+        assert by_shard.setdefault(("experts", at.etp, at.ep, at.pp), experts) == experts
 
 
 def filled_by(cut: Cut, tensors: dict[str, Any], shard: Shard) -> Any:
-    """The local parameter that the spans make, -1 where there is padding."""
+    """The local parameter that the segments make, -1 where there is padding."""
     local = np.full(cut.local_shape(shard.count), -1)
-    for span in cut.spans(shard):
+    for segment in cut.segments(shard):
         along = (slice(None),) * cut.axis
-        source = tensors[span.tensor.name]
-        local[(*along, slice(span.local_start, span.local_start + span.length))] = source[
-            (*along, slice(span.hf_start, span.hf_start + span.length))
+        source = tensors[segment.tensor.name]
+        local[(*along, slice(segment.local_start, segment.local_start + segment.length))] = source[
+            (*along, slice(segment.hf_start, segment.hf_start + segment.length))
         ]
     return local
 
@@ -135,8 +141,8 @@ def test_query_groups_are_interleaved(count: int) -> None:
         start += length * hidden
     q, k, v = (HFTensor(name, (length, hidden)) for name, length in rows.items())
     heads = {name: tensor.reshape(groups, -1, head_dim, hidden) for name, tensor in tensors.items()}
-    whole = np.concatenate([heads["q"], heads["k"], heads["v"]], axis=1).reshape(-1, hidden)
-    for rank, expected in enumerate(np.split(whole, count)):
+    interleaved = np.concatenate([heads["q"], heads["k"], heads["v"]], axis=1).reshape(-1, hidden)
+    for rank, expected in enumerate(np.split(interleaved, count)):
         shard = Shard(rank, count, ExpertNumbering(1))
         assert (filled_by(QueryGroups(q, k, v, groups), tensors, shard) == expected).all()
 
@@ -145,8 +151,8 @@ def test_cuts() -> None:
     tensors = {"a": np.arange(24).reshape(6, 4), "b": np.arange(100, 124).reshape(6, 4)}
     a, b = HFTensor("a", (6, 4)), HFTensor("b", (6, 4))
     second = Shard(1, 2, ExpertNumbering(3, "descending"))
-    assert (filled_by(Column(a), tensors, second) == tensors["a"][3:]).all()
-    assert (filled_by(Row(a), tensors, second) == tensors["a"][:, 2:]).all()
+    assert (filled_by(ColumnParallel(a), tensors, second) == tensors["a"][3:]).all()
+    assert (filled_by(RowParallel(a), tensors, second) == tensors["a"][:, 2:]).all()
     assert (filled_by(GateUp(a, b), tensors, second) == np.concatenate([tensors["a"][3:], tensors["b"][3:]])).all()
     assert (filled_by(ExpertRows(a), tensors, second) == tensors["a"][[2, 1, 0, 5, 4, 3]]).all()
     last = filled_by(Vocabulary(a), tensors, Shard(3, 4, ExpertNumbering(1)))
@@ -157,13 +163,16 @@ def test_descending_experts_follow_their_router_rows() -> None:
     spec = model_spec(MOE)
     layout = Layout(ep=2, dp=2)
     for _, coordinates in layout.ranks():
-        found = local_parameters(spec.rules, layout, coordinates, transformer_engine=True, expert_order="descending")
-        by_name = {local.name: local for local in found}
+        parameters = local_parameters(
+            spec.rules, layout, coordinates, transformer_engine=True, expert_order="descending"
+        )
+        by_name = {local.name: local for local in parameters}
         rows = {
-            piece.local_box[0][0]: piece.hf_box[0][0] for piece in by_name["decoder.layers.0.mlp.router.weight"].pieces
+            tensor_slice.local_box[0][0]: tensor_slice.hf_box[0][0]
+            for tensor_slice in by_name["decoder.layers.0.mlp.router.weight"].slices
         }
         for local in range(4):
-            expert = by_name[f"decoder.layers.0.mlp.experts.linear_fc2.weight{local}"].pieces[0].hf_name
+            expert = by_name[f"decoder.layers.0.mlp.experts.linear_fc2.weight{local}"].slices[0].hf_name
             assert expert == f"model.layers.0.mlp.experts.{rows[coordinates.ep * 4 + local]}.down_proj.weight"
 
 
@@ -176,9 +185,9 @@ def test_a_large_model_on_many_ranks_is_planned() -> None:
     for _, coordinates in layout.ranks():
         for local in spec.local_parameters(layout, coordinates, transformer_engine=True):
             if local.owner:
-                for piece in local.pieces:
+                for tensor_slice in local.slices:
                     size = 1
-                    for start, stop in piece.hf_box:
+                    for start, stop in tensor_slice.hf_box:
                         size *= stop - start
                     elements += size
     assert elements == spec.parameter_count()
@@ -212,28 +221,44 @@ def test_figures_of_a_model() -> None:
         ({"etp": 5, "dp": 5}, "etp=5: expected a divisor of moe_intermediate_size=24"),
     ],
 )
-def test_layouts_that_do_not_divide_the_model(sizes: dict[str, int], message: str) -> None:
+def test_layouts_that_do_not_divide_the_model(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"^layout: {message}$"):
         model_spec(MOE).check_layout(Layout(**sizes))
 
 
+def test_layers_of_ranks() -> None:
+    rules = model_spec({**CONFIGS["llama"], "num_hidden_layers": 9}).rules
+    uneven = Layout(pp=2, vpp=2, stages=(1, 3, 3, 2))
+    assert [rules.rank_layers(uneven, pp) for pp in range(2)] == [
+        (range(1), range(4, 7)),
+        (range(1, 4), range(7, 9)),
+    ]
+    assert rules.rank_layers(Layout(pp=3, stages=(2, 4, 3)), 1) == (range(2, 6),)
+    assert rules.rank_layers(Layout(), 0) == (range(9),)
+
+
+def test_stages_of_published_models() -> None:
+    """The output layer of a large vocabulary counts as the layers that it costs as much as."""
+    config = {**DEEPSEEK, "num_hidden_layers": 12, "vocab_size": 160}
+    small, large = model_spec(config).rules, model_spec({**config, "vocab_size": 16_000}).rules
+    assert small.stage_layers(Layout(pp=4)) == (3, 3, 3, 3)
+    assert large.head_cost > 2 * large.layer_costs[-1]
+    assert large.stage_layers(Layout(pp=4))[-1] == 1
+    assert large.stage_layers(Layout(pp=4, stages=(4, 4, 2, 2))) == (4, 4, 2, 2)
+    experts = DEEPSEEK["num_experts_per_tok"]
+    assert multiplications(small.layers[-1], experts) == small.layer_costs[-1] < multiplications(small.layers[-1], 99)
+
+
 @pytest.mark.parametrize(
-    ("layers", "pp", "counts"),
+    ("sizes", "message"),
     [
-        (61, 16, [3, *[4] * 13, 3, 3]),
-        (63, 16, [4] * 15 + [3]),
-        (62, 16, [3, *[4] * 14, 3]),
-        (64, 16, [4] * 16),
-        (3, 2, [2, 1]),
-        (4, 3, [1, 2, 1]),
-        (94, 4, [23, 24, 24, 23]),
+        ({"pp": 2, "stages": (3, 2)}, "stages=3,2 add up to 5 layers, expected num_hidden_layers=4"),
+        ({"pp": 2, "vpp": 3}, "pp*vpp = 2*3 = 6 stages: expected at most num_hidden_layers=4"),
     ],
 )
-def test_uneven_stages(layers: int, pp: int, counts: list[int]) -> None:
-    rules = model_spec({**CONFIGS["llama"], "num_hidden_layers": layers}).rules
-    stages = [rules.stage_layers(Layout(pp=pp), stage) for stage in range(pp)]
-    assert [len(stage) for stage in stages] == counts
-    assert [layer for stage in stages for layer in stage] == list(range(layers))
+def test_stages_that_do_not_fit_the_model(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(f'layout: {message}')}$"):
+        model_spec(MOE).check_layout(Layout(**sizes))
 
 
 def test_layouts_that_do_not_divide_groups_or_mlp() -> None:

@@ -63,8 +63,8 @@ def like_pytorch(device: str) -> None:
             wide = torch.full((rows, vocabulary + 3), float("nan"), dtype=dtype)  # rows that are parts of longer ones
             wide[:, :vocabulary] = logits
             tokens, logprobs = (
-                each.cpu()
-                for each in cuda_sampling.draw_tokens(
+                drawn.cpu()
+                for drawn in cuda_sampling.draw_tokens(
                     wide.to(device)[:, :vocabulary], temperatures.to(device), uniforms.to(device)
                 )
             )
@@ -81,14 +81,14 @@ def like_pytorch(device: str) -> None:
             assert (tokens != expected).sum() <= rows // 20
             # Alone, a row is drawn as in company. Where it lies in memory decides in which order a GPU adds up.
             for row in (0, rows - 1):
-                found = cuda_sampling.draw_tokens(
+                tokens_logprobs = cuda_sampling.draw_tokens(
                     wide[row : row + 1].clone().to(device)[:, :vocabulary],
                     temperatures[row : row + 1].to(device),
                     uniforms[row : row + 1].to(device),
                 )
-                assert (int(found[0]), float(found[1])) == (int(tokens[row]), float(logprobs[row]))
-    none = cuda_sampling.draw_tokens(*(each.to(device) for each in (logits[:0], temperatures[:0], uniforms[:0])))
-    assert [len(each) for each in none] == [0, 0]
+                assert (int(tokens_logprobs[0]), float(tokens_logprobs[1])) == (int(tokens[row]), float(logprobs[row]))
+    none = cuda_sampling.draw_tokens(*(tensor.to(device) for tensor in (logits[:0], temperatures[:0], uniforms[:0])))
+    assert [len(tensor) for tensor in none] == [0, 0]
 
 
 def rows_of_no_number() -> tuple[torch.Tensor, ...]:
@@ -106,7 +106,7 @@ def without_distribution(device: str) -> None:
     from engine3d.platform.cuda import sampling as cuda_sampling
 
     given = rows_of_no_number()
-    tokens, logprobs = cuda_sampling.draw_tokens(*(each.to(device) for each in given))
+    tokens, logprobs = cuda_sampling.draw_tokens(*(tensor.to(device) for tensor in given))
     expected_tokens, expected = draw_tokens(*given)
     assert expected.isnan().tolist() == [True] * 6 + [False]
     assert tokens.tolist() == expected_tokens.tolist()
@@ -126,7 +126,13 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
 
     from engine3d.platform.cuda import sampling as cuda_sampling
 
-    pointers = {"temperatures": "*fp32", "uniforms": "*fp64", "parts": "*fp32", "tokens": "*i32", "logprobs": "*fp32"}
+    pointers = {
+        "temperatures": "*fp32",
+        "uniforms": "*fp64",
+        "block_sums": "*fp32",
+        "tokens": "*i32",
+        "logprobs": "*fp32",
+    }
     for dtype in ("*fp32", "*bf16"):
         source = ASTSource(
             fn=cuda_sampling.draw_rows,

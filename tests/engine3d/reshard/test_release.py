@@ -15,7 +15,7 @@ from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang_memory import CpuMemorySaver
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, EngineRank
@@ -30,7 +30,7 @@ def _trainer(directory: Path, layout: Layout) -> tuple[list[SharedShards], list[
     planned = PlannedTrainer(spec.of_trainer(layout, transformer_engine=False), layout, torch.float32)
     sources, memory = [], []
     for rank in range(layout.world_size):
-        shards = planned.shards(rank, Place("here", f"cpu:{rank}"))
+        shards = planned.shards(rank, Location("here", f"cpu:{rank}"))
         memory.append([torch.randn(buffer.elements) for buffer in shards.buffers])
         handles = tuple(platform.share_memory(tensor.untyped_storage()) for tensor in memory[-1])
         sources.append(SharedShards(shards, handles))
@@ -51,27 +51,29 @@ def test_a_rank_reads_what_it_released_and_padding_is_zero_again(
     with engine_rank(1, 1, 0):
         with saver.region("weights"):
             model = build_model(spec.hf_config, torch.float32, "cpu")
-        facts = SimpleNamespace(model_path=str(tmp_path))
+        server = SimpleNamespace(model_path=str(tmp_path), quantization=None)
         rank = EngineRank(
             SimpleNamespace(
                 model=model,
-                model_config=facts,
+                model_config=server,
                 dtype=torch.float32,
                 ps=SimpleNamespace(tp_rank=0),
             )
         )
-        target = rank.share("engine 0", 0, [Place("here", "cpu:0")])
+        target = rank.share("engine 0", 0, [Location("here", "cpu:0")])
         assert target.pulls and set(target.handles) == {None}
         sources, memory = _trainer(tmp_path, Layout(pp=2))
         tensors = {name: tensor.shape for name, tensor in spec.hf_tensors.items()}
         orders = coordinate(sources, [target], tensors)
         rank.connect(orders.receive)
-        held = sum(prod(buffer.shape) for buffer in target.shards.buffers)
-        padding = held - sum(prod(stop - start for start, stop in each.box) for each in target.shards.holdings)
+        elements = sum(prod(buffer.shape) for buffer in target.shards.buffers)
+        padding = elements - sum(
+            prod(stop - start for start, stop in holding.box) for holding in target.shards.holdings
+        )
         assert padding > 0
         for version in (1, 2):
             taken = rank.receive(version)["one_sided"]
-            assert taken.nbytes == orders.plan.bytes_moved == 4 * (held - padding)
+            assert taken.nbytes == orders.plan.bytes_moved == 4 * (elements - padding)
             rank.seal()
             served = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
             assert not served["model.embed_tokens.weight"][VOCABULARY:].any()

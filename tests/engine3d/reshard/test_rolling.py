@@ -10,7 +10,7 @@ import pytest
 
 from engine3d.models import load_model_spec
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from engine3d.rollout.requests import Request
@@ -19,14 +19,14 @@ from tests.engine3d.rollout.test_stream import _all_ended, _assert_drawn_by_thei
 from tests.support.tiny_models import MAX_POSITIONS
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
-from tests.support.transfers import differences, places, started
+from tests.support.transfers import differences, locations, started
 
 pytestmark = pytest.mark.processes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11]]
 LONG = SamplingConfig(max_new_tokens=MAX_POSITIONS - 16, ignore_eos=True)
 _ATTEMPTS = 10
-"""What is to happen in the middle of responses may come too late, and is tried again."""
+"""Attempts at an event in the middle of responses, which may come too late."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def _connect(
     trainer: TrainerRanks,
     engines: Sequence[RolloutEngine],
     sources: Sequence[SharedShards],
-    where: Sequence[list[Place]],
+    where: Sequence[list[Location]],
     model: Path,
     store: str,
 ) -> list[Orders]:
@@ -61,43 +61,44 @@ def _connect(
     ]
     with ThreadPoolExecutor() as pool:
         connecting = [
-            pool.submit(engine.connect_weights, each.receive) for engine, each in zip(engines, orders, strict=True)
+            pool.submit(engine.connect_weights, transfer.receive)
+            for engine, transfer in zip(engines, orders, strict=True)
         ]
-        trainer.call("connect_each", [[each.send[rank] for each in orders] for rank in trainer.ranks])
+        trainer.call("connect_each", [[transfer.send[rank] for transfer in orders] for rank in trainer.ranks])
         for connected in connecting:
             connected.result()
     return orders
 
 
-def _transfer(trainer: TrainerRanks, engine: RolloutEngine, orders: Orders, part: int, version: int) -> None:
+def _transfer(trainer: TrainerRanks, engine: RolloutEngine, orders: Orders, transfer: int, version: int) -> None:
     """Bring a version to one engine; responses under way go on with it."""
-    engine.begin_weights(version, under_way="recompute")
+    engine.begin_weights(version, in_flight="recompute")
     with ThreadPoolExecutor() as pool:
         receiving = pool.submit(engine.receive_weights, version)
-        trainer.call("send", version=version, part=part)
+        trainer.call("send", version=version, transfer=transfer)
         receiving.result()
     engine.seal_weights(version)
     engine.commit_weights(version)
 
 
 def _tokens(engine: RolloutEngine) -> int:
-    return sum(len(each.token_ids) for each in engine.responses_in_flight().values())
+    return sum(len(response.token_ids) for response in engine.responses_in_flight().values())
 
 
 @pytest.mark.long
 def test_one_engine_after_another_gets_new_weights_while_the_other_goes_on(
     engines: list[RolloutEngine], tiny_model_dirs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """By memory of the node, and by messages from another: a group for each of the engines."""
+    """Transfer over memory of the node, and over messages from another: a group for each of the engines."""
     store, version, previous = serve(listen("127.0.0.1")), 0, tiny_model_dirs[0]
     address = tcp_address("127.0.0.1", store.port)
     with trainer_ranks(tiny_model_dirs[0], 2, tmp_path) as trainer:
-        sources = trainer.call("build", places("here", 0, 1), sizes={"ep": 2})
+        sources = trainer.call("build", locations("here", 0, 1), sizes={"ep": 2})
         for node in ("here", "there"):
-            where = [places(node, 8), places(node, 9)]
+            where = [locations(node, 8), locations(node, 9)]
             orders = _connect(trainer, engines, sources, where, tiny_model_dirs[0], address)
-            assert all(each.engines_receive == (node == "there") for each in orders)
-            assert all(len(each.plan.transfers) == 2 for each in orders)  # both ranks send to either
+            assert all(transfer.engines_receive == (node == "there") for transfer in orders)
+            assert all(len(transfer.plan.transfers) == 2 for transfer in orders)  # both ranks send to either
             seen: set[tuple[str, int]] = set()
             for _ in range(_ATTEMPTS):
                 version += 1
@@ -106,7 +107,7 @@ def test_one_engine_after_another_gets_new_weights_while_the_other_goes_on(
                 trainer.call("export", directory=export)
                 samples = [range(100 * version + 10 * number, 100 * version + 10 * number + 2) for number in (0, 1)]
                 for engine, ids in zip(engines, samples, strict=True):
-                    engine.submit([Request(*each, LONG) for each in zip(ids, PROMPTS, strict=True)])
+                    engine.submit([Request(*prompt, LONG) for prompt in zip(ids, PROMPTS, strict=True)])
                 for number, engine in enumerate(engines):
                     other = engines[1 - number]
                     before = _tokens(other)
@@ -117,7 +118,7 @@ def test_one_engine_after_another_gets_new_weights_while_the_other_goes_on(
                 for number, engine in enumerate(engines):
                     responses = _all_ended(engine, *samples[number])
                     for prompt, response in zip(PROMPTS, responses.values(), strict=True):
-                        response.versions[:] = [each - version + 1 for each in response.versions]
+                        response.versions[:] = [served - version + 1 for served in response.versions]
                         assert response.versions == sorted(response.versions)
                         _assert_drawn_by_their_versions([previous, export], prompt, response)
                         if set(response.versions) == {0, 1}:

@@ -18,9 +18,10 @@ from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.support import tiny_families
 from tests.support.engine_responses import responses_of, versions_of
+from tests.support.proves import proves, runs_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
-from tests.support.transfers import connect, differences, places, started
+from tests.support.transfers import connect, differences, locations, started
 
 pytestmark = pytest.mark.processes
 
@@ -29,12 +30,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "llama": {"tp": 2, "dtype": "bfloat16"},
     "deepseek_v3": {"tp": 2, "ep": 2},
 }
-LAYOUTS = [
-    ("qwen3-tied", "float32", {"pp": 2}),
+LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3-tied", "float32", {"pp": 2, "vpp": 2}),
     ("qwen3-tied", "float32", {"tp": 2}),
     ("llama", "bfloat16", {"pp": 2}),
     ("llama", "float32", {"tp": 2}),
-    ("deepseek_v3", "float32", {"pp": 2}),
+    ("deepseek_v3", "float32", {"pp": 2, "stages": (3, 1)}),
     ("deepseek_v3", "float32", {"tp": 2}),
     ("deepseek_v3", "float32", {"ep": 2}),
 ]
@@ -63,20 +64,26 @@ def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         yield trainer
 
 
-@pytest.mark.parametrize(("name", "dtype", "sizes"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes"),
+    [
+        pytest.param(*case, marks=proves(tiny_families.family_of(case[0]), *runs_of({2: [case[2]]}, "resharding")))
+        for case in LAYOUTS
+    ],
+)
 def test_every_family_holds_what_sglang_loads_of_an_export(
     name: str,
     dtype: str,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     engines: dict[str, RolloutEngine],
     models: dict[str, Path],
     trainer: TrainerRanks,
     tmp_path: Path,
 ) -> None:
     engine = engines[name]
-    sources = trainer.call("build", places("here", 0, 1), sizes=sizes, dtype=dtype, model=models[name])
+    sources = trainer.call("build", locations("here", 0, 1), sizes=sizes, dtype=dtype, model=models[name])
     # One rank on a device of the trainer's, one on another node.
-    engine_places = [[*places("here", 0), *places("there", 0)]]
+    engine_places = [[*locations("here", 0), *locations("there", 0)]]
     connected = connect(trainer, [engine], sources, engine_places, models[name])
     version = 1 + LAYOUTS.index((name, dtype, sizes))
     trainer.call("change", seed=version)
@@ -91,17 +98,17 @@ def test_what_is_computed_after_loading_is_missed_when_it_is_not(
     engines: dict[str, RolloutEngine], models: dict[str, Path], trainer: TrainerRanks, tmp_path: Path
 ) -> None:
     engine, model = engines["deepseek_v3"], models["deepseek_v3"]
-    sources = trainer.call("build", places("here", 0, 1), sizes={"ep": 2}, model=model)
-    connected = connect(trainer, [engine], sources, [places("here", 0, 1)], model)
+    sources = trainer.call("build", locations("here", 0, 1), sizes={"ep": 2}, model=model)
+    connected = connect(trainer, [engine], sources, [locations("here", 0, 1)], model)
     trainer.call("change", seed=100)
     trainer.call("export", directory=tmp_path / "export")
     connected.write(100)
     layers = tiny_families.DEEPSEEK["num_hidden_layers"]
     stale = {f"model.layers.{layer}.self_attn.{kind}" for layer in range(layers) for kind in ("w_kc", "w_vc")}
     for _ in range(2):
-        found = [difference for rank in engine.verify_weights(tmp_path / "export") for difference in rank]
-        assert {difference.buffer for difference in found} == stale and len(found) == 2 * len(stale)
-        assert all(difference.elements == difference.of for difference in found)
+        differing = [difference for rank in engine.verify_weights(tmp_path / "export") for difference in rank]
+        assert {difference.buffer for difference in differing} == stale and len(differing) == 2 * len(stale)
+        assert all(difference.elements == difference.of for difference in differing)
     engine.seal_weights(100)
     engine.commit_weights(100)
     assert differences([engine], tmp_path / "export") == []
@@ -144,8 +151,10 @@ def test_another_model_is_refused_before_anything_is_written(
     before = differences([engine], models["deepseek_v3"])
     spec = model_spec(tiny_families.DEEPSEEK | options)
     planned = PlannedTrainer(spec, Layout.of_world(2, tp=2), torch.float32, transformer_engine=False)
-    sources = [SharedShards(planned.shards(rank, place), ()) for rank, place in enumerate(places("here", 0, 1))]
-    targets = engine.share_weights("engine 5", 0, places("here", 0, 1))
+    sources = [
+        SharedShards(planned.shards(rank, location), ()) for rank, location in enumerate(locations("here", 0, 1))
+    ]
+    targets = engine.share_weights("engine 5", 0, locations("here", 0, 1))
     with pytest.raises(UserError) as refused:
         coordinate(sources, targets, {name: tensor.shape for name, tensor in spec.hf_tensors.items()})
     assert str(refused.value) == message
@@ -156,7 +165,7 @@ def test_another_model_is_refused_before_anything_is_written(
 def test_another_family_is_refused(engines: dict[str, RolloutEngine]) -> None:
     spec = model_spec(tiny_families.CONFIGS["llama"] | {"head_dim": 16, "num_key_value_heads": 2})
     planned = PlannedTrainer(spec, Layout.of_world(1), torch.float32, transformer_engine=False)
-    sources = [SharedShards(planned.shards(0, places("here", 0)[0]), ())]
-    targets = engines["qwen3-tied"].share_weights("engine 0", 0, places("here", 0, 1))
+    sources = [SharedShards(planned.shards(0, locations("here", 0)[0]), ())]
+    targets = engines["qwen3-tied"].share_weights("engine 0", 0, locations("here", 0, 1))
     with pytest.raises(UserError, match=r"tensor lm_head.weight: the trainer has it in .*, engine 0 has not"):
         coordinate(sources, targets, {name: tensor.shape for name, tensor in spec.hf_tensors.items()})

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError, UserError
-from engine3d.reshard.plan.pieces import Link
+from engine3d.reshard.plan.transfers import Link
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
-from tests.support.transfers import connect, differences, places
+from tests.support.transfers import connect, differences, locations
 from tests.support.warm import warm_starts
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
@@ -43,8 +43,8 @@ def test_released_weights_come_back_by_the_next_transfer(
 ) -> None:
     """Two pipeline stages, on whose first device the engine is: no parameter could be shared."""
     with trainer_ranks(tiny_model_dirs[0], 2, tmp_path) as trainer:
-        sources = trainer.call("build", places("here", 0, 1), sizes={"pp": 2})
-        connected = connect(trainer, [engine], sources, [places("here", 0)], tiny_model_dirs[0])
+        sources = trainer.call("build", locations("here", 0, 1), sizes={"pp": 2})
+        connected = connect(trainer, [engine], sources, [locations("here", 0)], tiny_model_dirs[0])
         assert {transfer.link for transfer in connected.orders.plan.transfers} == {Link.DEVICE, Link.NODE}
         generated = []
         for version, seed in ((1, 1), (2, 2), (3, 1)):
@@ -69,5 +69,7 @@ def test_released_weights_come_back_by_the_next_transfer(
             assert differences([engine], export)  # nothing is left of them
             with pytest.raises(EngineError, match="not whole, transfer them again: their memory was released"):
                 responses_of(engine, PROMPTS, GREEDY)
-        tokens = [[(each.token_ids, each.logprobs) for group in groups for each in group] for groups in generated]
+        tokens = [
+            [(response.token_ids, response.logprobs) for group in groups for response in group] for groups in generated
+        ]
         assert tokens[0] == tokens[2] != tokens[1]

@@ -16,7 +16,7 @@ from tests.engine3d.rollout.test_failures import running
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
-from tests.support.transfers import connect, differences, places, started
+from tests.support.transfers import connect, differences, locations, started
 
 pytestmark = pytest.mark.processes
 
@@ -45,7 +45,7 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
     bound = RolloutEngine(tiny_model_dirs[1], config, weight_sources=published)
     with trainer_ranks(tiny_model_dirs[0], 2, tmp_path) as trainer, ThreadPoolExecutor() as pool:
         starting = pool.submit(bound.start)
-        sources = trainer.call("build", places("here", 0, 1), sizes={"ep": 2})
+        sources = trainer.call("build", locations("here", 0, 1), sizes={"ep": 2})
         trainer.call("change", seed=7)
         trainer.call("export", directory=export)
         with started([RolloutEngine(export, config)], afresh=True) as (fresh,):
@@ -55,7 +55,7 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
             try:
                 with pytest.raises(EngineError, match="not whole, transfer them again: they are the trainer's"):
                     responses_of(bound, PROMPTS, GREEDY)
-                connected = connect(trainer, [bound], sources, [places("here", 0, 1)], tiny_model_dirs[0])
+                connected = connect(trainer, [bound], sources, [locations("here", 0, 1)], tiny_model_dirs[0])
                 plan = connected.orders.plan
                 assert 0 < plan.bytes_moved < plan.bytes_aliased / 8
                 # The trainer's weights are there already, in all parameters that are its memory.
@@ -64,28 +64,30 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
                 connected.transfer(1)
                 assert differences([bound], export) == []
                 expected = [group[0] for group in responses_of(fresh, PROMPTS, GREEDY)]
-                assert len({tuple(each.token_ids) for each in expected}) == len(PROMPTS)
-                for found, wanted in zip(responses_of(bound, PROMPTS, GREEDY), expected, strict=True):
-                    assert found[0].token_ids == wanted.token_ids
-                    assert found[0].logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+                assert len({tuple(response.token_ids) for response in expected}) == len(PROMPTS)
+                for actual, right in zip(responses_of(bound, PROMPTS, GREEDY), expected, strict=True):
+                    assert actual[0].token_ids == right.token_ids
+                    assert actual[0].logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
                 both = [bound, fresh]
-                engine_places = [places("here", 0, 1), places("there", 0, 1)]
+                engine_places = [locations("here", 0, 1), locations("there", 0, 1)]
                 for version, transport in ((2, "auto"), (3, "collective")):
                     connected = connect(trainer, both, sources, engine_places, tiny_model_dirs[0], transport=transport)
                     trainer.call("change", seed=version)
                     trainer.call("export", directory=tmp_path / transport)
                     assert all(
-                        {each.buffer for each in rank} == MOVED for rank in bound.verify_weights(tmp_path / transport)
+                        {difference.buffer for difference in rank} == MOVED
+                        for rank in bound.verify_weights(tmp_path / transport)
                     )
                     sent = connected.transfer(version)
                     assert (
-                        sum(each.nbytes for rank in sent for each in rank.values()) == connected.orders.plan.bytes_moved
+                        sum(transport.nbytes for rank in sent for transport in rank.values())
+                        == connected.orders.plan.bytes_moved
                     )
                     assert differences(both, tmp_path / transport) == []
                     results = [responses_of(engine, PROMPTS, GREEDY) for engine in both]
                     assert [group[0].token_ids for group in results[0]] == [group[0].token_ids for group in results[1]]
-                    assert [versions_of(each) for each in results] == [{version}] * len(both)
+                    assert [versions_of(groups) for groups in results] == [{version}] * len(both)
 
                 connected = connect(trainer, both, sources, engine_places, tiny_model_dirs[0])
                 trainer.call("change", seed=8)
@@ -113,7 +115,7 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
                     with pytest.raises(EngineError, match=reason):
                         responses_of(engine, PROMPTS, GREEDY)
 
-                connected = connect(trainer, [bound], sources, [places("here", 0, 1)], tiny_model_dirs[0])
+                connected = connect(trainer, [bound], sources, [locations("here", 0, 1)], tiny_model_dirs[0])
                 trainer.call("export", directory=tmp_path / "healed")
                 connected.transfer(5)
                 assert differences([bound], tmp_path / "healed") == []

@@ -15,7 +15,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
-from tests.support.transfers import Connected, connect, differences, places
+from tests.support.transfers import Connected, connect, differences, locations
 
 pytestmark = pytest.mark.processes
 
@@ -42,8 +42,8 @@ def writer(
     shared_engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Writer]:
     with trainer_ranks(tiny_model_dirs[0], 1, tmp_path_factory.mktemp("trainer")) as trainer:
-        sources = trainer.call("build", places("here", 0), sizes={})
-        connected = connect(trainer, [shared_engine], sources, [places("here", 0)], tiny_model_dirs[0])
+        sources = trainer.call("build", locations("here", 0), sizes={})
+        connected = connect(trainer, [shared_engine], sources, [locations("here", 0)], tiny_model_dirs[0])
         yield Writer(trainer, connected)
 
 
@@ -139,7 +139,7 @@ def test_a_transfer_waits_for_generations_and_then_goes_on(
     engine.begin_weights(21)
     generations = [group[0] for group in running.result(10)]
     assert versions_of([generations]) == {20}
-    assert {(each.finish_reason, len(each.token_ids)) for each in generations} == {("length", 60)}
+    assert {(response.finish_reason, len(response.token_ids)) for response in generations} == {("length", 60)}
     writer.transfer(21, seed=2)
     assert set(responses_of(engine, PROMPT, GREEDY)[0][0].versions) == {21}
 
@@ -158,7 +158,7 @@ def test_generations_that_stand_still_continue_with_the_new_version_and_say_so(
     running: Future[list[list[Response]]], writer: Writer, engine: RolloutEngine
 ) -> None:
     writer.trainer.call("change", seed=2)
-    writer.connected.write(31, under_way="continue")
+    writer.connected.write(31, in_flight="continue")
     with pytest.raises(UserError, match="version 31 was not sealed"):
         engine.commit_weights(31)
     time.sleep(0.3)
@@ -166,8 +166,8 @@ def test_generations_that_stand_still_continue_with_the_new_version_and_say_so(
     engine.seal_weights(31)
     engine.commit_weights(31)
     generations = [group[0] for group in running.result(60)]
-    versions = [tuple(dict.fromkeys(each.versions)) for each in generations]
+    versions = [tuple(dict.fromkeys(response.versions)) for response in generations]
     assert set(versions) <= {(20,), (20, 31), (31,)} and len(versions) - versions.count((20,)) > len(versions) / 2
-    assert {len(each.token_ids) for each in generations} == {60}
+    assert {len(response.token_ids) for response in generations} == {60}
     ((after,),) = responses_of(engine, PROMPT, GREEDY)
     assert set(after.versions) == {31}

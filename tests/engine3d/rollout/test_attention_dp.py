@@ -19,24 +19,33 @@ from engine3d.models import load_model_spec
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.launch import read_model, server_arguments
-from engine3d.rollout.part import EnginePart
 from engine3d.rollout.served import check_served
+from engine3d.rollout.shard import EngineShard
 from tests.engine3d.rollout.test_engine import reference_logprobs
 from tests.engine3d.rollout.test_failures import scheduler_of
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import CheckpointSender, transfer
 from tests.support.engine_responses import responses_of
 from tests.support.listening import listeners
+from tests.support.reference_routes import by_layer, reference_routes
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
-from tests.support.transfers import connect, differences, places, started
+from tests.support.transfers import connect, differences, locations, started
 from tests.support.warm import warm_starts
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [5, 5]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=12)
 GROUPS = RolloutConfig.model_validate(
     TINY_ROLLOUT.model_dump()
-    | {"token_versions": False, "tp": 2, "ep": 2, "attention_dp": 2, "memory_saver": True, "fused_sampling": True}
+    | {
+        "token_versions": False,
+        "routes": True,
+        "tp": 2,
+        "ep": 2,
+        "attention_dp": 2,
+        "memory_saver": True,
+        "fused_sampling": True,
+    }
     | {"server_args": {"chunked_prefill_size": 128}}
 )
 PEERS = RolloutConfig.model_validate(GROUPS.model_dump() | {"peer_collectives": True})
@@ -58,19 +67,22 @@ def test_groups_generate_what_one_rank_generates(
     transfer(grouped, tiny_model_dirs[0], version=1)
     for prompts in (PROMPTS, PROMPTS[:1]):  # one alone leaves a group with nothing to do
         expected = [group[0] for group in responses_of(engine, prompts, GREEDY)]
-        found = [group[0] for group in responses_of(grouped, prompts, GREEDY)]
-        for one, other in zip(expected, found, strict=True):
+        responses = [group[0] for group in responses_of(grouped, prompts, GREEDY)]
+        for one, other in zip(expected, responses, strict=True):
             assert other.token_ids == one.token_ids
             assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+            assert torch.equal(by_layer(other.routes, 2), by_layer(one.routes, 2))
     sampling = SamplingConfig(temperature=0.7, max_new_tokens=12)
     for prompt, group in zip(PROMPTS, responses_of(grouped, PROMPTS, sampling, samples_per_prompt=3), strict=True):
-        assert len({tuple(each.token_ids) for each in group}) == 3
-        for each in group:
-            of_all = reference_logprobs(tiny_model_dirs[0], prompt, each.token_ids, sampling.temperature)
-            chosen = of_all.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
-            assert each.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
+        assert len({tuple(response.token_ids) for response in group}) == 3
+        for response in group:
+            of_all = reference_logprobs(tiny_model_dirs[0], prompt, response.token_ids, sampling.temperature)
+            chosen = of_all.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+            assert response.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
+            routes = reference_routes(tiny_model_dirs[0], [*prompt, *response.token_ids])
+            assert torch.equal(by_layer(response.routes, 2), routes[:-1])
     sequences = [[3, 4, 5, 6], [7, 8, 9], [5, 6, 7]]
-    for one, other in zip(*(each.logprobs(sequences, [1] * 3) for each in (engine, grouped)), strict=True):
+    for one, other in zip(*(instance.logprobs(sequences, [1] * 3) for instance in (engine, grouped)), strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
 
@@ -96,8 +108,8 @@ def test_weights_of_a_trainer_come_bit_for_bit(
     layouts: list[dict[str, int]] = [{"ep": 2}, {"tp": 2}]
     with trainer_ranks(tiny_model_dirs[0], 2, tmp_path) as trainer:
         for number, sizes in enumerate(layouts, 1):
-            sources = trainer.call("build", places("here", 0, 1), sizes=sizes)
-            connected = connect(trainer, [grouped], sources, [places("here", 8, 9)], tiny_model_dirs[0])
+            sources = trainer.call("build", locations("here", 0, 1), sizes=sizes)
+            connected = connect(trainer, [grouped], sources, [locations("here", 8, 9)], tiny_model_dirs[0])
             trainer.call("change", seed=number)
             export = tmp_path / f"export-{number}"
             trainer.call("export", directory=export)
@@ -109,9 +121,11 @@ def test_weights_of_a_trainer_come_bit_for_bit(
 
 def nobody_else_reaches(engine: RolloutEngine) -> bool:
     assert engine._host is not None
-    found = listeners(engine._host.pid)
+    listening = listeners(engine._host.pid)
     # Ranks have gloo's, as those of any engine; what takes requests and calls is in the engine's directory.
-    return bool(found) and all("scheduler" in each.process and each.only_this_host for each in found)
+    return bool(listening) and all(
+        "scheduler" in listener.process and listener.only_this_host for listener in listening
+    )
 
 
 @pytest.mark.processes
@@ -132,14 +146,14 @@ def cpu_s(engine: RolloutEngine) -> tuple[float, float]:
     """CPU time that all ranks take together in the next second, and that of the process that hands requests out."""
     assert engine._host is not None
     children = psutil.Process(engine._host.pid).children(recursive=True)
-    found = [
-        [each for each in children if " ".join(each.cmdline()).startswith(f"sglang::{name}")]
+    processes = [
+        [child for child in children if " ".join(child.cmdline()).startswith(f"sglang::{name}")]
         for name in ("scheduler", "data_parallel_controller")
     ]
-    assert [len(each) for each in found] == [2, 1]
+    assert [len(kind) for kind in processes] == [2, 1]
 
     def taken() -> list[float]:
-        return [sum(sum(process.cpu_times()[:2]) for process in each) for each in found]
+        return [sum(sum(process.cpu_times()[:2]) for process in kind) for kind in processes]
 
     before = taken()
     time.sleep(1)
@@ -203,22 +217,26 @@ def test_spawned_processes_reach_each_other(
 def test_latents_are_in_one_group_and_dense_layers_are_cut_over_all(tmp_path: Path) -> None:
     tiny_families.make("deepseek_v3", tmp_path / "model")
     alone = RolloutConfig.model_validate(GROUPS.model_dump() | {"tp": 1, "ep": 1, "attention_dp": 1})
-    found = []
+    token_ids = []
     with warm_starts():
         for config in (alone, GROUPS):
             with RolloutEngine(tmp_path / "model", config) as engine:
-                found.append([group[0].token_ids for group in responses_of(engine, PROMPTS, GREEDY)])
-    assert found[0] == found[1]
+                token_ids.append([group[0].token_ids for group in responses_of(engine, PROMPTS, GREEDY)])
+    assert token_ids[0] == token_ids[1]
 
 
 def test_sglang_deals_out_what_an_engine_has(tiny_model_dirs: tuple[Path, Path]) -> None:
     model = read_model(tiny_model_dirs[0], weights_needed=True)
     config = GROUPS.model_copy(update={"max_running_requests": 65, "max_total_tokens": 1001})
-    found = server_arguments(config, model)
-    assert (found["dp_size"], found["max_running_requests"], found["max_total_tokens"]) == (2, 2 * (33 + 1), 501)
-    assert found["enable_dp_attention"] is found["enable_dp_lm_head"] is True
+    arguments = server_arguments(config, model)
+    assert (arguments["dp_size"], arguments["max_running_requests"], arguments["max_total_tokens"]) == (
+        2,
+        2 * (33 + 1),
+        501,
+    )
+    assert arguments["enable_dp_attention"] is arguments["enable_dp_lm_head"] is True
     with pytest.raises(UserError, match="attention_dp=2 was not tried with an engine on 2 hosts"):
-        server_arguments(config, model, EnginePart(0, 2, "tcp://127.0.0.1:1"))
+        server_arguments(config, model, EngineShard(0, 2, "tcp://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from engine3d.errors import UserError
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.launch import ModelFacts, server_arguments
+from engine3d.rollout.launch import ModelDirectory, server_arguments
 from engine3d.rollout.scheduler.cascade_attention import attend, requests_of_a_group, share, table_bytes
 from engine3d.rollout.served import check_device, check_served
 from tests.support import tiny_families
@@ -50,13 +50,13 @@ def _batch(
 def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(heads, D), (tokens, KV heads, D) -> (heads, D) and (heads,), in float64."""
     repeat = len(query) // keys.shape[1]
-    keys, values = (each.double().repeat_interleave(repeat, dim=1) for each in (keys, values))
+    keys, values = (tensor.double().repeat_interleave(repeat, dim=1) for tensor in (keys, values))
     scores = torch.einsum("hd,thd->ht", query.double(), keys) * scale
     return torch.einsum("ht,thd->hd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
 def _plain(**given: Any) -> tuple[Tensor, Tensor]:
-    """What SGLang's `flash_attn_with_kvcache` computes of it; where it computes nothing it leaves what was there."""
+    """Compute what SGLang's `flash_attn_with_kvcache` does. Rows that it does not compute stay as they were."""
     query, starts = given["q"], given["cu_seqlens_q"].tolist()
     result = torch.full(query.shape, torch.nan, dtype=query.dtype)
     sums = torch.full((query.shape[1], len(query)), torch.nan)
@@ -68,8 +68,8 @@ def _plain(**given: Any) -> tuple[Tensor, Tensor]:
             keys, values = (
                 given[name][given["page_table"][group].long()].flatten(0, 1)[:tokens] for name in ("k_cache", "v_cache")
             )
-            found, of_row = _attention(query[row], keys, values, given["softmax_scale"])
-            result[row], sums[:, row] = found.to(query.dtype), of_row
+            output, of_row = _attention(query[row], keys, values, given["softmax_scale"])
+            result[row], sums[:, row] = output.to(query.dtype), of_row
     return result, sums
 
 
@@ -89,14 +89,16 @@ _REQUESTS: list[tuple[tuple[int, ...], int]] = [
     ((7,), 0),  # padding
 ]
 
+_ALIKE: list[tuple[tuple[int, ...], int]] = [((9,), 20)] * 17
+
 
 def _compare(device: str, flash: Any, width: int = 16, dtype: torch.dtype = torch.float32) -> None:
     generator = torch.Generator().manual_seed(3)
-    for page_size, requests, heads, kv_heads in (
-        (1, _REQUESTS, 4, 2),
-        (2, _REQUESTS, 4, 4),
-        (1, _REQUESTS[:1], 2, 1),
-        (1, [((9,), 20)] * 17, 20, 1),
+    for page_size, requests, heads, kv_heads, groups_of in (
+        (1, _REQUESTS, 4, 2, (3, 64)),
+        (2, _REQUESTS, 4, 4, (8,)),
+        (1, _REQUESTS[:1], 2, 1, (32,)),
+        (1, _ALIKE, 20, 1, (requests_of_a_group(20, 1),)),
     ):
         table, lengths, pages = _batch(requests, page_size, generator)
         lengths = lengths.clamp(max=_WIDTH * page_size)
@@ -104,19 +106,19 @@ def _compare(device: str, flash: Any, width: int = 16, dtype: torch.dtype = torc
         table, lengths = table[:count], lengths[:count]
         query = torch.randn(count, heads, width, generator=generator).to(dtype)
         cache = [torch.randn(pages, page_size, kv_heads, width, generator=generator).to(dtype) for _ in range(2)]
-        for most in (3, requests_of_a_group(heads, kv_heads), 64):
+        for most in groups_of:
             shared = share(table.to(device), lengths.to(device), page_size, most)
-            keys, values = (each.to(device) for each in cache)
-            found = attend(flash, query.to(device), keys, values, shared, softmax_scale=0.3)
+            keys, values = (tensor.to(device) for tensor in cache)
+            output = attend(flash, query.to(device), keys, values, shared, softmax_scale=0.3)
             for request in range(count):
-                own = [each[table[request].long()].flatten(0, 1)[: int(lengths[request])] for each in cache]
-                right, _ = _attention(query[request], own[0], own[1], 0.3)
+                local = [tensor[table[request].long()].flatten(0, 1)[: int(lengths[request])] for tensor in cache]
+                right, _ = _attention(query[request], local[0], local[1], 0.3)
                 limit = 1e-5 if dtype == torch.float32 else 2e-2
-                torch.testing.assert_close(found[request].cpu().double(), right, rtol=limit, atol=limit)
+                torch.testing.assert_close(output[request].cpu().double(), right, rtol=limit, atol=limit)
 
 
 def _groups(device: str) -> None:
-    """What is found of whom, with the sizes of groups and what they share."""
+    """Check the groups that are found, their sizes and the tokens that they share."""
     table, lengths, _ = _batch(_REQUESTS, 1, torch.Generator().manual_seed(5))
     shared = share(table.to(device), lengths.to(device), 1, 8)
     of_tokens = shared.shared.tolist()
@@ -138,10 +140,10 @@ def _groups(device: str) -> None:
         ([14, 15], 7),
     ]
     assert [rows[start:end] for (start, end), _ in entries[-requests:]] == [[number] for number in range(requests)]
-    of_own = [length - found for (_, length), found in zip(_REQUESTS, of_tokens, strict=True)]
+    of_own = [length - shared_tokens for (_, length), shared_tokens in zip(_REQUESTS, of_tokens, strict=True)]
     assert [length for _, length in entries[-requests:]] == of_own
     of_groups = [number for members, _ in groups for number in members]
-    assert [rows[place] for place in shared.place[of_groups].tolist()] == of_groups
+    assert [rows[row] for row in shared.group_row[of_groups].tolist()] == of_groups
     # A batch of other requests in the same memory has nothing of these.
     again = shared.of(4)
     again.find(table[16:20].to(device), lengths[16:20].to(device))
@@ -163,7 +165,8 @@ def test_kernels_interpreted() -> None:
     run_interpreted(_interpreted)
 
 
-def _compile(_device: str) -> None:
+@pytest.mark.slow
+def test_kernels_compile_without_a_gpu() -> None:
     from engine3d.platform.cuda import cascade_kernels as kernels
 
     for kernel, constants in (
@@ -177,19 +180,14 @@ def _compile(_device: str) -> None:
         names = [name for name in kernel.arg_names if name not in constants]
         types = {name: "i32" if name in integers else "*i32" for name in names}
         compiled_for_hopper(kernel, types, constants, whole_words=[name for name in names if name not in integers])
-    tensors = {"parts": "*bf16", "sums": "*fp32", "result": "*bf16"}
-    tensors |= dict.fromkeys(("place", "shared", "starts"), "*i32")
-    integers = dict.fromkeys(("count", "heads", "width"), "i32")
-    tile, words = {"HEADS": kernels._HEADS, "WIDTH": 128}, ("parts", "result", "width")
-    text = compiled_for_hopper(kernels._merge, tensors | integers, tile, whole_words=words)
+    tensors = {"outputs": "*bf16", "sums": "*fp32", "result": "*bf16"}
+    tensors |= dict.fromkeys(("group_row", "shared", "starts"), "*i32")
+    numbers = dict.fromkeys(("count", "heads", "width"), "i32")
+    tile, words = {"HEADS": kernels._HEADS, "WIDTH": 128}, ("outputs", "result", "width")
+    text = compiled_for_hopper(kernels._merge, tensors | numbers, tile, whole_words=words)
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
-    del integers["heads"]
-    compiled_for_hopper(kernels._merge, tensors | integers, tile | {"heads": 1}, whole_words=words)
-
-
-@pytest.mark.processes
-def test_kernels_compile_without_a_gpu() -> None:
-    run_interpreted(_compile, interpret=False)
+    del numbers["heads"]
+    compiled_for_hopper(kernels._merge, tensors | numbers, tile | {"heads": 1}, whole_words=words)
 
 
 @pytest.mark.gpu
@@ -233,7 +231,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
         check_device(config, on_gpu=False)
     if not platform.gpus:
         with pytest.raises(UserError, match=line):
-            server_arguments(config, ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096))
+            server_arguments(config, ModelDirectory(tmp_path, ("Qwen3ForCausalLM",), 100, 4096))
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -69,29 +70,29 @@ def test_samples_of_a_prompt_differ_and_greedy_does_not(
 
 def test_a_response_ends_at_a_stop_token_or_at_its_length(engine: RolloutEngine) -> None:
     ignoring = GREEDY.model_copy(update={"ignore_eos": True})
-    ((whole,),) = responses_of(engine, PROMPTS[:1], ignoring)
-    assert (whole.finish_reason, len(whole.token_ids)) == ("length", 12)
-    stop = whole.token_ids[4]
+    ((complete,),) = responses_of(engine, PROMPTS[:1], ignoring)
+    assert (complete.finish_reason, len(complete.token_ids)) == ("length", 12)
+    stop = complete.token_ids[4]
     stopping = ignoring.model_copy(update={"stop_token_ids": (stop,), "ignore_eos": False})
     ((stopped,),) = responses_of(engine, PROMPTS[:1], stopping)
     assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert stopped.token_ids == complete.token_ids[: complete.token_ids.index(stop) + 1]
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
 def test_a_response_whose_last_allowed_token_ends_it_is_not_cut(engine: RolloutEngine) -> None:
-    ((whole,),) = responses_of(engine, PROMPTS[:1], GREEDY.model_copy(update={"ignore_eos": True}))
-    stop = whole.token_ids[4]
-    ends = whole.token_ids.index(stop) + 1
+    ((complete,),) = responses_of(engine, PROMPTS[:1], GREEDY.model_copy(update={"ignore_eos": True}))
+    stop = complete.token_ids[4]
+    ends = complete.token_ids.index(stop) + 1
     sampling = GREEDY.model_copy(update={"stop_token_ids": (stop,)})
     for longest, reason in ((ends + 1, "stop"), (ends, "stop"), (ends - 1, "length")):
-        asked = sampling.model_copy(update={"max_new_tokens": longest})
-        ((found,),) = responses_of(engine, PROMPTS[:1], asked)
-        engine.submit([Request(0, PROMPTS[0], asked)])
+        limited = sampling.model_copy(update={"max_new_tokens": longest})
+        ((at_once,),) = responses_of(engine, PROMPTS[:1], limited)
+        engine.submit([Request(0, PROMPTS[0], limited)])
         ended = engine.take_ended(60)[0]
-        for response in (found, ended):
+        for response in (at_once, ended):
             assert response.finish_reason == reason
-            assert response.token_ids == whole.token_ids[: min(longest, ends)]
+            assert response.token_ids == complete.token_ids[: min(longest, ends)]
 
 
 def test_a_response_may_fill_the_context(engine: RolloutEngine) -> None:
@@ -108,8 +109,8 @@ def test_a_cache_of_the_size_that_is_needed_lets_all_requests_run_at_once(engine
     assert len(responses_of(engine, prompts, sampling)) == most
     said = engine.log_path.read_text()[before:]
     running = [
-        (int(found[1]), int(found[2]))
-        for found in re.finditer(r"Decode batch.*#running-req: (\d+).*#queue-req: (\d+)", said)
+        (int(match[1]), int(match[2]))
+        for match in re.finditer(r"Decode batch.*#running-req: (\d+).*#queue-req: (\d+)", said)
     ]
     assert (most, 0) in running
     assert "retract" not in said.lower()
@@ -134,9 +135,15 @@ def test_transferred_weights_are_used_and_named(
 def standstill(engine: RolloutEngine) -> Iterator[None]:
     """Generations stand still until the block ends, as in a transfer that the client knows nothing of."""
     assert engine._host is not None
-    engine._host.call("test", "begin_weights", 60, responses=0, under_way="continue")
+    engine._host.call("test", "begin_weights", 60, responses=0, in_flight="continue")
     yield
     engine._host.call("test", "commit_weights", 60, version=0)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and those that it has started."""
+    root = psutil.Process(pid)
+    return sum(sum(process.cpu_times()[:2]) for process in (root, *root.children(recursive=True)))
 
 
 def limit_requests(engine: RolloutEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +161,8 @@ def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(
     assert host is not None
     worker.start()
     for _ in range(3):
-        told, end = host._progress_at, time.monotonic() + 30
-        while host._progress_at == told and time.monotonic() < end:
+        reported, end = host._progress_at, time.monotonic() + 30
+        while host._progress_at == reported and time.monotonic() < end:
             time.sleep(0.05)
         with standstill(engine):
             time.sleep(1.8)
@@ -185,14 +192,16 @@ def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine, monkey
     ):
         time.sleep(0.05)
     with standstill(engine):
+        before = cpu_s(host.pid)
         worker.join(30)
+        assert cpu_s(host.pid) - before < 1  # of the 2 s, in which a scheduler that polls takes all of a core
     monkeypatch.undo()
-    found = re.match(
+    match = re.match(
         r"rollout engine: responses came no further within 2 s: no token since \d\d:\d\d:\d\d, (\d+) of 300 responses "
         r"are done; log: ",
         errors[0],
     )
-    assert found and 0 < int(found[1]) < 300
+    assert match and 0 < int(match[1]) < 300
     assert len(responses_of(engine, PROMPTS, GREEDY)) == 3
 
 
@@ -202,7 +211,7 @@ def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine, monkey
 def test_what_is_cut_off_stays_in_the_logprobs(
     engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], settings: dict[str, float]
 ) -> None:
-    """So a trainer's log-probs are the same, and yet of another distribution than the tokens were drawn from."""
+    """Check that log-probs are the trainer's, yet of another distribution than the tokens were drawn from."""
     sampling = SamplingConfig(max_new_tokens=12, ignore_eos=True, **settings)
     (group,) = responses_of(engine, PROMPTS[1:2], sampling, samples_per_prompt=8)
     for generation in group:
@@ -252,34 +261,34 @@ def test_a_response_ends_with_the_token_that_completes_a_text(
     with pytest.raises(UserError, match=r"stop is \['never'\]: .* has no tokenizer_config\.json"):
         responses_of(engine, PROMPTS, whole_text)
     directory = tiny_model_dirs[0]
-    pieces = [f"<{number}é" for number in range(VOCAB_SIZE)]
-    tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}))
+    texts = [f"<{number}é" for number in range(VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(texts)}))
     tokenizer.decoder = decoders.Fuse()
     try:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
         greedy = whole_text.model_copy(update={"temperature": 0.0})
-        ((whole,),) = responses_of(engine, PROMPTS[:1], greedy)
-        assert (len(whole.token_ids), whole.finish_reason) == (40, "length")
-        text = "".join(pieces[token] for token in whole.token_ids)
+        ((complete,),) = responses_of(engine, PROMPTS[:1], greedy)
+        assert (len(complete.token_ids), complete.finish_reason) == (40, "length")
+        text = "".join(texts[token] for token in complete.token_ids)
         for start, length in ((20, 9), (30, 3), (50, 17)):
             stop = text[start : start + length]
             ends = next(
-                count for count in range(1, 41) if stop in "".join(pieces[token] for token in whole.token_ids[:count])
+                count for count in range(1, 41) if stop in "".join(texts[token] for token in complete.token_ids[:count])
             )
             ((stopped,),) = responses_of(engine, PROMPTS[:1], greedy.model_copy(update={"stop": ("never", stop)}))
             assert stopped.finish_reason == "stop"
-            assert stopped.token_ids == whole.token_ids[:ends]
-            assert stopped.logprobs == pytest.approx(whole.logprobs[:ends], abs=1e-4)
+            assert stopped.token_ids == complete.token_ids[:ends]
+            assert stopped.logprobs == pytest.approx(complete.logprobs[:ends], abs=1e-4)
             # With its last token it is whole, without it it is cut.
             for longest, reason in ((ends, "stop"), (ends - 1, "length")):
-                asked = greedy.model_copy(update={"stop": ("never", stop), "max_new_tokens": longest})
-                assert responses_of(engine, PROMPTS[:1], asked)[0][0].finish_reason == reason
+                stopping = greedy.model_copy(update={"stop": ("never", stop), "max_new_tokens": longest})
+                assert responses_of(engine, PROMPTS[:1], stopping)[0][0].finish_reason == reason
             # Of a stream, where the response goes on in the middle of its stop.
-            begun = Response(whole.token_ids[: ends - 1], whole.logprobs[: ends - 1], [0] * (ends - 1))
+            begun = Response(complete.token_ids[: ends - 1], complete.logprobs[: ends - 1], [0] * (ends - 1))
             sampling = greedy.model_copy(update={"stop": ("never", stop)})
             engine.submit([Request(0, PROMPTS[0], sampling, prefix=begun)])
             ended = engine.take_ended(60)[0]
-            assert (ended.token_ids, ended.finish_reason) == (whole.token_ids[:ends], "stop")
+            assert (ended.token_ids, ended.finish_reason) == (complete.token_ids[:ends], "stop")
     finally:
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
             (directory / name).unlink(missing_ok=True)

@@ -57,15 +57,15 @@ def drawn(engine: RolloutEngine) -> list[list[int | float]]:
 
 def running(group: int) -> list[int]:
     """Processes of a process group that run: a zombie waits only for its parent to look."""
-    found = []
+    processes = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
         except OSError:
             continue
         if int(process_group) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            processes.append(int(stat.parent.name))
+    return processes
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:

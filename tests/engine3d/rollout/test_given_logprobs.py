@@ -26,14 +26,14 @@ def test_log_probs_of_given_tokens_and_of_the_most_likely_ones(tmp_path: Path) -
     firsts = [6, 6, 1, 17]
     with RolloutEngine(tmp_path / "model", TINY_ROLLOUT) as engine:
         for top in (1, 5):
-            for sequence, first, found in zip(sequences, firsts, engine.logprobs(sequences, firsts, top), strict=True):
+            for sequence, first, given in zip(sequences, firsts, engine.logprobs(sequences, firsts, top), strict=True):
                 with torch.no_grad():
                     every = model(torch.tensor([sequence])).logits[0, first - 1 : -1].double().log_softmax(dim=-1)
                 expected = every.gather(1, torch.tensor(sequence[first:])[:, None])[:, 0]
-                torch.testing.assert_close(torch.tensor(found.logprobs).double(), expected, atol=2e-5, rtol=1e-4)
+                torch.testing.assert_close(torch.tensor(given.logprobs).double(), expected, atol=2e-5, rtol=1e-4)
                 best = every.topk(top, dim=1)
-                assert found.top_tokens == best.indices.tolist()
-                tops = torch.tensor(found.top_logprobs).double()
+                assert given.top_tokens == best.indices.tolist()
+                tops = torch.tensor(given.top_logprobs).double()
                 torch.testing.assert_close(tops, best.values, atol=2e-5, rtol=1e-4)
         assert engine.logprobs([], []) == []
         for arguments, line in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from engine3d.rollout import Response, RolloutEngine, SamplingConfig
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import transfer
 from tests.support.engine_responses import responses_of
-from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.reference_routes import by_layer, reference_routes
+from tests.support.tiny_rollout import WITH_ROUTES
 from tests.support.warm import warm_starts
 
 pytestmark = pytest.mark.processes
@@ -40,11 +42,18 @@ ACCEPTED = {
     [("deepseek_v3", {"tp": 2, "ep": 2}), ("deepseek_v3-queries", {"tp": 1, "server_args": ACCEPTED})],
 )
 def test_generations_are_those_of_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """The first as transformers saves it, without keys that SGLang needs; the second with further arguments."""
+    """The first as transformers saves it, without keys that SGLang needs.
+
+    The second with further arguments, and under Kimi-K2's model_type, of which transformers has no class.
+    """
     started, sent = tmp_path / "started", tmp_path / "sent"
     tiny_families.make(name, started, seed=1)
     model = tiny_families.make(name, sent)
-    with warm_starts(), RolloutEngine(started, TINY_ROLLOUT.model_copy(update=settings)) as engine:
+    if name == "deepseek_v3-queries":
+        for directory in (started, sent):
+            config = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+            (directory / "config.json").write_text(json.dumps(config))
+    with warm_starts(), RolloutEngine(started, WITH_ROUTES.model_copy(update=settings)) as engine:
         transfer(engine, sent, version=1)
         first = [generation for (generation,) in responses_of(engine, PROMPTS, GREEDY)]
         # A second turn, of which all but the last tokens are in the cache.
@@ -63,3 +72,5 @@ def assert_same(model: torch.nn.Module, prompt: list[int], generation: Response)
     assert response.tolist() == logprobs.argmax(-1).tolist()
     expected = logprobs.gather(1, response.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
+    routes = reference_routes(model, [*prompt, *generation.token_ids])[:-1]  # of the second layer, the first is dense
+    assert torch.equal(by_layer(generation.routes, routes.shape[1]), routes)

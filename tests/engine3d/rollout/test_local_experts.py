@@ -19,7 +19,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.launch import ModelFacts, server_arguments
+from engine3d.rollout.launch import ModelDirectory, server_arguments
 from engine3d.rollout.scheduler import local_experts
 from engine3d.rollout.served import check_device, check_served
 from engine3d.sglang_source import sglang_directory
@@ -59,7 +59,8 @@ def test_the_sum_on_a_gpu() -> None:
     _sums("cuda")
 
 
-def _compile(_device: str) -> None:
+@pytest.mark.slow
+def test_the_sum_compiles_without_a_gpu() -> None:
     from engine3d.platform.cuda import expert_sum_kernels
 
     text = compiled_for_hopper(
@@ -69,11 +70,6 @@ def _compile(_device: str) -> None:
         whole_words=("rows", "experts", "into", "width"),
     )
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
-
-
-@pytest.mark.processes
-def test_the_sum_compiles_without_a_gpu() -> None:
-    run_interpreted(_compile, interpret=False)
 
 
 class _SGLang:
@@ -179,7 +175,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
     config = RolloutConfig(local_experts_only=True, tp=2, ep=2)
     if not platform.gpus:
         with pytest.raises(UserError, match="local_experts_only=true on a CPU"):
-            server_arguments(config, ModelFacts(tmp_path, ("Qwen3MoeForCausalLM",), 100, 4096))
+            server_arguments(config, ModelDirectory(tmp_path, ("Qwen3MoeForCausalLM",), 100, 4096))
     check_device(config, on_gpu=True)
     with pytest.raises(UserError, match="local_experts_only=true on a CPU: SGLang computes experts there by other"):
         check_device(config, on_gpu=False)
@@ -232,6 +228,6 @@ def test_sglangs_experts_are_alike_with_and_without(tokens: int, monkeypatch: py
     expected = _of_sglang(tokens)
     for name, hook in local_experts.HOOKS.items():
         monkeypatch.setattr(fused_moe, name, partial(hook, getattr(fused_moe, name)))
-    found = _of_sglang(tokens)
-    assert bool(found[0].eq(0).all()) and bool(expected[1:].ne(0).any()) == (tokens > 1)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+    outputs = _of_sglang(tokens)
+    assert bool(outputs[0].eq(0).all()) and bool(expected[1:].ne(0).any()) == (tokens > 1)
+    torch.testing.assert_close(outputs, expected, rtol=2e-2, atol=2e-3)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from engine3d import stores
-from engine3d.errors import LOST_PART, EngineError, UserError
-from engine3d.rollout import EngineMember, EnginePart, Response, RolloutConfig, RolloutEngine, SamplingConfig
-from engine3d.rollout.part import PartCalls
+from engine3d.errors import LOST_RANKS, EngineError, UserError
+from engine3d.rollout import EngineMember, EngineShard, Response, RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.rollout.shard import ShardCalls
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import CheckpointSender
 from tests.support.engine_responses import responses_of
@@ -34,24 +34,24 @@ def on_two_hosts(model: Path, config: RolloutConfig) -> Iterator[tuple[RolloutEn
     """Both parts of an engine, started."""
     served = stores.serve(stores.listen("127.0.0.1"))
     address = stores.tcp_address(served.host, served.port)
-    first = RolloutEngine(model, config, part=EnginePart(0, 2, address))
-    second = EngineMember(model, config, part=EnginePart(1, 2, address))
+    first = RolloutEngine(model, config, shard=EngineShard(0, 2, address))
+    second = EngineMember(model, config, shard=EngineShard(1, 2, address))
     try:
         with warm_starts(), ThreadPoolExecutor() as pool:
-            starts = [pool.submit(part.start) for part in (first, second)]
-            for each in starts:
-                each.result()
+            starts = [pool.submit(shard.start) for shard in (first, second)]
+            for start in starts:
+                start.result()
         yield first, second
     finally:
         first.shutdown()
         second.shutdown()
 
 
-def assert_same(found: list[list[Response]], expected: list[list[Response]], version: int) -> None:
-    for group, of_one in zip(found, expected, strict=True):
-        for each, reference in zip(group, of_one, strict=True):
-            assert (each.token_ids, set(each.versions)) == (reference.token_ids, {version})
-            assert each.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
+def assert_same(responses: list[list[Response]], expected: list[list[Response]], version: int) -> None:
+    for group, of_one in zip(responses, expected, strict=True):
+        for response, reference in zip(group, of_one, strict=True):
+            assert (response.token_ids, set(response.versions)) == (reference.token_ids, {version})
+            assert response.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
 
 
 @pytest.mark.long
@@ -78,7 +78,7 @@ def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path:
         second.check("generate")
         assert second._host is not None
         os.kill(second._host.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=f"died during generation: {LOST_PART}: .*gloo"):
+        with pytest.raises(EngineError, match=f"died during generation: {LOST_RANKS}: .*gloo"):
             responses_of(first, [[5]] * 60, SamplingConfig(max_new_tokens=60, ignore_eos=True))
         deadline = time.monotonic() + 10
         while second.is_alive() and time.monotonic() < deadline:
@@ -90,7 +90,7 @@ def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path:
 def test_calls_end_on_every_host_and_wait_for_the_first(tmp_path: Path) -> None:
     served = stores.serve(stores.listen("127.0.0.1"))
     address = stores.tcp_address(served.host, served.port)
-    first, second = (PartCalls(EnginePart(index, 2, address), 10.0) for index in range(2))
+    first, second = (ShardCalls(EngineShard(index, 2, address), 10.0) for index in range(2))
     looks: list[float] = []
     with ThreadPoolExecutor() as pool:
         for _ in range(3):
@@ -110,19 +110,19 @@ def test_calls_end_on_every_host_and_wait_for_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "devices", "line"),
+    ("shard", "devices", "line"),
     [
-        (EnginePart(2, 2, "tcp://127.0.0.1:1"), (), "part 2 of a rollout engine on 2 hosts"),
-        (EnginePart(1, 3, "tcp://127.0.0.1:1"), (), "of tp 2 on 3 hosts, expected as many ranks on each"),
-        (EnginePart(1, 2), (), "on 2 hosts without a store at which they meet"),
+        (EngineShard(2, 2, "tcp://127.0.0.1:1"), (), "shard 2 of a rollout engine on 2 hosts"),
+        (EngineShard(1, 3, "tcp://127.0.0.1:1"), (), "of tp 2 on 3 hosts, expected as many ranks on each"),
+        (EngineShard(1, 2), (), "on 2 hosts without a store at which they meet"),
         (
-            EnginePart(1, 2, "tcp://127.0.0.1:1"),
+            EngineShard(1, 2, "tcp://127.0.0.1:1"),
             (0, 1),
             "2 devices for a rollout engine of tp 2, of which 1 are",
         ),
-        (EnginePart(), (), "part 0 of a rollout engine is a RolloutEngine"),
+        (EngineShard(), (), "shard 0 of a rollout engine is a RolloutEngine"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(part: EnginePart, devices: tuple[int, ...], line: str) -> None:
+def test_impossible_shards_are_refused(shard: EngineShard, devices: tuple[int, ...], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        EngineMember("nowhere", TWO, devices, part=part)
+        EngineMember("nowhere", TWO, devices, shard=shard)

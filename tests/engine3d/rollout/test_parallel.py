@@ -47,12 +47,12 @@ def test_tensor_and_expert_parallel_ranks_agree_with_one(
             SamplingConfig(top_k=20, max_new_tokens=12),  # drawn by SGLang
         ):
             drawn = responses_of(parallel, PROMPTS, sampling, samples_per_prompt=4)
-            assert len({tuple(each.token_ids) for each in drawn[0]}) == 4
+            assert len({tuple(response.token_ids) for response in drawn[0]}) == 4
             for prompt, group in zip(PROMPTS, drawn, strict=True):
-                for each in group:
-                    of_all = reference_logprobs(tiny_model_dirs[0], prompt, each.token_ids, sampling.temperature)
-                    chosen = of_all.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
-                    assert each.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
+                for response in group:
+                    of_all = reference_logprobs(tiny_model_dirs[0], prompt, response.token_ids, sampling.temperature)
+                    chosen = of_all.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+                    assert response.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
     for generation, reference in zip(generations, expected, strict=True):
         assert generation.token_ids == reference.token_ids
         assert generation.logprobs == pytest.approx(reference.logprobs, abs=1e-3)

@@ -1,4 +1,4 @@
-"""What a scheduler tells other processes of itself, at any moment."""
+"""Progress that a scheduler reports to other processes, at any moment."""
 
 from __future__ import annotations
 

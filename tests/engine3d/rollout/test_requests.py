@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine3d.errors import EngineError, UserError
+from engine3d.models.experts.routes import RouteFormat
 from engine3d.rollout import Request, Response, SamplingConfig
 from engine3d.rollout.host.generation import drawn, sampling_parameters, submission_order
 from engine3d.rollout.host.responses import PendingResponses
+from engine3d.rollout.scheduler.routes import ROUTES
 from engine3d.rollout.scheduler.versions import VERSIONS
 
 LOG = Path("log")
@@ -28,8 +33,8 @@ def test_first_samples_of_prompts_that_run_together_are_sent_first() -> None:
 def test_seeds_are_of_the_engine_the_group_and_the_index() -> None:
     def seed(group: int, index: int, engine_seed: int = 0) -> int:
         request = Request(99, [3], SamplingConfig(), group, index)
-        found: int = sampling_parameters(request, engine_seed)["sampling_seed"]
-        return found
+        seed_of_request: int = sampling_parameters(request, engine_seed)["sampling_seed"]
+        return seed_of_request
 
     assert seed(1, 2) == seed(1, 2)
     assert len({seed(1, 2), seed(2, 1), seed(1, 1), seed(1, 2, engine_seed=1)}) == 4
@@ -46,6 +51,24 @@ def test_tokens_have_their_own_versions_or_the_one_that_is_served() -> None:
         drawn(meta, token_versions=True)
     meta["finish_reason"] = {"type": "abort"}
     assert drawn(meta, token_versions=True) == Response([], [], [], "abort")
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(255, "uint8"), (256, "int16")])
+def test_routes_have_a_row_for_each_token_but_the_last(experts: int, dtype: str) -> None:
+    format = RouteFormat(layers=(1, 2), topk=2, experts=experts)
+    rows = np.arange(16, dtype=dtype).reshape(4, 4)
+    meta = {"finish_reason": {"type": "length"}, VERSIONS: [5, 7], ROUTES: base64.b64encode(rows.tobytes()).decode()}
+    meta["output_token_logprobs"] = [(-0.5, 3, None), (-1.5, 4, None)]
+    routes = drawn(meta, token_versions=True, routes=format, tokens_before=3).routes
+    assert routes is not None and routes.dtype == rows.dtype and np.array_equal(routes, rows)
+    assert drawn(meta, token_versions=True).routes is None
+    with pytest.raises(EngineError, match="16 entries of routes, expected 4 for each of 5 tokens"):
+        drawn(meta, token_versions=True, routes=format, tokens_before=4)
+    del meta[ROUTES]  # aborted in SGLang's queue, after it was retracted
+    with pytest.raises(EngineError, match="0 entries of routes, expected 4 for each of 4 tokens"):
+        drawn(meta, token_versions=True, routes=format, tokens_before=3)
+    meta["finish_reason"] = {"type": "abort"}
+    assert drawn(meta, token_versions=True, routes=format, tokens_before=3) == Response([], [], [], "abort")
 
 
 def test_each_taker_gets_its_samples_alone() -> None:
@@ -80,12 +103,20 @@ def test_an_engine_that_comes_no_further_or_fails_is_an_error_of_who_waits() -> 
     with pytest.raises(EngineError, match=r"came no further within 0 s: no token since .*, 2 of 3 responses .* log$"):
         responses.take(0.01, 0.0, None)
     responses.add({0: ONE})
-    responses.fail("rollout engine: sample 1: ValueError")
     responses.fail("rollout engine died")
+    responses.fail("rollout engine is gone")
     assert responses.take(0.0, 100.0, None) == {0: ONE}
     for _ in range(2):
-        with pytest.raises(EngineError, match="rollout engine: sample 1: ValueError"):
+        with pytest.raises(EngineError, match="rollout engine died"):
             responses.take(60.0, 100.0, None)
+
+
+def test_the_time_of_a_transfer_is_no_stall() -> None:
+    responses = PendingResponses(LOG)
+    responses.submitted([1])
+    time.sleep(0.2)
+    responses.resume()
+    assert responses.take(0.0, 0.15, None) == {}
 
 
 def test_a_sample_is_taken_once_and_its_id_is_free_only_then() -> None:

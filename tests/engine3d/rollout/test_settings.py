@@ -1,4 +1,4 @@
-"""What is wrong with an engine's settings or model is said before anything starts."""
+"""Wrong settings or models of an engine are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from engine3d.errors import UserError
+from engine3d.models import model_spec
 from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, graph_batch_sizes
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
 from engine3d.rollout.host.generation import submission_order
 from engine3d.rollout.host.log import root_cause
+from engine3d.rollout.served import check_served
 from engine3d.run_files import make_run_directory, segment_name
 from engine3d.sglang_source import sglang_directory
+from tests.support import tiny_families
 
 
 def test_every_accepted_argument_is_one_of_sglangs() -> None:
@@ -104,7 +107,7 @@ def test_an_attention_backend_is_one_that_was_tried() -> None:
 def test_what_a_cpu_cannot_run_is_refused_before_an_engine_starts(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
+    model = launch.ModelDirectory(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     with pytest.raises(UserError, match=message):
         launch.server_arguments(RolloutConfig(**settings), model)
     launch.server_arguments(RolloutConfig(attention_backend="torch_native"), model)
@@ -201,7 +204,7 @@ def test_the_root_cause_is_the_first_exception_that_is_not_a_consequence(tmp_pat
         f"{saver} cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=243\n"
         "Subprocess scheduler_DP1_TP1_EP1 (pid=5) crashed\n"
     )
-    assert root_cause(log).startswith("GPU out of memory: others hold what the engine gave back")
+    assert root_cause(log).startswith("GPU out of memory: others use memory that the engine released")
     log.write_text("Subprocess scheduler_DP1_TP1_EP1 (pid=5) crashed\nall is well\n")
     assert root_cause(log) == "Subprocess scheduler_DP1_TP1_EP1 (pid=5) crashed"
     log.write_text("all is well\n")
@@ -239,7 +242,7 @@ def test_every_batch_runs_in_a_graph_that_is_little_larger() -> None:
 
 def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "platform", CudaPlatform())
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
+    model = launch.ModelDirectory(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     arguments = launch.server_arguments(RolloutConfig(max_running_requests=640), model)
     assert arguments["cuda_graph_bs_decode"] == graph_batch_sizes(641)
     assert arguments["max_running_requests"] == 641  # see SPARE_REQUESTS
@@ -268,7 +271,7 @@ def test_an_engine_compiles_where_it_has_to(
 ) -> None:
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     monkeypatch.setattr(launch, "platform", _OneGpu())
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
+    model = launch.ModelDirectory(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     environment = launch.environment(RolloutConfig(**settings), model, (0,))
     assert environment.get("TORCH_COMPILE_DISABLE") == (None if compiles else "1")
 
@@ -278,7 +281,7 @@ def test_variables_by_which_sglang_gives_other_results_do_not_reach_it(
 ) -> None:
     for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE", "RANK"):
         monkeypatch.setenv(name, "1")
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
+    model = launch.ModelDirectory(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     environment = launch.environment(RolloutConfig(), model, ())
     assert not {"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE", "RANK"} & environment.keys()
 
@@ -291,7 +294,7 @@ def test_settings_that_change_the_drawn_distribution_are_named() -> None:
 
 
 def test_an_engine_that_is_told_nothing_has_room_for_all_its_requests(tmp_path: Path) -> None:
-    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
+    model = launch.ModelDirectory(tmp_path, ("Qwen3ForCausalLM",), 100, 4096)
     arguments = launch.server_arguments(RolloutConfig(max_running_requests=3, context_length=50), model)
     assert arguments["max_total_tokens"] == 4 * 51 + 1 + 8
     assert launch.server_arguments(RolloutConfig(max_total_tokens=77), model)["max_total_tokens"] == 77
@@ -325,8 +328,8 @@ def test_a_part_of_the_experts_finds_what_was_tuned_for_all_of_them(
     assert moe_configs.environment(tmp_path / "moe", arguments) == {moe_configs.VARIABLE: str(tmp_path / "moe")}
     tuned = sglang_directory() / "srt/layers/moe/moe_runner/triton_utils/configs"
     name = "triton_3_6_0/E={},N=768,device_name=NVIDIA_H200.json"
-    found = tmp_path / "moe" / "configs" / name.format(32)
-    assert found.resolve() == tuned / name.format(128) and not (tuned / name.format(32)).exists()
+    linked = tmp_path / "moe" / "configs" / name.format(32)
+    assert linked.resolve() == tuned / name.format(128) and not (tuned / name.format(32)).exists()
     for path in tuned.glob("triton_*/*.json"):
         assert (tmp_path / "moe/configs" / path.relative_to(tuned)).read_bytes() == path.read_bytes()
 
@@ -336,10 +339,10 @@ def test_what_was_tuned_for_a_part_of_the_experts_is_kept(tmp_path: Path) -> Non
         (tmp_path / "tuned" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tuned" / name).write_text(name)
     moe_configs.link(tmp_path / "tuned", tmp_path / "linked", 8, 2)
-    found = {
+    texts = {
         str(path.relative_to(tmp_path / "linked")): path.read_text() for path in (tmp_path / "linked").rglob("E=2*")
     }
-    assert found == {"old/E=2,N=4.json": "old/E=2,N=4.json", "new/E=2,N=5.json": "new/E=8,N=5.json"}
+    assert texts == {"old/E=2,N=4.json": "old/E=2,N=4.json", "new/E=2,N=5.json": "new/E=8,N=5.json"}
 
 
 @pytest.mark.parametrize(("experts", "ranks"), [(128, 1), (None, 4), (6, 4)])
@@ -353,3 +356,70 @@ def test_other_engines_go_by_what_sglang_has(
     model = _model_with_experts(tmp_path / "other", 128)
     assert moe_configs.environment(tmp_path / "moe", {"model_path": str(model), "ep_size": 4}) == {}
     assert not (tmp_path / "moe").exists()
+
+
+def test_routes_are_refused_where_they_were_not_tried() -> None:
+    for name, value, error in (
+        ("chunked_prefill_size", -1, "chunked_prefill_size=-1 with routes=true: there is memory for the routes of as"),
+        ("enable_torch_compile", True, "enable_torch_compile=true was not tried with routes=true"),
+    ):
+        RolloutConfig(server_args={name: value})
+        with pytest.raises(ValidationError, match=error):
+            RolloutConfig(server_args={name: value}, routes=True)
+    with pytest.raises(ValidationError, match=r"enable_return_routed_experts is not set here; set routes"):
+        RolloutConfig(server_args={"enable_return_routed_experts": True})
+    check_served(model_spec(tiny_families.CONFIGS["deepseek_v3"]), RolloutConfig(routes=True))
+    with pytest.raises(UserError, match="routes=true: expected false, because LlamaForCausalLM has no experts"):
+        check_served(model_spec(tiny_families.CONFIGS["llama-linear"]), RolloutConfig(routes=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float32"}, "precision=fp8 with dtype=float32, expected bfloat16 or float16"),
+        ({"tp": 4, "attention_dp": 2}, "precision=fp8 was not tried with attention_dp=2, expected one of them"),
+        ({"deterministic": True}, "precision=fp8 was not tried with deterministic=true, expected one of them"),
+        ({"memory_saver": True, "release_weights": True}, "precision=fp8 was not tried with release_weights=true"),
+        ({"routes": True}, "precision=fp8 was not tried with routes=true"),
+        (
+            {"server_args": {"moe_runner_backend": "triton"}},
+            r"not tried with server_args\.moe_runner_backend",
+        ),
+        ({"server_args": {"load_format": "auto"}}, r"precision=fp8 with server_args\.load_format=auto: the actor"),
+        ({"precision": "fp4"}, "Input should be 'fp8'"),
+    ],
+)
+def test_quantised_weights_are_refused_where_they_were_not_tried(settings: dict[str, Any], message: str) -> None:
+    assert not RolloutConfig(precision="fp8", server_args={"chunked_prefill_size": 64}).loads_weights
+    with pytest.raises(ValidationError, match=message):
+        RolloutConfig(**{"precision": "fp8", **settings})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({"intermediate_size": 192}, {}, "tp=1 ep=1: a rank has 192 rows of gate and up of a dense MLP"),
+        ({"head_dim": 64, "num_key_value_heads": 1}, {}, "tp=1 ep=1: a rank has 64 rows of keys, expected a multiple"),
+        ({"head_dim": 64}, {"tp": 2}, "tp=2 ep=1: a rank has 64 rows of keys, expected a multiple of 128"),
+    ],
+)
+def test_engines_whose_ranks_would_have_a_part_of_a_block_are_refused(
+    changes: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    given = tiny_families.FP8_CONFIGS["qwen3"]
+    check_served(model_spec(given), RolloutConfig(precision="fp8", tp=2))
+    with pytest.raises(UserError, match=rf"^rollout\.engine\.precision=fp8 with {message}"):
+        check_served(model_spec(given | changes), RolloutConfig(**{"precision": "fp8", **sizes}))
+
+
+def test_experts_and_latent_attention_have_complete_blocks_on_every_rank() -> None:
+    experts = tiny_families.FP8_CONFIGS["qwen3_moe"] | {"mlp_only_layers": []}
+    check_served(model_spec(experts), RolloutConfig(precision="fp8", tp=2, ep=2))
+    with pytest.raises(UserError, match="a rank has 64 rows of gate and up of an expert"):
+        check_served(model_spec(experts | {"moe_intermediate_size": 128}), RolloutConfig(precision="fp8", tp=2))
+    latent = tiny_families.FP8_CONFIGS["deepseek_v3"]
+    check_served(model_spec(latent), RolloutConfig(precision="fp8", tp=2))
+    with pytest.raises(UserError, match=r"a rank has 192 rows of q_a_proj \(q_lora_rank\), expected a multiple of 128"):
+        check_served(model_spec(latent | {"q_lora_rank": 192}), RolloutConfig(precision="fp8"))
+    with pytest.raises(UserError, match="SGLang loads no scales of blocks into LlamaForCausalLM; expected null"):
+        check_served(model_spec(tiny_families.CONFIGS["llama"]), RolloutConfig(precision="fp8"))

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
-from engine3d.rollout.host.stream import UnderWay
+from engine3d.rollout.host.stream import InFlightPolicy
+from engine3d.rollout.requests import GIVEN
 from tests.engine3d.rollout.test_engine import reference_logprobs
 from tests.support.checkpoint_sender import CheckpointSender
 from tests.support.tiny_models import VOCAB_SIZE
@@ -28,18 +29,18 @@ def _requests(sampling: SamplingConfig, first: int = 0, prompts: Sequence[Sequen
 
 
 def _all_ended(engine: RolloutEngine, *samples: int, limit_s: float = 120) -> dict[int, Response]:
-    found: dict[int, Response] = {}
+    ended: dict[int, Response] = {}
     end = time.monotonic() + limit_s
-    while not found.keys() >= set(samples) and time.monotonic() < end:
-        found |= engine.take_ended(1.0)
-    return {sample: found[sample] for sample in samples}
+    while not ended.keys() >= set(samples) and time.monotonic() < end:
+        ended |= engine.take_ended(1.0)
+    return {sample: ended[sample] for sample in samples}
 
 
 def _begun(engine: RolloutEngine, first: int, least: int = 4) -> bool:
     """Begin long responses; whether they have a few tokens and go on. All have ended where they were too quick."""
     engine.submit(_requests(LONG, first))
     while in_flight := engine.responses_in_flight():
-        if len(in_flight) == len(PROMPTS) and min(len(each.token_ids) for each in in_flight.values()) >= least:
+        if len(in_flight) == len(PROMPTS) and min(len(response.token_ids) for response in in_flight.values()) >= least:
             return True
     _all_ended(engine, *range(first, first + len(PROMPTS)))
     return False
@@ -61,12 +62,12 @@ def _assert_drawn_by_their_versions(
             for directory in directories
         ]
     )
-    found = torch.tensor(response.logprobs)
+    logprobs = torch.tensor(response.logprobs)
     assert len(response.versions) == len(response.logprobs) == len(response.token_ids)
     mine = expected.gather(0, torch.tensor(response.versions).unsqueeze(0)).squeeze(0)
     other = expected.gather(0, (1 - torch.tensor(response.versions)).unsqueeze(0)).squeeze(0)
-    assert (found - mine)[exact_from:].abs().max() < 1e-3
-    assert (found - other).abs().max() > 0.1  # the other weights give others
+    assert (logprobs - mine)[exact_from:].abs().max() < 1e-3
+    assert (logprobs - other).abs().max() > 0.1  # the other weights give others
 
 
 def test_responses_end_one_by_one(engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> None:
@@ -84,13 +85,13 @@ def test_responses_end_one_by_one(engine: RolloutEngine, tiny_model_dirs: tuple[
 
 @pytest.mark.parametrize("policy", ["wait", "continue", "recompute", "resend"])
 def test_weights_change_in_the_middle_of_responses(
-    engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path], policy: UnderWay
+    engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path], policy: InFlightPolicy
 ) -> None:
     for first in ATTEMPTS:
         checkpoints.transfer(tiny_model_dirs[0], version=0)
         if not _begun(engine, first):
             continue
-        before = engine.figures
+        before = engine.stats
         checkpoints.transfer(tiny_model_dirs[1], 1, policy)
         engine.submit(_requests(SHORT, first + 10))
         ended = _all_ended(engine, *range(first, first + 3), *range(first + 10, first + 13))
@@ -108,7 +109,7 @@ def test_weights_change_in_the_middle_of_responses(
             assert all(set(response.versions) == {0} for response in old.values())
             return
         if all(set(response.versions) == {0, 1} for response in old.values()):
-            resent, continued = engine.figures.resent - before.resent, engine.figures.continued - before.continued
+            resent, continued = engine.stats.resent - before.resent, engine.stats.continued - before.continued
             assert (resent, continued) == ((3, 0) if policy == "resend" else (0, 3))
             return
     pytest.fail("weights never changed in the middle of all responses")
@@ -125,19 +126,58 @@ def test_what_was_given_up_ends_with_what_it_has_and_can_go_on(
         if not _begun(engine, first):
             continue
         engine.abort([first, first + 2])
-        found = _all_ended(engine, first, first + 1, first + 2)
-        if [response.finish_reason for response in found.values()] == ["abort", "length", "abort"]:
+        ended = _all_ended(engine, first, first + 1, first + 2)
+        if [response.finish_reason for response in ended.values()] == ["abort", "length", "abort"]:
             break
     else:
         pytest.fail("responses were never given up before their end")
-    begun = found[first]
+    begun = ended[first]
     assert 4 <= len(begun.token_ids) < 48
     engine.submit([Request(20, PROMPTS[0], LONG, prefix=begun)])
-    whole = _all_ended(engine, 20)[20]
-    assert whole.token_ids[: len(begun.token_ids)] == begun.token_ids
-    assert (whole.finish_reason, len(whole.token_ids)) == ("length", 48)
-    _assert_drawn_by_their_versions(tiny_model_dirs, PROMPTS[0], whole)
+    complete = _all_ended(engine, 20)[20]
+    assert complete.token_ids[: len(begun.token_ids)] == begun.token_ids
+    assert (complete.finish_reason, len(complete.token_ids)) == ("length", 48)
+    _assert_drawn_by_their_versions(tiny_model_dirs, PROMPTS[0], complete)
     engine.abort([20])  # of none under way
+
+
+def test_turns_continue_behind_tokens_that_were_not_drawn(
+    engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path]
+) -> None:
+    """Over a change of weights between two turns, with all tokens before a turn as they are."""
+    given, samples = [13, 14, 3], range(50, 53)
+    episodes = dict.fromkeys(samples, Response([], [], []))
+    for turn in range(4):
+        checkpoints.transfer(tiny_model_dirs[turn % 2], version=turn % 2)
+        limit = {sample: len(episodes[sample].token_ids) + 2 + sample - 50 for sample in samples}
+        engine.submit(
+            [
+                Request(
+                    sample,
+                    prompt,
+                    SamplingConfig(max_new_tokens=limit[sample], ignore_eos=True),
+                    prefix=episodes[sample] if turn else None,
+                )
+                for sample, prompt in zip(samples, PROMPTS, strict=True)
+            ]
+        )
+        for sample, response in _all_ended(engine, *samples).items():
+            assert len(response.token_ids) == limit[sample] and response.finish_reason == "length"
+            assert response.token_ids[: len(episodes[sample].token_ids)] == episodes[sample].token_ids
+            episodes[sample] = response.extended(given)
+    for prompt, episode in zip(PROMPTS, episodes.values(), strict=True):
+        assert episode.versions.count(GIVEN) == 4 * len(given) and episode.oldest_version == 0
+        drawn = torch.tensor([version != GIVEN for version in episode.versions])
+        expected = torch.stack(
+            [
+                reference_logprobs(directory, list(prompt), episode.token_ids)
+                .gather(1, torch.tensor(episode.token_ids).unsqueeze(1))
+                .squeeze(1)
+                for directory in tiny_model_dirs
+            ]
+        )
+        mine = expected.gather(0, torch.tensor(episode.versions).clamp(min=0).unsqueeze(0)).squeeze(0)
+        assert (torch.tensor(episode.logprobs) - mine)[drawn].abs().max() < 1e-3
 
 
 def test_no_response_goes_on_behind_its_end(
@@ -146,20 +186,20 @@ def test_no_response_goes_on_behind_its_end(
     """Though it is aborted with its last token, to be sent again."""
     ends = set(range(1, VOCAB_SIZE // 12))  # of which the first is the model's own
     sampling = SamplingConfig(max_new_tokens=48, stop_token_ids=sorted(ends))
-    resent = engine.figures.resent
+    resent = engine.stats.resent
     for round_ in range(8):
         first = 1000 + 100 * round_
         samples = range(first, first + 48)
         engine.submit(_requests(sampling, first, [[3, 4, 5]] * len(samples)))
-        found = dict[int, Response]()
+        ended = dict[int, Response]()
         for version in (1, 0):
-            found |= engine.take_ended(0.2)
+            ended |= engine.take_ended(0.2)
             checkpoints.transfer(tiny_model_dirs[version], version, "resend")
-        found |= _all_ended(engine, *(set(samples) - found.keys()))
-        for response in found.values():
+        ended |= _all_ended(engine, *(set(samples) - ended.keys()))
+        for response in ended.values():
             assert ends.isdisjoint(response.token_ids[:-1])
             assert (response.finish_reason == "stop") == (response.token_ids[-1] in ends)
-    assert engine.figures.resent > resent
+    assert engine.stats.resent > resent
 
 
 def test_a_stream_refuses_what_a_batch_refuses(engine: RolloutEngine) -> None:
@@ -202,3 +242,62 @@ def test_an_aborted_batch_ends_with_what_it_has(engine: RolloutEngine) -> None:
     assert {response.finish_reason for response in responses[:50]} <= {"abort", "length"}
     for response in responses:
         assert len(response.token_ids) == len(response.logprobs) == len(response.versions)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_response_that_cannot_be_made_fails_alone(engine: RolloutEngine, together: bool) -> None:
+    """Requests past the client's own checks: SGLang refuses a prompt that is longer than its context."""
+    assert engine._host is not None
+    long = [Request(400 + index, [5] * 10_000, SHORT) for index in range(2)]
+    engine._host.responses.submitted([request.sample for request in long])
+    engine._host.call("test", "submit", 60, requests=long, together=together)
+    engine.submit(_requests(SHORT, first=0))
+    ended = _all_ended(engine, 0, 1, 2, 400, 401)
+    assert [ended[sample].finish_reason for sample in range(3)] == ["length"] * 3
+    for request in long:
+        response = ended[request.sample]
+        assert response.finish_reason == "abort" and not response.token_ids
+        assert response.error is not None and response.error.startswith("ValueError: ")
+    engine._host.responses.submitted([400])
+    engine._host.call("test", "submit", 60, requests=long[:1], together=together)
+    with pytest.raises(EngineError, match=r"sample 400: ValueError: .*; log: "):
+        engine.wait_for([400])
+    assert {response.error for response in _all_of(engine)} == {None}
+
+
+def _all_of(engine: RolloutEngine) -> list[Response]:
+    engine.submit(_requests(SHORT, first=10), together=True)
+    return engine.wait_for([10, 11, 12])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_request_that_a_transfer_holds_back_is_aborted_at_once(engine: RolloutEngine, together: bool) -> None:
+    assert engine._host is not None
+    engine._host.call("test", "begin_weights", 60, responses=0, in_flight="wait")
+    try:
+        engine.submit(_requests(LONG, first=500), together=together)
+        time.sleep(0.2)
+        assert engine.take_ended(0.0) == {}
+        engine.abort([500, 501, 502])
+        ended = _all_ended(engine, 500, 501, 502)
+        assert {(response.finish_reason, len(response.token_ids)) for response in ended.values()} == {("abort", 0)}
+    finally:
+        engine._host.call("test", "commit_weights", 60, version=0)
+    assert {len(response.token_ids) for response in _all_of(engine)} == {4}
+
+
+@pytest.mark.parametrize("policy", ["wait", "continue", "recompute", "resend"])
+def test_a_begin_that_fails_half_way_is_undone(engine: RolloutEngine, policy: InFlightPolicy) -> None:
+    """Its call of the ranks finds a folder where it writes a file."""
+    assert engine._host is not None
+    engine.submit(_requests(LONG, first=600))
+    blocked = engine._host._run_directory / f"call-{next(engine._host._ids) + 1}"
+    blocked.mkdir()
+    with pytest.raises(EngineError, match=r"begin of weights version 9 failed: IsADirectoryError"):
+        engine.begin_weights(9, in_flight=policy)
+    blocked.rmdir()
+    ended = _all_ended(engine, 600, 601, 602)
+    assert {(response.finish_reason, len(response.token_ids)) for response in ended.values()} == {("length", 48)}
+    assert all(set(response.versions) == {0} for response in [*ended.values(), *_all_of(engine)])
+    engine._host.call("test", "begin_weights", 60, responses=0, in_flight=policy)  # and may be begun again
+    engine._host.call("test", "commit_weights", 60, version=0)

@@ -10,19 +10,20 @@ import pytest
 from engine3d.startup.imports import quick_imports
 
 
+@pytest.mark.slow
 def test_distributions_are_found_as_by_looking_through_all() -> None:
     everything = importlib.metadata.packages_distributions()
     with quick_imports():
         assert not gc.isenabled()
-        found = importlib.metadata.packages_distributions()
+        distributions = importlib.metadata.packages_distributions()
     assert gc.isenabled()
     assert importlib.metadata.packages_distributions() == everything
-    assert found["torch"] == ["torch"]
-    assert found["yaml"] == everything["yaml"] == ["PyYAML"]  # a distribution of another name
-    assert found.get("yaml") == ["PyYAML"] and found.get("no_such_package") is None
-    assert found.keys() == everything.keys()
+    assert distributions["torch"] == ["torch"]
+    assert distributions["yaml"] == everything["yaml"] == ["PyYAML"]  # a distribution of another name
+    assert distributions.get("yaml") == ["PyYAML"] and distributions.get("no_such_package") is None
+    assert distributions.keys() == everything.keys()
     with pytest.raises(KeyError):
-        found["no_such_package"]
+        distributions["no_such_package"]
 
 
 def test_what_transformers_reads_of_versions_is_what_is_installed() -> None:

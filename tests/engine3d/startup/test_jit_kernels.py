@@ -15,9 +15,9 @@ from engine3d.startup import jit_kernels
 
 @pytest.mark.parametrize(("model", "tp"), [("qwen3-30b-a3b", 4), ("llama-3-70b", 8), ("deepseek-v3", 1)])
 def test_sglang_compiles_by_these_functions(model: str, tp: int) -> None:
-    found = jit_kernels.kernels(named_model(model).hf_config, "bfloat16", tp)
-    assert len(set(found)) == len(found) >= 3
-    for kernel in found:
+    kernels = jit_kernels.kernels(named_model(model).hf_config, "bfloat16", tp)
+    assert len(set(kernels)) == len(kernels) >= 3
+    for kernel in kernels:
         tree = ast.parse((sglang_directory() / "jit_kernel" / f"{kernel.module}.py").read_text())
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert len(functions[kernel.function].args.args) == len(kernel.arguments), kernel

@@ -32,7 +32,7 @@ def test_names_are_those_of_the_library() -> None:
     assert lazy_imports.dist.ReduceOp is torch.distributed.ReduceOp
     assert pickle.loads(pickle.dumps(lazy_imports.torch)) is torch
     with pytest.raises(AttributeError, match="no attribute 'tensors'"):
-        lazy_imports.torch.tensors  # noqa: B018
+        lazy_imports.torch.tensors  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         lazy_imports.LazyModule("no_such_library").name  # noqa: B018
 

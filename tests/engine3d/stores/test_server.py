@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -46,7 +47,8 @@ def until(served: socket.socket) -> bytes:
 
 def test_a_store_does_what_torchs_own_do(served: StoreServer) -> None:
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for store in (torchs, client(served)):
+    stores: list[Any] = [torchs, client(served)]
+    for store in stores:
         store.set("a", "1")
         assert store.get("a") == b"1"
         assert [store.add("a", 5), store.add("count", -2), store.get("count")] == [6, -2, b"-2"]

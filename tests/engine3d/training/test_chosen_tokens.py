@@ -18,7 +18,7 @@ from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.processes
 
-LAYOUTS: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {}]}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {}]}
 TOP, TEMPERATURE = 4, 0.8
 
 
@@ -35,8 +35,8 @@ def _sequences(mine: list[int]) -> Sequences:
     # In the place of each token: different tokens, of any part of the vocabulary.
     chosen = torch.randn(count, 60, generator=generator).argsort(dim=1)[:, :TOP]
     weights = torch.randn(count, TOP, generator=generator)
-    pieces = [list(column.split([len(sample) for sample in samples])) for column in (chosen, weights)]
-    columns = [torch.cat([piece[index] for index in mine]) for piece in pieces]
+    split = [list(column.split([len(sample) for sample in samples])) for column in (chosen, weights)]
+    columns = [torch.cat([by_sample[index] for index in mine]) for by_sample in split]
     return Sequences.of([samples[index] for index in mine], **{CHOSEN: columns[0], "weights": columns[1]})
 
 
@@ -45,13 +45,13 @@ def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     return loss, loss.detach()
 
 
-def _figures(directory: Path, world_size: int) -> list[dict[str, Any]]:
+def _outputs(directory: Path, world_size: int) -> list[dict[str, Any]]:
     return [
         _of_layout(directory, sizes, world_size, packing) for sizes in LAYOUTS[world_size] for packing in (True, False)
     ]
 
 
-def _of_layout(directory: Path, sizes: dict[str, int], world_size: int, packing: bool) -> dict[str, Any]:
+def _of_layout(directory: Path, sizes: dict[str, Any], world_size: int, packing: bool) -> dict[str, Any]:
     from engine3d.training.engine import TrainEngine
 
     config = TrainConfig(
@@ -69,7 +69,7 @@ def _of_layout(directory: Path, sizes: dict[str, int], world_size: int, packing:
     top = engine.logprobs(plain, temperature=TEMPERATURE, top=TOP)
     alone = engine.logprobs(plain, temperature=TEMPERATURE)
     result = engine.update(sequences, _loss, temperature=TEMPERATURE)
-    loss = torch.stack([torch.zeros((), device=engine.device), *result.facts]).sum()
+    loss = torch.stack([torch.zeros((), device=engine.device), *result.loss_outputs]).sum()
     dist.all_reduce(loss)
     engine.close()
     return {
@@ -104,7 +104,7 @@ def test_every_layout_agrees_with_log_softmax_over_the_whole_vocabulary(director
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
 
-    results = run_distributed(_figures, world_size, directory, world_size, timeout_s=240)
+    results = run_distributed(_outputs, world_size, directory, world_size, timeout_s=240)
     for ranks in zip(*results, strict=True):
         seen = set()
         for rank in ranks:
@@ -117,18 +117,18 @@ def test_every_layout_agrees_with_log_softmax_over_the_whole_vocabulary(director
             sizes = [len(samples[index]) for index in rank["mine"]]
             for name, outputs in (("both", rank["both"]), ("top", rank["top"])):
                 torch.testing.assert_close(outputs.logprobs, rank["alone"].logprobs, atol=0, rtol=0)
-                figures = zip(
+                samples_of_rank = zip(
                     rank["mine"], outputs.top_tokens.split(sizes), outputs.chosen_logprobs.split(sizes), strict=True
                 )
-                for index, top, logprobs in figures:
+                for index, top, logprobs in samples_of_rank:
                     seen.add(index)
                     assert not logprobs[0].any() and not top[0].any()  # nothing came before a first token
                     best = dense[index].topk(top.shape[1], dim=1)
                     torch.testing.assert_close(dense[index].gather(1, top[1:]), best.values, atol=2e-5, rtol=1e-4)
-                    asked = top[1:]
+                    requested = top[1:]
                     if name == "both":
-                        asked = every.columns[CHOSEN][offsets[index] + 1 : offsets[index + 1]]
-                    expected = dense[index].detach().gather(1, asked).float()
+                        requested = every.columns[CHOSEN][offsets[index] + 1 : offsets[index + 1]]
+                    expected = dense[index].detach().gather(1, requested).float()
                     torch.testing.assert_close(logprobs[1:], expected, atol=3e-5, rtol=1e-4)
             assert rank["alone"].top_tokens is None and rank["alone"].chosen_logprobs is None
         assert seen == set(range(len(samples)))

@@ -30,7 +30,7 @@ def _count_all() -> dict[tuple[str, bool], tuple[int, int, int]]:
 
 
 def _count(name: str, value_head: bool, layout: Layout) -> tuple[int, int, int]:
-    """What PyTorch counts in the module that an engine trains, over all sequences.
+    """FLOPs that PyTorch counts in the module that an engine trains, over all sequences.
 
     Attention runs as the matrix multiplications that it is defined by, over whole squares of positions: these are the
     only batched ones of the model, and counted apart. One sequence at a time, since Megatron-Core widens the values of

@@ -1,4 +1,4 @@
-"""How the host memory of an optimizer's state is taken; what is computed with it is in test_engine."""
+"""Allocation of the host memory of an optimizer's state; test_engine tests the updates with it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Full(CpuPlatform):
 
 
 def _state(platform: CpuPlatform) -> host_state.HostState:
-    """Of as many parts as there are parameters."""
+    """A state with as many chunks as there are parameters."""
     host_state.platform = platform
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(PARTS)])
     optimizer = SimpleNamespace(optimizer=adam, is_stub_optimizer=False)
-    return host_state.HostState(optimizer, torch.device("cpu"), host_state.PART_BYTES // 256)
+    return host_state.HostState(optimizer, torch.device("cpu"), host_state.CHUNK_BYTES // 256)
 
 
 def _initialise(inner: Any, parameter: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class CountsInGroups(torch.optim.SGD):
         super().__init__([{"params": group} for group in groups], lr=1.0)
         self.empty_too, self.seen = empty_too, dict[int, list[int]]()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for number, group in enumerate(self.param_groups):
             if group["params"] or self.empty_too:
                 group["step"] = group.get("step", 0) + 1
@@ -83,16 +83,16 @@ class CountsInGroups(torch.optim.SGD):
 
 @pytest.mark.parametrize("empty_too", [False, True])
 def test_every_group_counts_each_step_once(empty_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last part has parameters of one group alone."""
-    monkeypatch.setattr(host_state, "PART_BYTES", 16384)
+    """Also where the last chunk has parameters of one group alone."""
+    monkeypatch.setattr(host_state, "CHUNK_BYTES", 16384)
     host_state.platform = CpuPlatform()
-    sizes = [[(64, 16), (128, 64)], [(64,), (64,)]]
-    groups = [[torch.nn.Parameter(torch.ones(size)) for size in each] for each in sizes]
+    sizes: list[list[tuple[int, ...]]] = [[(64, 16), (128, 64)], [(64,), (64,)]]
+    groups = [[torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for shapes in sizes]
     adam = CountsInGroups(groups, empty_too=empty_too)
     optimizer = SimpleNamespace(optimizer=adam, is_stub_optimizer=False)
     state = host_state.HostState(optimizer, torch.device("cpu"), 8)
-    [(_, parts)] = state._parts
-    assert len(parts) > 1 and not {0, 1} <= parts[-1].parameters.keys()
+    [(_, chunks)] = state._chunks
+    assert len(chunks) > 1 and not {0, 1} <= chunks[-1].parameters.keys()
     for _ in range(3):
         adam.step()
     assert [group["step"] for group in adam.param_groups] == [3, 3]
@@ -103,7 +103,7 @@ def test_every_group_counts_each_step_once(empty_too: bool, monkeypatch: pytest.
 class Decays(torch.optim.SGD):
     """Has a state of two numbers for each of a parameter's."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -111,8 +111,8 @@ class Decays(torch.optim.SGD):
                     state.setdefault(name, torch.ones(parameter.shape)).mul_(0.5)
 
 
-def _of_parts(*, overlap: bool) -> tuple[Decays, list[host_state._Part], host_state.HostState]:
-    """Several parts of one or two parameters, which have a state."""
+def _chunked(*, overlap: bool) -> tuple[Decays, list[host_state._StateChunk], host_state.HostState]:
+    """Several chunks of one or two parameters, which have a state."""
     host_state.platform = CpuPlatform()
     sizes = [(1024,), (512,), (512,), (16,), (1000,), (600,)]
     adam = Decays([{"params": [torch.nn.Parameter(torch.ones(size)) for size in sizes]}], lr=1.0)
@@ -120,62 +120,62 @@ def _of_parts(*, overlap: bool) -> tuple[Decays, list[host_state._Part], host_st
     state = host_state.HostState(optimizer, torch.device("cpu"), 8, overlap=overlap)
     adam.step()
     state.settle()
-    [(_, parts)] = state._parts
-    assert [len(list(part.every())) for part in parts] == [1, 1, 2, 1, 1]
-    return adam, parts, state
+    [(_, chunks)] = state._chunks
+    assert [len(list(chunk.all_parameters())) for chunk in chunks] == [1, 1, 2, 1, 1]
+    return adam, chunks, state
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_watch_is_shown_a_part_at_a_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_state, "PART_BYTES", 10000)
-    adam, parts, state = _of_parts(overlap=overlap)
+def test_a_watch_is_called_for_a_chunk_at_a_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_state, "CHUNK_BYTES", 10000)
+    adam, chunks, state = _chunked(overlap=overlap)
     shown: list[list[torch.Tensor]] = []
 
     def watch(updated: Any) -> None:
-        part = parts[len(shown)]
+        chunk = chunks[len(shown)]
         shown.append([parameter for parameter, _ in updated])
-        assert part.host is not None
+        assert chunk.host is not None
         for parameter, its_state in updated:
             assert its_state is adam.state[parameter]
             for tensor in its_state.values():  # updated, and not in host memory
                 assert tensor.eq(0.25).all()
-                assert tensor.untyped_storage().data_ptr() != part.host.untyped_storage().data_ptr()
+                assert tensor.untyped_storage().data_ptr() != chunk.host.untyped_storage().data_ptr()
 
     state.watch = watch
     adam.step()
-    assert [[id(each) for each in of_one] for of_one in shown] == [
-        [id(each) for each in part.every()] for part in parts
+    assert [[id(parameter) for parameter in of_one] for of_one in shown] == [
+        [id(parameter) for parameter in chunk.all_parameters()] for chunk in chunks
     ]
     state.changes()
     adam.step()
-    assert len(shown) == len(parts)
+    assert len(shown) == len(chunks)
     state.release()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_no_copy_waits_for_the_host_where_all_have_a_place(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one comes beside the part that is updated, where an earlier one was."""
-    monkeypatch.setattr(host_state, "PART_BYTES", 10000)
-    adam, parts, state = _of_parts(overlap=overlap)
-    fetch, bring = host_state._Way._fetch, host_state._Way.bring
+def test_no_copy_waits_for_the_host_where_all_have_a_buffer(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one is onloaded while another is updated, into the buffer of an earlier one."""
+    monkeypatch.setattr(host_state, "CHUNK_BYTES", 10000)
+    adam, chunks, state = _chunked(overlap=overlap)
+    fetch, onload = host_state._ChunkTransfers._fetch, host_state._ChunkTransfers.onload
     fetched: list[int] = []
     by_then: list[list[int]] = []
 
-    def watched_fetch(way: host_state._Way, number: int) -> None:
-        fetch(way, number)
+    def watched_fetch(transfers: host_state._ChunkTransfers, number: int) -> None:
+        fetch(transfers, number)
         fetched.append(number)
 
-    def watched_bring(way: host_state._Way, number: int) -> None:
-        bring(way, number)
+    def watched_onload(transfers: host_state._ChunkTransfers, number: int) -> None:
+        onload(transfers, number)
         by_then.append([*fetched])
 
-    monkeypatch.setattr(host_state._Way, "_fetch", watched_fetch)
-    monkeypatch.setattr(host_state._Way, "bring", watched_bring)
+    monkeypatch.setattr(host_state._ChunkTransfers, "_fetch", watched_fetch)
+    monkeypatch.setattr(host_state._ChunkTransfers, "onload", watched_onload)
     adam.step()
-    every = list(range(len(parts)))
+    every = list(range(len(chunks)))
     assert by_then == [every if overlap else every[: number + 2] for number in every]
     state.settle()
-    assert all(tensor.eq(0.25).all() for each in adam.state.values() for tensor in each.values())
+    assert all(tensor.eq(0.25).all() for values in adam.state.values() for tensor in values.values())
     state.release()
 
 

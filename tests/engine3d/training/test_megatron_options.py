@@ -1,4 +1,4 @@
-"""What `train.megatron` may set, and what it is told that may not."""
+"""Fields that `train.megatron` may set, and the messages for others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOE, DENSE, DEEPSEEK = (named_model("qwen3-30b-a3b"), named_model("llama-3-70b")
 
 
 def test_names_are_megatron_cores_and_each_is_named_once() -> None:
-    refused = [name for each in REFUSED for name in each.names]
+    refused = [name for group in REFUSED for name in group.names]
     assert len({*BY_NAME, *refused}) == len(OPTIONS) + len(refused)
     assert {*BY_NAME, *refused} <= FIELDS
 
@@ -152,6 +152,17 @@ def test_the_fused_router_is_for_a_softmax_on_gpus() -> None:
         check_options(config, DEEPSEEK, Layout(), transformer_engine=True)
 
 
+def test_routes_are_replayed_by_routers_that_take_them() -> None:
+    config = TrainConfig(routing_replay="update", megatron={"moe_router_fusion": True})
+    with pytest.raises(UserError, match=r"routing_replay=update with megatron\.moe_router_fusion=true, whose kernel"):
+        check_options(config, MOE, Layout(), transformer_engine=True)
+    config = TrainConfig(routing_replay="rollout")
+    check_options(config, MOE, Layout(), transformer_engine=True)
+    check_effect(config, MOE, trained=True)
+    with pytest.raises(UserError, match="routing_replay=rollout, and LlamaForCausalLM has no experts; expected none"):
+        check_effect(config, DENSE, trained=True)
+
+
 NARROW, WIDE = (model_spec(tiny_families.MOE | {"head_dim": size}) for size in (64, 256))
 
 
@@ -187,8 +198,8 @@ def test_flash_attention_is_the_fourth_and_its_packages_are_there(monkeypatch: p
 GATHERING = {"moe_token_dispatcher_type": "allgather"}
 
 
-@pytest.mark.parametrize("setting", ["expert_copies", "expert_rows_ahead"])
-def test_what_ranks_that_share_experts_do_needs_experts_in_one_step_on_gpus(setting: str) -> None:
+@pytest.mark.parametrize("setting", ["copy_engine_dispatcher", "predicted_expert_capacity"])
+def test_what_ranks_that_share_experts_do_needs_fused_experts_on_gpus(setting: str) -> None:
     config, two = TrainConfig(**{setting: True}, megatron=GATHERING), Layout(ep=2, dp=2)
     for spec, layout in ((MOE, two), (DENSE, Layout(dp=2))):
         check_options(config, spec, layout, transformer_engine=True)
@@ -196,15 +207,15 @@ def test_what_ranks_that_share_experts_do_needs_experts_in_one_step_on_gpus(sett
         check_effect(config, DENSE, trained=True)
     with pytest.raises(UserError, match=f"{setting}=true needs Transformer Engine; expected false on a CPU"):
         check_options(config, MOE, two, transformer_engine=False)
-    for layout, settings, found in (
+    for layout, settings, cause in (
         (Layout(dp=2), {}, "ep=1 etp=1, dtype=bfloat16"),
         (two, {"megatron": {}}, "ep=2"),
-        (two, {"one_step_experts": False}, "ep=2"),
+        (two, {"fused_experts": False}, "ep=2"),
         (two, {"dtype": "float32"}, "dtype=float32"),
         (Layout(ep=2, etp=2, dp=4), {}, "etp=2"),
     ):
         other = TrainConfig(**{setting: True, "megatron": GATHERING} | settings)
-        with pytest.raises(UserError, match=f"{setting}=true with .*{found}.*: expected experts in one step"):
+        with pytest.raises(UserError, match=f"{setting}=true with .*{cause}.*: expected fused experts"):
             check_options(other, MOE, layout, transformer_engine=True)
 
 
@@ -213,8 +224,10 @@ def test_what_room_for_rows_of_experts_was_not_tried_with() -> None:
         (Layout(ep=2, dp=2), {"deterministic": True}, "deterministic=true"),
         (Layout(ep=2, dp=2, pp=2), {}, "pp=2"),
     ):
-        other = TrainConfig(**{"expert_rows_ahead": True, "megatron": GATHERING} | settings)
-        with pytest.raises(UserError, match=f"expert_rows_ahead=true was not tried with {line}; expected false"):
+        other = TrainConfig(**{"predicted_expert_capacity": True, "megatron": GATHERING} | settings)
+        with pytest.raises(
+            UserError, match=f"predicted_expert_capacity=true was not tried with {line}; expected false"
+        ):
             check_options(other, MOE, layout, transformer_engine=True)
 
 

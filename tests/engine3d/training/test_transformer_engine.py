@@ -1,4 +1,4 @@
-"""What only a GPU shows: Transformer Engine's layers hold the same model, and learn."""
+"""Tests of Transformer Engine on a GPU: its layers have the same model, and are trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _logprobs_and_losses(directory: Path, packing: bool) -> tuple[torch.Tensor, 
     sequences = _weighted(samples, list(range(len(samples))))
     outputs = engine.logprobs(sequences)
     assert outputs is not None and outputs.logprobs is not None
-    losses = [float(sum(engine.update(sequences, _loss).facts)) for _ in range(4)]
+    losses = [float(sum(engine.update(sequences, _loss).loss_outputs)) for _ in range(4)]
     engine.export(directory.with_name(f"exported-{packing}"))
     engine.close()
     return outputs.logprobs, losses
@@ -95,7 +95,7 @@ def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> No
 
 
 def _wide_engine(**settings: bool) -> TrainEngine:
-    """With an embedding whose part of the optimizer's state is larger than any piece of a micro-batch's memory."""
+    """An engine with an embedding whose optimizer state is larger than any fragment of a micro-batch's memory."""
     config = tiny_families.CONFIGS["llama"] | {
         "hidden_size": 1024,
         "intermediate_size": 4096,
@@ -111,16 +111,16 @@ def _wide_engine(**settings: bool) -> TrainEngine:
 def _memory_of_updates() -> list[dict[str, int]]:
     engine = _wide_engine()
     sequences = random_sequences(engine, 3 * 4096, 1024)
-    found = []
+    results = []
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         train_on(engine, sequences)
         most = {"peak": torch.cuda.max_memory_allocated(), "peak reserved": torch.cuda.max_memory_reserved()}
         # With what the update has taken in, but for the first one, and then by reading all.
         assert weights_digest(engine) == weights_digest(engine)
-        engine.give_back()
-        found.append(most | {"kept": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()})
-    return found
+        engine.offload()
+        results.append(most | {"kept": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()})
+    return results
 
 
 def _state_on_its_way() -> tuple[list[str], int, int]:
@@ -131,13 +131,13 @@ def _state_on_its_way() -> tuple[list[str], int, int]:
         train_on(engine, sequences)
         weights_digest(engine)
     train_on(engine, sequences)
-    found = [weights_digest(engine), weights_digest(engine)]  # with what the update has taken in, and by reading all
-    engine.give_back()
-    found.append(weights_digest(engine))
+    results = [weights_digest(engine), weights_digest(engine)]  # with what the update has taken in, and by reading all
+    engine.offload()
+    results.append(weights_digest(engine))
     going = torch.cuda.memory_allocated()
-    engine.take_back()
+    engine.onload()
     assert engine.host_state is not None
-    return [*found, weights_digest(engine)], going - torch.cuda.memory_allocated(), engine.host_state.nbytes
+    return [*results, weights_digest(engine)], going - torch.cuda.memory_allocated(), engine.host_state.nbytes
 
 
 def test_a_state_on_its_way_to_host_memory_is_there_to_be_read() -> None:
@@ -153,11 +153,11 @@ def test_an_updates_memory_is_not_left_in_pieces() -> None:
 
 
 def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
-    """In one step, with a product for all experts at once, and as Transformer Engine has them."""
+    """Train with fused experts, with grouped GEMMs, and with Transformer Engine's experts."""
     from engine3d.models import transformer_engine_modules as modules
     from engine3d.models.experts import moe_layer
 
-    where = {"routed_experts": moe_layer, "grouped_product": modules}
+    where = {"fused_experts": moe_layer, "grouped_linear": modules}
     calls = dict.fromkeys(where, 0)
 
     def counted(name: str) -> Any:
@@ -170,24 +170,24 @@ def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
 
         return call
 
-    found = []
-    for one_step, may in ((True, True), (False, True), (False, False)):
+    results = []
+    for fused, may in ((True, True), (False, True), (False, False)):
         with pytest.MonkeyPatch.context() as patch:
             for name in calls:
                 calls[name] = 0
                 patch.setattr(where[name], name, counted(name))
             if not may:
                 patch.setattr(modules._Grouped, "_may_group", lambda *_: False)
-            trained = _train(directory, {}, 1, dtype="bfloat16", one_step_experts=one_step)
-            found.append(trained | {"calls": [count > 0 for count in calls.values()]})
-    return found
+            trained = _train(directory, {}, 1, dtype="bfloat16", fused_experts=fused)
+            results.append(trained | {"calls": [count > 0 for count in calls.values()]})
+    return results
 
 
-def test_experts_at_once_are_transformer_engines(tmp_path: Path) -> None:
+def test_grouped_experts_are_transformer_engines(tmp_path: Path) -> None:
     tiny_families.make("qwen3_moe", tmp_path / "model")
-    [[one_step, at_once, other]] = run_distributed(_with_experts_of_each_kind, 1, tmp_path / "model", timeout_s=300)
-    assert [each["calls"] for each in (one_step, at_once, other)] == [[True, False], [False, True], [False, False]]
-    for one in (one_step, at_once):
+    [[fused, grouped, other]] = run_distributed(_with_experts_of_each_kind, 1, tmp_path / "model", timeout_s=300)
+    assert [result["calls"] for result in (fused, grouped, other)] == [[True, False], [False, True], [False, False]]
+    for one in (fused, grouped):
         assert one["losses"] == pytest.approx(other["losses"], rel=2e-3)
         assert one["norms"] == pytest.approx(other["norms"], rel=0.02)
         assert (one["before"] - other["before"]).abs().mean() < 0.01
@@ -212,48 +212,83 @@ def test_every_layout_learns_alike_over_nccl(world_size: int, tmp_path: Path) ->
             assert rank[number]["norms"] == pytest.approx(alone["norms"], rel=0.1), sizes
 
 
+SHARED: list[dict[str, Any]] = [{}, {"fused_query_key": True}, {"logits_tokens": 16, "recompute": "full"}]
+"""Settings of training with context parallelism."""
+
+
+def _train_shared(directory: Path, sizes: dict[str, int], world_size: int, fused: bool) -> list[dict[str, Any]]:
+    return [
+        _train(directory, sizes, world_size, dtype="bfloat16", **settings)
+        for settings in SHARED
+        if fused or "fused_query_key" not in settings
+    ]
+
+
+@pytest.mark.skipif(platform.gpus < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "ep": 4}])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_ranks_that_share_sequences_learn_alike(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    world_size = 2 if sizes == {"cp": 2} else 4
+    if platform.gpus < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    tiny_families.make(name, tmp_path / "model")
+    fused = name != "deepseek_v3"
+    [alone] = run_distributed(_train_shared, 1, tmp_path / "model", {}, 1, fused, timeout_s=180)
+    ranks = run_distributed(_train_shared, world_size, tmp_path / "model", sizes, world_size, fused, timeout_s=300)
+    for rank in ranks:
+        for shared, expected in zip(rank, alone, strict=True):
+            assert shared["losses"] == pytest.approx(expected["losses"], rel=0.01)
+            assert shared["norms"] == pytest.approx(expected["norms"], rel=0.1)
+            if shared["before"] is not None and rank[0]["mine"] == alone[0]["mine"]:
+                assert (shared["before"] - expected["before"]).abs().mean() < 0.05
+
+
 def _train_with_copies(directory: Path) -> list[dict[str, Any]]:
-    from engine3d.models.experts import room
+    from engine3d.models.experts import row_capacity
 
     gathering, again = {"moe_token_dispatcher_type": "allgather"}, [0]
-    waiting = room.RowsAhead.waiting
+    waiting = row_capacity.PredictedCapacity.waiting
 
-    def counted(ahead: room.RowsAhead) -> Any:
+    def counted(ahead: row_capacity.PredictedCapacity) -> Any:
         again[0] += 1
         return waiting(ahead)
 
-    found = []
+    results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "LEAST_TOKENS", 16)
-        patch.setattr(room, "LEAST_PIECES", 1)
-        patch.setattr(room, "MOST_OF_EVEN", 100.0)
-        patch.setattr(room.RowsAhead, "waiting", counted)
+        patch.setattr(row_capacity, "LEAST_TOKENS", 16)
+        patch.setattr(row_capacity, "LEAST_CHUNKS", 1)
+        patch.setattr(row_capacity, "MOST_OF_EVEN", 100.0)
+        patch.setattr(row_capacity.PredictedCapacity, "waiting", counted)
         for copies, recompute, slack in (
             (False, "none", None),
             (True, "none", None),
             (True, "full", None),
-            (False, "none", room.SLACK),
+            (False, "none", row_capacity.SLACK),
             (True, "none", 1.0),
             (True, "full", 1.0),
             (True, "none", -0.5),  # all but the first pass is computed again
         ):
             again[0] = 0
-            patch.setattr(room, "SLACK", slack)
-            settings = {"expert_copies": copies, "recompute": recompute, "expert_rows_ahead": slack is not None}
+            patch.setattr(row_capacity, "SLACK", slack)
+            settings = {
+                "copy_engine_dispatcher": copies,
+                "recompute": recompute,
+                "predicted_expert_capacity": slack is not None,
+            }
             trained = _train(directory, {"ep": 2}, 2, dtype="bfloat16", megatron=gathering, **settings)
-            found.append(trained | {"again": again[0]})
-    return found
+            results.append(trained | {"again": again[0]})
+    return results
 
 
 @pytest.mark.skipif(platform.gpus < 2, reason="needs two GPUs")
 def test_copies_of_experts_tokens_are_collective_operations(tmp_path: Path) -> None:
     tiny_families.make("qwen3_moe", tmp_path / "model")
     for without, *others in run_distributed(_train_with_copies, 2, tmp_path / "model", timeout_s=300):
-        assert [found["again"] > 0 for found in others[-3:]] == [False, False, True]
-        for found in others:
-            assert found["losses"] == pytest.approx(without["losses"], rel=2e-3)
-            assert found["norms"] == pytest.approx(without["norms"], rel=0.02)
-            assert (found["before"] - without["before"]).abs().mean() < 0.01
+        assert [result["again"] > 0 for result in others[-3:]] == [False, False, True]
+        for result in others:
+            assert result["losses"] == pytest.approx(without["losses"], rel=2e-3)
+            assert result["norms"] == pytest.approx(without["norms"], rel=0.02)
+            assert (result["before"] - without["before"]).abs().mean() < 0.01
 
 
 def _with_attention(directory: Path, backend: str) -> dict[str, Any]:
@@ -276,7 +311,7 @@ def _with_attention(directory: Path, backend: str) -> dict[str, Any]:
     return {
         "before": before.logprobs,
         "after": after.logprobs,
-        "losses": [float(sum(update.facts)) for update in updates],
+        "losses": [float(sum(update.loss_outputs)) for update in updates],
         "norms": [update.grad_norm for update in updates],
         "flash": chosen["use_flash_attention"] and str(chosen["flash_attention_backend"])[0],
     }

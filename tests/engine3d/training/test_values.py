@@ -18,6 +18,7 @@ from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
+from tests.support.proves import proves
 
 pytestmark = pytest.mark.processes
 
@@ -31,13 +32,13 @@ class Case:
     """A model, and how it is cut over two ranks."""
 
     model: str
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     packing: bool = True
 
 
 CASES = [
     Case("sequences", {"tp": 2}),
-    Case("sequences", {"pp": 2}),
+    Case("sequences", {"pp": 2, "vpp": 2}),
     Case("sequences", {}, packing=False),
     Case("tokens", {"tp": 2}),
     Case("language", {"ep": 2}),
@@ -46,7 +47,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a case; None where its stage says nothing of tokens."""
+    """Outputs of one rank in a case; None where its stage has no outputs of tokens."""
 
     mine: list[int]
     values: list[list[Tensor] | None]
@@ -74,7 +75,7 @@ def export_of(root: Path, case: Case) -> Path:
 
 def run_case(root: Path, case: Case) -> Seen:
     """Values and scores; updates with a schedule that begins again half way; values, scores and an export."""
-    from engine3d.checkpoint.state import held_parameters, optimizer_step
+    from engine3d.checkpoint.state import optimizer_step, parameter_shards
     from engine3d.training.engine import TrainEngine
     from engine3d.training.forward import TokenOutputs
 
@@ -89,7 +90,7 @@ def run_case(root: Path, case: Case) -> Seen:
     engine = TrainEngine(root / case.model, config, layout, value_head=True)
     mine = list(range(engine.coordinates.dp, len(samples()), layout.dp))
     chosen = [samples()[index] for index in mine]
-    counted = torch.tensor([place > 0 for sample in chosen for place in range(len(sample))])
+    counted = torch.tensor([position > 0 for sample in chosen for position in range(len(sample))])
     sequences = Sequences.of(chosen, counted=counted)
 
     def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, None]:
@@ -97,8 +98,10 @@ def run_case(root: Path, case: Case) -> Seen:
         return loss_of(outputs.values[columns["counted"]], outputs.scores), None
 
     def moments() -> list[Tensor]:
-        held = held_parameters(engine)
-        return [moment.clone() for each in held for name, moment in each.moments.items() if name.startswith("exp_avg")]
+        shards = parameter_shards(engine)
+        return [
+            moment.clone() for shard in shards for name, moment in shard.moments.items() if name.startswith("exp_avg")
+        ]
 
     outputs = [engine.values(sequences)]
     results = [engine.update(sequences, loss) for _ in range(UPDATES)]
@@ -110,8 +113,13 @@ def run_case(root: Path, case: Case) -> Seen:
     engine.export(export_of(root, case))
     seen = Seen(
         mine,
-        [None if each is None else list(each.values.split([len(sample) for sample in chosen])) for each in outputs],
-        [None if each is None else each.scores for each in outputs],
+        [
+            None
+            if output is None or output.values is None
+            else list(output.values.split([len(sample) for sample in chosen]))
+            for output in outputs
+        ],
+        [None if output is None else output.scores for output in outputs],
         [result.grad_norm for result in results],
         [result.learning_rate for result in results],
         len(before) > 0 and all(torch.equal(old, new) for old, new in zip(before, after, strict=True)),
@@ -144,8 +152,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> list[tuple[list[Seen], str]]:
-    """What each rank saw."""
+def outcomes(root: Path) -> list[tuple[list[Seen], str]]:
+    """Outputs of each rank."""
     return run_distributed(run_all, 2, root, timeout_s=180)
 
 
@@ -166,42 +174,49 @@ def by_transformers(kind: str, directory: Path) -> tuple[list[Tensor], Tensor, f
             scores.append(said[-1])
         values.append(said[:-1])
     loss_of(torch.cat(values), torch.stack(scores)).backward()
-    norm = torch.stack([each.grad.square().sum() for each in model.parameters() if each.grad is not None]).sum().sqrt()
-    return [each.detach() for each in values], torch.stack(scores).detach(), float(norm)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    return [value.detach() for value in values], torch.stack(scores).detach(), float(norm)
 
 
 def check_outputs(ranks: list[Seen], number: int, values: list[Tensor], scores: Tensor, atol: float) -> None:
     """Every sample is with some rank, and what is said of it is what is expected."""
-    told: set[int] = set()
+    covered: set[int] = set()
     for rank in ranks:
-        found_values, found_scores = rank.values[number], rank.scores[number]
-        if found_values is None or found_scores is None:
+        rank_values, found_scores = rank.values[number], rank.scores[number]
+        if rank_values is None or found_scores is None:
             continue
-        told |= set(rank.mine)
+        covered |= set(rank.mine)
         torch.testing.assert_close(found_scores, scores[rank.mine], atol=atol, rtol=1e-3)
-        for index, found in zip(rank.mine, found_values, strict=True):
-            assert found[0] == 0
-            torch.testing.assert_close(found[1:], values[index], atol=atol, rtol=1e-3)
-    assert told == set(range(len(samples())))
+        for index, column in zip(rank.mine, rank_values, strict=True):
+            assert column[0] == 0
+            torch.testing.assert_close(column[1:], values[index], atol=atol, rtol=1e-3)
+    assert covered == set(range(len(samples())))
 
 
-def test_values_scores_and_gradients_are_those_of_transformers(root: Path, found: list[tuple[list[Seen], str]]) -> None:
+def test_values_scores_and_gradients_are_those_of_transformers(
+    root: Path, outcomes: list[tuple[list[Seen], str]]
+) -> None:
     expected = {kind: by_transformers(kind, root / kind) for kind in KINDS}
     assert expected["sequences"][1].std() > 0.1
     for number, case in enumerate(CASES):
-        ranks = [seen[number] for seen, _ in found]
+        ranks = [seen[number] for seen, _ in outcomes]
         if case.model == "language":  # a new head says 0
-            check_outputs(ranks, 0, [torch.zeros(len(each) - 1) for each in samples()], torch.zeros(len(samples())), 0)
+            check_outputs(
+                ranks, 0, [torch.zeros(len(sample) - 1) for sample in samples()], torch.zeros(len(samples())), 0
+            )
             continue
         values, scores, norm = expected[case.model]
         check_outputs(ranks, 0, values, scores, atol=1e-4)
         assert [rank.norms[0] for rank in ranks] == pytest.approx([norm] * 2, rel=1e-4), case
 
 
-def test_updates_are_alike_on_every_layout_and_exported(root: Path, found: list[tuple[list[Seen], str]]) -> None:
-    first = found[0][0][0]
+@proves("qwen3", "tp packing critic", "pp vpp packing critic", "dp padding critic")
+@proves("qwen3_moe", "ep dp packing critic")
+def test_updates_are_alike_on_every_layout_and_exported(root: Path, outcomes: list[tuple[list[Seen], str]]) -> None:
+    first = outcomes[0][0][0]
     for number, case in enumerate(CASES):
-        ranks = [seen[number] for seen, _ in found]
+        ranks = [seen[number] for seen, _ in outcomes]
         kind = "tokens" if case.model == "tokens" else "sequences"
         values, scores, _ = by_transformers(kind, export_of(root, case))
         assert scores.std() > 0.01
@@ -211,17 +226,17 @@ def test_updates_are_alike_on_every_layout_and_exported(root: Path, found: list[
             assert [rank.norms for rank in ranks] == [pytest.approx(first.norms, rel=1e-3)] * 2, case
 
 
-def test_a_schedule_begins_again_and_the_moments_stay(found: list[tuple[list[Seen], str]]) -> None:
-    for seen, _ in found:
-        for each in seen:
-            assert each.rates[:3] == pytest.approx([0.0, 0.005, 0.01])
-            assert 0.001 < each.rates[3] < 0.01
-            assert each.rates[UPDATES:] == each.rates[:UPDATES]
-            assert each.moments_stayed and each.steps == 2 * UPDATES
+def test_a_schedule_begins_again_and_the_moments_stay(outcomes: list[tuple[list[Seen], str]]) -> None:
+    for seen, _ in outcomes:
+        for rank in seen:
+            assert rank.rates[:3] == pytest.approx([0.0, 0.005, 0.01])
+            assert 0.001 < rank.rates[3] < 0.01
+            assert rank.rates[UPDATES:] == rank.rates[:UPDATES]
+            assert rank.moments_stayed and rank.steps == 2 * UPDATES
 
 
-def test_a_model_that_is_not_trained_needs_a_head(root: Path, found: list[tuple[list[Seen], str]]) -> None:
-    for _, message in found:  # also of the rank that would not hold the head
+def test_a_model_that_is_not_trained_needs_a_head(root: Path, outcomes: list[tuple[list[Seen], str]]) -> None:
+    for _, message in outcomes:  # also of the rank that would not hold the head
         assert message == (
             f"{root / 'language'}: no tensor score.weight, expected a model with a value head "
             "(Qwen3MoeForSequenceClassification), because it is not trained and would score everything 0"

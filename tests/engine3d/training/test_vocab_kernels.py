@@ -10,7 +10,7 @@ import torch
 from tests.support.interpreted import run_interpreted
 
 COLUMNS = 16
-"""Of a block of a kernel: rows take several."""
+"""Columns of a block of a kernel: rows take several."""
 
 # Rows, columns, columns that are no padding, temperature.
 CASES = [(7, 50, 43, 0.7), (3, 16, 1, 1.0), (5, 40, 40, 1.3)]
@@ -32,18 +32,20 @@ def _compare(device: str) -> None:
         local[0] = real - 1
         normaliser, entropy, of_logprob, of_all, of_entropy = torch.randn(5, rows, generator=generator)
         given = (logits, local, normaliser + 10, entropy, of_logprob, of_all, of_entropy)
-        moved = [each.to(device) for each in given]
-        found = vocab_kernels.facts(moved[0], moved[1], real, temperature)
-        expected = vocab_parallel._facts(logits, local, real, temperature)
-        torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
-        assert not found.isnan().any()
+        moved = [tensor.to(device) for tensor in given]
+        result = vocab_kernels.softmax_stats(moved[0], moved[1], real, temperature)
+        expected = vocab_parallel._softmax_stats(logits, local, real, temperature)
+        torch.testing.assert_close(result.cpu(), expected, atol=1e-5, rtol=1e-5)
+        assert not result.isnan().any()
         for last in (of_entropy, None):
             expected, result = torch.full_like(logits, 9.0), moved[0].clone()
             vocab_parallel._gradient(
                 logits, local, real, temperature, normaliser + 10, entropy, of_logprob, of_all, last, expected
             )
-            slopes = (*moved[4:6], None if last is None else moved[6])
-            vocab_kernels.gradient(result, moved[1], real, temperature, moved[2], moved[3], *slopes, result)
+            of_last = None if last is None else moved[6]
+            vocab_kernels.gradient(
+                result, moved[1], real, temperature, moved[2], moved[3], moved[4], moved[5], of_last, result
+            )
             torch.testing.assert_close(result.cpu(), expected, atol=1e-6, rtol=1e-5)
             assert not result.isnan().any()
 
@@ -63,22 +65,27 @@ def _of_no_number(device: str) -> None:
     logits[7] = -torch.inf
     logits[7, COLUMNS] = torch.nan
     local = torch.tensor([0, 1, 2, 4, 7, 3, 5, 6, 8])  # of some rows the very token
-    found = vocab_kernels.facts(logits.to(device), local.to(device), logits.shape[1], 0.8).cpu()
-    plain = vocab_parallel._facts(logits, local, logits.shape[1], 0.8)
+    result = vocab_kernels.softmax_stats(logits.to(device), local.to(device), logits.shape[1], 0.8).cpu()
+    plain = vocab_parallel._softmax_stats(logits, local, logits.shape[1], 0.8)
     every = (logits / 0.8).log_softmax(dim=1)
     logprobs = every.gather(1, local[:, None]).squeeze(1)
     entropy = -(every.exp() * every).sum(dim=1)
     assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [True] * 8 + [False]
-    for _, total, weighted, chosen in (found, plain):
+    for _, total, weighted, chosen in (result, plain):
         torch.testing.assert_close(chosen - total.log(), logprobs, equal_nan=True)
         torch.testing.assert_close(total.log() - weighted / total, entropy, equal_nan=True)
     slopes = torch.ones(3, len(logits))
+    of_chosen, of_all, of_entropy = slopes
     expected = torch.empty_like(logits)
     normaliser = (logits / 0.8).logsumexp(dim=1).where(~entropy.isnan(), torch.nan)
-    vocab_parallel._gradient(logits, local, logits.shape[1], 0.8, normaliser, entropy, *slopes, expected)
-    given = [each.to(device) for each in (logits, local, normaliser, entropy, slopes)]
+    vocab_parallel._gradient(
+        logits, local, logits.shape[1], 0.8, normaliser, entropy, of_chosen, of_all, of_entropy, expected
+    )
+    given = [tensor.to(device) for tensor in (logits, local, normaliser, entropy, of_chosen, of_all, of_entropy)]
     result = torch.empty_like(given[0])
-    vocab_kernels.gradient(given[0], given[1], logits.shape[1], 0.8, given[2], given[3], *given[4], result)
+    vocab_kernels.gradient(
+        given[0], given[1], logits.shape[1], 0.8, given[2], given[3], given[4], given[5], given[6], result
+    )
     assert expected[:8].isnan().all() and not expected[8].isnan().any()
     torch.testing.assert_close(result.cpu(), expected, equal_nan=True)
 

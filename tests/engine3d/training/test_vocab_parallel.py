@@ -26,15 +26,21 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, targets, torch.rand(TOKENS, 2, generator=generator)
 
 
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def _on_a_rank(world_size: int, temperature: float, piece_bytes: int) -> tuple[torch.Tensor, ...]:
     dist.init_process_group("gloo")
-    vocab_parallel._PIECE_BYTES = piece_bytes
+    vocab_parallel._CHUNK_BYTES = piece_bytes
     logits, targets, slopes = _inputs()
     width = PADDED // world_size
     rank = int(os.environ["RANK"])
     mine = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
     logprobs, entropy = vocab_parallel.logprobs_and_entropy(
-        mine, targets, vocabulary=VOCABULARY, group=dist.group.WORLD, temperature=temperature
+        mine, targets, vocabulary=VOCABULARY, group=_world(), temperature=temperature
     )
     (logprobs * slopes[:, 0] + entropy * slopes[:, 1]).sum().backward()
     dist.destroy_process_group()
@@ -80,7 +86,7 @@ def _choices_on_a_rank(world_size: int, temperature: float, dtype: torch.dtype) 
     logits, targets, slopes = _inputs()
     width = PADDED // world_size
     rank = int(os.environ["RANK"])
-    found = []
+    results = []
     for overwrite in (False, True):
         mine = logits[:, rank * width : (rank + 1) * width].to(dtype).requires_grad_()
         logprobs, entropy, chosen = vocab_parallel.logprobs_of_choices(
@@ -88,16 +94,16 @@ def _choices_on_a_rank(world_size: int, temperature: float, dtype: torch.dtype) 
             targets,
             _choices(),
             vocabulary=VOCABULARY,
-            group=dist.group.WORLD,
+            group=_world(),
             temperature=temperature,
             overwrite=overwrite,
         )
-        wanted = chosen.where(chosen > -torch.inf, 0.0) * torch.arange(1.0, CHOICES + 1)
-        (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + wanted.sum(dim=1)).sum().backward()
+        used = chosen.where(chosen > -torch.inf, 0.0) * torch.arange(1.0, CHOICES + 1)
+        (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + used.sum(dim=1)).sum().backward()
         assert mine.grad is not None
-        found += [logprobs.detach(), entropy.detach(), chosen.detach(), mine.grad]
+        results += [logprobs.detach(), entropy.detach(), chosen.detach(), mine.grad]
     dist.destroy_process_group()
-    return tuple(found)
+    return tuple(results)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -109,20 +115,20 @@ def test_log_probs_of_chosen_tokens_and_their_gradient(world_size: int, temperat
     logprobs, chosen = every.gather(1, targets[:, None])[:, 0], every.gather(1, _choices())
     assert (chosen == -torch.inf).any() and (_choices() == targets[:, None]).any()
     entropy = -(every.exp() * every.where(every > -torch.inf, 0.0)).sum(dim=-1)
-    wanted = chosen.where(chosen > -torch.inf, 0.0) * torch.arange(1.0, CHOICES + 1)
-    (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + wanted.sum(dim=1)).sum().backward()
+    used = chosen.where(chosen > -torch.inf, 0.0) * torch.arange(1.0, CHOICES + 1)
+    (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + used.sum(dim=1)).sum().backward()
     assert reference.grad is not None and not reference.grad.isnan().any()
 
     results = run_distributed(_choices_on_a_rank, world_size, world_size, temperature, dtype, timeout_s=120)
-    for found in results:
+    for result in results:
         for first in (0, 4):
-            torch.testing.assert_close(found[first], logprobs.detach().float(), atol=2e-6, rtol=1e-5)
-            torch.testing.assert_close(found[first + 1], entropy.detach().float(), atol=2e-6, rtol=1e-5)
-            torch.testing.assert_close(found[first + 2], chosen.detach().float(), atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(result[first], logprobs.detach().float(), atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(result[first + 1], entropy.detach().float(), atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(result[first + 2], chosen.detach().float(), atol=2e-6, rtol=1e-5)
     # Each element is rounded once, also where its parts cancel.
     relative = 1e-5 if dtype == torch.float32 else 2**-8
     for last in (3, 7):
-        gradient = torch.cat([found[last].float() for found in results], dim=1)
+        gradient = torch.cat([result[last].float() for result in results], dim=1)
         torch.testing.assert_close(gradient[:, :VOCABULARY], reference.grad.float(), atol=2e-6, rtol=relative)
         assert not gradient[:, VOCABULARY:].any()
 
@@ -134,11 +140,11 @@ def _top_on_a_rank(world_size: int, count: int) -> torch.Tensor:
     logits[4] = 1.0  # all alike
     width = PADDED // world_size
     rank = int(os.environ["RANK"])
-    found = vocab_parallel.top_tokens(
-        logits[:, rank * width : (rank + 1) * width], count, vocabulary=VOCABULARY, group=dist.group.WORLD
+    top = vocab_parallel.top_tokens(
+        logits[:, rank * width : (rank + 1) * width], count, vocabulary=VOCABULARY, group=_world()
     )
     dist.destroy_process_group()
-    return found
+    return top
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -148,10 +154,10 @@ def test_the_most_likely_tokens_are_those_of_the_whole_vocabulary(world_size: in
     logits = logits[:, :VOCABULARY]
     logits[4] = 1.0
     expected = logits.sort(dim=1, descending=True).values[:, :count]
-    for found in run_distributed(_top_on_a_rank, world_size, world_size, count, timeout_s=120):
-        assert found.dtype == torch.int64 and found.shape == (TOKENS, count)
-        assert all(len(set(row)) == count for row in found.tolist())
-        torch.testing.assert_close(logits.gather(1, found), expected, atol=0, rtol=0)
+    for top in run_distributed(_top_on_a_rank, world_size, world_size, count, timeout_s=120):
+        assert top.dtype == torch.int64 and top.shape == (TOKENS, count)
+        assert all(len(set(row)) == count for row in top.tolist())
+        torch.testing.assert_close(logits.gather(1, top), expected, atol=0, rtol=0)
 
 
 def test_more_of_the_most_likely_tokens_than_there_are_is_refused() -> None:

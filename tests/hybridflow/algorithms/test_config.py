@@ -20,7 +20,7 @@ from hybridflow.config.yaml_loader import SettingsError, build_settings
 
 
 class Part(Settings):
-    """As much of a recipe as these tests need."""
+    """The keys of a recipe that these tests need."""
 
     algorithm: AnyAlgorithm = GRPOSettings()
 
@@ -244,10 +244,10 @@ def test_the_settings_of_every_algorithm_are_written() -> None:
 
 @pytest.mark.parametrize("name", USED)
 def test_settings_that_were_written_are_read_again(name: str) -> None:
-    part = build_settings(Part, {"algorithm": {"name": name, "kl_coef": 0.1}}, {}, "recipe")
-    written = part.model_dump(mode="json")["algorithm"]
+    shard = build_settings(Part, {"algorithm": {"name": name, "kl_coef": 0.1}}, {}, "recipe")
+    written = shard.model_dump(mode="json")["algorithm"]
     assert set().union(*USED.values()) & written.keys() == USED[name]
-    assert build(written) == part.algorithm
+    assert build(written) == shard.algorithm
     adaptive = Part(algorithm=build(written | {"kl_controller": "adaptive", "kl_target": 0.1}))
     assert adaptive.model_dump(mode="json")["algorithm"].keys() - written.keys() == {"kl_target", "kl_horizon"}
     adaptive = Part(algorithm=build(written | {"entropy_controller": "adaptive", "entropy_target": 0.1}))
@@ -257,17 +257,17 @@ def test_settings_that_were_written_are_read_again(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "own"),
+    ("settings", "names"),
     [
         ({"name": "dpo"}, {"pairs", "loss", "beta", "label_smoothing", "length_normalisation", "nll_coef"}),
         ({"name": "dpo", "loss": "ipo"}, {"pairs", "loss", "beta", "length_normalisation", "nll_coef"}),
         ({"name": "kto"}, {"beta", "desirable_weight", "undesirable_weight"}),
     ],
 )
-def test_settings_of_preferences_are_those_that_are_used(settings: dict[str, object], own: set[str]) -> None:
+def test_settings_of_preferences_are_those_that_are_used(settings: dict[str, object], names: set[str]) -> None:
     config = build(settings)
     written = Part(algorithm=config).model_dump(mode="json")["algorithm"]
-    assert written.keys() == {"name", "schedules"} | own
+    assert written.keys() == {"name", "schedules"} | names
     assert build(written) == config
 
 
@@ -301,18 +301,23 @@ def test_defaults_are_those_of_the_papers() -> None:
 
 
 def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on_that() -> None:
-    def found(**settings: object) -> tuple[str, str]:
+    def kl_settings(**settings: object) -> tuple[str, str]:
         config = build(settings)
         return config.kl_in, config.kl_estimator
 
-    assert found() == found(name="grpo") == found(name="ppo", kl_in="loss") == ("loss", "k3")
-    assert found(name="ppo") == found(name="remax") == found(name="safe_rlhf") == ("reward", "k1")
-    assert found(name="rloo") == found(name="opo") == found(name="reinforce_plus_plus") == ("reward", "k1")
-    assert found(name="dr_grpo") == found(name="gpg") == found(name="pass_at_k") == ("loss", "k3")
-    assert found(name="reinforce_plus_plus_baseline") == ("loss", "k2")
-    assert found(name="reinforce_plus_plus_baseline", kl_in="reward") == ("reward", "k1")
-    assert found(kl_in="reward") == ("reward", "k1")
-    assert found(name="ppo", kl_estimator="k2") == ("reward", "k2")
+    assert kl_settings() == kl_settings(name="grpo") == kl_settings(name="ppo", kl_in="loss") == ("loss", "k3")
+    assert kl_settings(name="ppo") == kl_settings(name="remax") == kl_settings(name="safe_rlhf") == ("reward", "k1")
+    assert (
+        kl_settings(name="rloo")
+        == kl_settings(name="opo")
+        == kl_settings(name="reinforce_plus_plus")
+        == ("reward", "k1")
+    )
+    assert kl_settings(name="dr_grpo") == kl_settings(name="gpg") == kl_settings(name="pass_at_k") == ("loss", "k3")
+    assert kl_settings(name="reinforce_plus_plus_baseline") == ("loss", "k2")
+    assert kl_settings(name="reinforce_plus_plus_baseline", kl_in="reward") == ("reward", "k1")
+    assert kl_settings(kl_in="reward") == ("reward", "k1")
+    assert kl_settings(name="ppo", kl_estimator="k2") == ("reward", "k2")
 
 
 @pytest.mark.parametrize(
@@ -370,8 +375,8 @@ def test_a_wrong_name_is_one_error() -> None:
 
 
 def test_the_aggregations_of_the_papers_are_the_defaults() -> None:
-    found = {name: build({"name": name}).loss_aggregation for name in ALGORITHMS}
-    others = {name: mode for name, mode in found.items() if mode != "token-mean"}
+    results = {name: build({"name": name}).loss_aggregation for name in ALGORITHMS}
+    others = {name: mode for name, mode in results.items() if mode != "token-mean"}
     assert others == {
         **{"rloo": "seq-mean-token-sum", "dr_grpo": "seq-mean-token-sum-norm"},
         **dict.fromkeys(("gspo", "gspo_token", "sapo"), "seq-mean-token-mean"),

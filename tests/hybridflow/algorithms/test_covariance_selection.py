@@ -47,27 +47,27 @@ def samples(count: int, *, seed: int = 1) -> SampleBatch:
 class Ranks:
     """A batch whose samples lie on ranks, as far as a step's functions see it."""
 
-    def __init__(self, parts: list[SampleBatch], columns: list[Columns] | None = None) -> None:
-        self.parts, self.columns = parts, columns
+    def __init__(self, shards: list[SampleBatch], columns: list[Columns] | None = None) -> None:
+        self.shards, self.columns = shards, columns
 
     def with_columns(self, applied: Applied) -> Ranks:
-        return Ranks(self.parts, applied.columns)
+        return Ranks(self.shards, applied.columns)
 
 
 class Applied:
     def __init__(self, columns: list[Columns]) -> None:
         self.columns = columns
 
-    def facts(self) -> dict[str, Tensor]:
-        names = self.columns[0].facts
-        return {name: torch.cat([each.facts[name] for each in self.columns]) for name in names}
+    def per_sample(self) -> dict[str, Tensor]:
+        names = self.columns[0].per_sample
+        return {name: torch.cat([column.per_sample[name] for column in self.columns]) for name in names}
 
     def notes(self) -> list[Any]:
-        return [each.note for each in self.columns]
+        return [column.note for column in self.columns]
 
 
 class StepOnRanks:
-    """As much of a step as the selection needs."""
+    """The operations of a step that the selection needs."""
 
     def __init__(self, config: Any, seed: int = 0) -> None:
         self.config, self.seed, self.forward_passes = config, seed, 0
@@ -77,52 +77,52 @@ class StepOnRanks:
         return batch
 
     def apply(self, batch: Ranks, function: Callable[..., Columns], **arguments: Any) -> Applied:
-        return Applied([function(part, config=self.config, **arguments) for part in batch.parts])
+        return Applied([function(shard, config=self.config, **arguments) for shard in batch.shards])
 
     def generator(self, name: str) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
 
-def selected(algorithm: Algorithm[Any], parts: list[SampleBatch], config: Any, seed: int = 0) -> set[tuple[int, int]]:
+def selected(algorithm: Algorithm[Any], shards: list[SampleBatch], config: Any, seed: int = 0) -> set[tuple[int, int]]:
     """Sample and number of each chosen token."""
     step: Any = StepOnRanks(config, seed)
-    batch: Any = Ranks(parts)
+    batch: Any = Ranks(shards)
     assert algorithm.prepare is not None
-    found: Any = algorithm.prepare(step, batch)
+    result: Any = algorithm.prepare(step, batch)
     assert step.forward_passes == 1
-    places = set()
-    for part, columns in zip(parts, found.columns, strict=True):
+    positions = set()
+    for shard, columns in zip(shards, result.columns, strict=True):
         chosen = columns.tokens["selected"]
         assert chosen.dtype == torch.float32
         assert set(chosen.tolist()) <= {0.0, 1.0}
         for position in chosen.nonzero()[:, 0].tolist():
-            sample, token = part.place_of(position)
-            places.add((int(part.sample_ids[sample]), token))
-    return places
+            sample, token = shard.place_of(position)
+            positions.add((int(shard.sample_ids[sample]), token))
+    return positions
 
 
 def covariances(batch: SampleBatch) -> dict[tuple[int, int], float]:
-    """Of each counted token, from all of the batch at once."""
+    """Covariance of each loss token, from all of the batch at once."""
     logprobs, advantages = batch.current_logprobs, batch.advantages
     assert logprobs is not None
     assert advantages is not None
     mask = batch.response_mask
     values = (logprobs - logprobs[mask].mean()).double() * (advantages - advantages[mask].mean()).double()
-    found = {}
+    results = {}
     for position in mask.nonzero()[:, 0].tolist():
         sample, token = batch.place_of(position)
-        found[int(batch.sample_ids[sample]), token] = float(values[position])
-    return found
+        results[int(batch.sample_ids[sample]), token] = float(values[position])
+    return results
 
 
 def cuts(batch: SampleBatch) -> list[list[SampleBatch]]:
     """The samples in one part, and dealt to ranks in several ways, one of them without any."""
-    found = [[batch]]
+    results = [[batch]]
     for seed in range(4):
         torch.manual_seed(seed)
         order = torch.randperm(len(batch))
-        found.append([batch.select(part) for part in order.tensor_split([1, 5, 5, 17])])
-    return found
+        results.append([batch.select(shard) for shard in order.tensor_split([1, 5, 5, 17])])
+    return results
 
 
 @pytest.mark.parametrize("fraction", [1e-4, 0.05, 0.3, 1.0])
@@ -130,16 +130,16 @@ def test_kl_cov_chooses_the_largest_covariances_in_any_cut(fraction: float) -> N
     batch = samples(40)
     algorithm, of_tokens = load("kl_cov"), covariances(batch)
     config = algorithm.settings(kl_cov_fraction=fraction)
-    found = [selected(algorithm, parts, config) for parts in cuts(batch)]
-    assert all(each == found[0] for each in found)
-    assert len(found[0]) == max(1, int(fraction * len(of_tokens)))
-    left = [value for place, value in of_tokens.items() if place not in found[0]]
+    results = [selected(algorithm, cut, config) for cut in cuts(batch)]
+    assert all(result == results[0] for result in results)
+    assert len(results[0]) == max(1, int(fraction * len(of_tokens)))
+    left = [value for position, value in of_tokens.items() if position not in results[0]]
     if left:
-        assert min(of_tokens[place] for place in found[0]) >= max(left) - 1e-5
+        assert min(of_tokens[result] for result in results[0]) >= max(left) - 1e-5
         # Of equal ones those of the lowest sample id.
-        edge = min(of_tokens[place] for place in found[0])
-        equal = sorted(place for place, value in of_tokens.items() if abs(value - edge) < 1e-5)
-        chosen = [place for place in equal if place in found[0]]
+        edge = min(of_tokens[result] for result in results[0])
+        equal = sorted(position for position, value in of_tokens.items() if abs(value - edge) < 1e-5)
+        chosen = [position for position in equal if position in results[0]]
         assert chosen == equal[: len(chosen)]
 
 
@@ -147,16 +147,16 @@ def test_clip_cov_draws_within_the_bounds_the_same_tokens_in_any_cut() -> None:
     batch = samples(40)
     algorithm, of_tokens = load("clip_cov"), covariances(batch)
     config = algorithm.settings(clip_cov_fraction=0.05, clip_cov_low=0.4, clip_cov_high=1.6)
-    found = [selected(algorithm, parts, config, seed=3) for parts in cuts(batch)]
-    assert all(each == found[0] for each in found)
-    within = {place for place, value in of_tokens.items() if 0.4 <= value <= 1.6}
-    assert found[0] < within
-    assert len(found[0]) == int(0.05 * len(of_tokens))
+    results = [selected(algorithm, cut, config, seed=3) for cut in cuts(batch)]
+    assert all(result == results[0] for result in results)
+    within = {position for position, value in of_tokens.items() if 0.4 <= value <= 1.6}
+    assert results[0] < within
+    assert len(results[0]) == int(0.05 * len(of_tokens))
     draws = [selected(algorithm, [batch], config, seed=seed) for seed in range(200)]
     assert len({frozenset(draw) for draw in draws}) > 190
     assert set().union(*draws) == within  # each may be drawn
-    shares = [sum(place in draw for draw in draws) / len(draws) for place in within]
-    expected = len(found[0]) / len(within)
+    shares = [sum(position in draw for draw in draws) / len(draws) for position in within]
+    expected = len(results[0]) / len(within)
     assert max(abs(share - expected) for share in shares) < 5 * (expected / len(draws)) ** 0.5
 
 
@@ -166,7 +166,7 @@ def test_clip_cov_takes_all_within_the_bounds_where_they_are_fewer_and_none_wher
     config = algorithm.settings(clip_cov_fraction=1.0, clip_cov_low=0.4, clip_cov_high=1.6)
     assert selected(algorithm, [batch], config) == {at for at, value in of_tokens.items() if 0.4 <= value <= 1.6}
     config = algorithm.settings(clip_cov_fraction=0.5, clip_cov_low=50.0, clip_cov_high=60.0)
-    assert all(selected(algorithm, parts, config) == set() for parts in cuts(batch))
+    assert all(selected(algorithm, cut, config) == set() for cut in cuts(batch))
 
 
 def test_tokens_without_a_weight_neither_count_nor_are_chosen() -> None:
@@ -193,11 +193,11 @@ def test_tokens_that_a_correction_leaves_out_neither_count_nor_are_chosen(name: 
     corrected = batch.replace(correction_weights=torch.where(kept, 0.3, 0.0))
     expected = selected(algorithm, [filtered], config)
     assert expected != selected(algorithm, [batch], config)
-    assert [selected(algorithm, parts, config) for parts in cuts(corrected)] == [expected] * 5
+    assert [selected(algorithm, cut, config) for cut in cuts(corrected)] == [expected] * 5
 
 
 def test_a_rank_names_no_more_tokens_than_can_be_chosen() -> None:
     batch = samples(40)
-    arguments = {"order": largest_first, "means": CovarianceMeans(-1.0, 0.0, 100), "salt": 0}
+    arguments: dict[str, Any] = {"order": largest_first, "means": CovarianceMeans(-1.0, 0.0, 100), "salt": 0}
     note = first_tokens(batch, config=None, number=3, **arguments).note
     assert len(note.ranks) == 3

@@ -35,7 +35,7 @@ def test_truncated_responses_leave_the_loss_and_count_in_the_baseline() -> None:
         DAPOSettings(overlong_filter=True), lambda group, sample: float(sample == 1), truncated, limit=LONG
     )
     experience = dapo.make_experience(step)
-    groups = experience.batch.facts["group_ids"].unique().tolist()
+    groups = experience.batch.per_sample["group_ids"].unique().tolist()
     assert groups == [0, 2, 3, 4]  # 1 has different rewards, and nothing to learn from
     assert step.values[metrics.SAMPLING_FILTERED] == 1
     dapo.learn(step, experience)
@@ -44,7 +44,7 @@ def test_truncated_responses_leave_the_loss_and_count_in_the_baseline() -> None:
     of_four = group_relative_advantages(
         torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64), normalise_by_std=True
     )
-    assert torch.equal(learned.batch.facts["advantages"], of_four[1:].repeat(4))
+    assert torch.equal(learned.batch.per_sample["advantages"], of_four[1:].repeat(4))
     assert step.values[metrics.SAMPLING_OVERLONG] == 0.25
 
 
@@ -76,11 +76,11 @@ def test_the_penalty_of_length_is_in_the_advantages_and_not_in_what_is_filtered(
         limit=LONG,
     )
     experience = dapo.make_experience(step)
-    assert experience.batch.facts["group_ids"].unique().tolist() == [1, 2, 3, 4]
-    assert experience.batch.facts["rewards"].tolist() == [1.0, 0.0, 0.0, 0.0] * 4
+    assert experience.batch.per_sample["group_ids"].unique().tolist() == [1, 2, 3, 4]
+    assert experience.batch.per_sample["rewards"].tolist() == [1.0, 0.0, 0.0, 0.0] * 4
     shaped = torch.tensor([1.0 - 0.5, 0.0 - 0.25, 0.0, 0.0])
     expected = group_relative_advantages(shaped, torch.zeros(4, dtype=torch.int64), normalise_by_std=True)
-    assert torch.equal(experience.batch.facts["advantages"], expected.repeat(4))
+    assert torch.equal(experience.batch.per_sample["advantages"], expected.repeat(4))
     assert step.values[metrics.REWARD_OVERLONG] == pytest.approx(-0.75 / 4)
 
 
@@ -95,7 +95,7 @@ def test_the_loss_is_that_of_the_paper() -> None:
     of_tokens = torch.arange(4).repeat_interleave(torch.tensor(lengths))
     advantages = group_relative_advantages(rewards, groups, normalise_by_std=True)[of_tokens]
     weights = sequence_weights(torch.tensor(lengths), "token-mean")[of_tokens]
-    loss, found = policy_gradient_loss(
+    loss, stats = policy_gradient_loss(
         logprobs,
         advantages=advantages,
         weights=weights,
@@ -118,4 +118,4 @@ def test_the_loss_is_that_of_the_paper() -> None:
     assert exact.grad is not None
     assert loss.item() == pytest.approx(-objective.item() / tokens, rel=1e-5)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-7)
-    assert 0 < found.values()[metrics.TRAIN_CLIP_FRACTION_HIGH] < 1
+    assert 0 < stats.values()[metrics.TRAIN_CLIP_FRACTION_HIGH] < 1

@@ -43,17 +43,19 @@ def call(columns: dict[str, Tensor], weights: Tensor, config: DistillationSettin
     return policy_gradient_loss(logprobs, weights=weights, config=config, policy_loss=distillation_loss, **given)
 
 
-def figures(config: DistillationSettings, **columns: Any) -> Any:
+def stats(config: DistillationSettings, **columns: Any) -> Any:
     """The loss of single tokens."""
     given = {name: torch.tensor(column) for name, column in columns.items()}
-    own = {name: given.pop(name) for name in ("logprobs", "old_logprobs", "advantages")}
-    return distillation_loss(TokenColumns(**own, counted=torch.ones_like(own["logprobs"]).bool(), others=given), config)
+    local = {name: given.pop(name) for name in ("logprobs", "old_logprobs", "advantages")}
+    return distillation_loss(
+        TokenColumns(**local, loss_mask=torch.ones_like(local["logprobs"]).bool(), others=given), config
+    )
 
 
 def test_the_reward_of_a_token_by_hand() -> None:
     """A token that the teacher finds twice as likely, one that it finds half as likely, and one that it finds alike."""
     old = [math.log(0.2), math.log(0.4), math.log(0.3)]
-    found = figures(
+    result = stats(
         IN_REWARD,
         logprobs=[math.log(0.22), math.log(0.36), math.log(0.3)],
         old_logprobs=old,
@@ -62,12 +64,12 @@ def test_the_reward_of_a_token_by_hand() -> None:
         teacher_agrees=[1.0, 0.0, 1.0],
     )
     two = math.log(2)
-    torch.testing.assert_close(found.ratio, torch.tensor([1.1, 0.9, 1.0]))
-    torch.testing.assert_close(found.loss, torch.tensor([-1.1 * two, -0.9 * (1 - two), -2.0]))
-    torch.testing.assert_close(found.figures[metrics.DISTILLATION_KL_K1], torch.tensor([-two, two, 0.0]))
-    torch.testing.assert_close(found.figures[metrics.DISTILLATION_KL_K3], torch.tensor([1 - two, two - 0.5, 0.0]))
-    assert found.figures[metrics.DISTILLATION_AGREEMENT].tolist() == [1, 0, 1]
-    assert metrics.DISTILLATION_DIVERGENCE not in found.figures
+    torch.testing.assert_close(result.ratio, torch.tensor([1.1, 0.9, 1.0]))
+    torch.testing.assert_close(result.loss, torch.tensor([-1.1 * two, -0.9 * (1 - two), -2.0]))
+    torch.testing.assert_close(result.stats[metrics.DISTILLATION_KL_K1], torch.tensor([-two, two, 0.0]))
+    torch.testing.assert_close(result.stats[metrics.DISTILLATION_KL_K3], torch.tensor([1 - two, two - 0.5, 0.0]))
+    assert result.stats[metrics.DISTILLATION_AGREEMENT].tolist() == [1, 0, 1]
+    assert metrics.DISTILLATION_DIVERGENCE not in result.stats
 
 
 def test_the_divergence_of_a_token_by_hand() -> None:
@@ -79,13 +81,13 @@ def test_the_divergence_of_a_token_by_hand() -> None:
         "teacher_agrees": [0.0] * 2,
     }
     q, p = [math.log(0.5), math.log(0.25)], [math.log(0.25), math.log(0.5)]
-    found = figures(IN_LOSS, **given, advantages=[0.0, 0.0], chosen_logprobs=[q, p], teacher_chosen_logprobs=[p, p])
+    result = stats(IN_LOSS, **given, advantages=[0.0, 0.0], chosen_logprobs=[q, p], teacher_chosen_logprobs=[p, p])
     quarter = 0.25 * math.log(2)
-    torch.testing.assert_close(found.loss, torch.tensor([quarter, 0.0]))
-    torch.testing.assert_close(found.figures[metrics.DISTILLATION_DIVERGENCE], torch.tensor([quarter, 0.0]))
+    torch.testing.assert_close(result.loss, torch.tensor([quarter, 0.0]))
+    torch.testing.assert_close(result.stats[metrics.DISTILLATION_DIVERGENCE], torch.tensor([quarter, 0.0]))
     config = IN_LOSS.model_copy(update={"reward_coef": 0.5})
-    found = figures(config, **given, advantages=[0.5, -0.5], chosen_logprobs=[q, p], teacher_chosen_logprobs=[p, p])
-    torch.testing.assert_close(found.loss, torch.tensor([quarter - 0.5, 0.5]))
+    result = stats(config, **given, advantages=[0.5, -0.5], chosen_logprobs=[q, p], teacher_chosen_logprobs=[p, p])
+    torch.testing.assert_close(result.loss, torch.tensor([quarter - 0.5, 0.5]))
 
 
 def test_the_gradient_in_the_reward_is_that_of_the_reverse_kl_in_expectation() -> None:
@@ -104,8 +106,8 @@ def test_the_gradient_in_the_reward_is_that_of_the_reverse_kl_in_expectation() -
         teacher_logprobs=of_teacher,
         teacher_agrees=torch.zeros(6),
     )
-    (found,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
 
 
 @SETTINGS
@@ -118,7 +120,7 @@ def test_the_gradient_against_autograd_of_the_plain_formula(config: Distillation
     for name in names:
         columns[name].requires_grad_()
     loss, _ = call(columns, weights, config)
-    found = torch.autograd.grad(loss, [columns[name] for name in names])
+    gradient = torch.autograd.grad(loss, [columns[name] for name in names])
 
     exact = {name: column.detach().double().requires_grad_(name in names) for name, column in columns.items()}
     advantages = exact["advantages"].clone()
@@ -126,7 +128,7 @@ def test_the_gradient_against_autograd_of_the_plain_formula(config: Distillation
         advantages = advantages + exact["teacher_logprobs"] - exact["old_logprobs"]
     ratio = (exact["logprobs"] - exact["old_logprobs"]).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    each = -torch.minimum(ratio * advantages, clipped * advantages)
+    entry = -torch.minimum(ratio * advantages, clipped * advantages)
     if config.divergence_in == "loss":
         q, p = (
             torch.cat([column.exp(), 1 - column.exp().sum(dim=-1, keepdim=True)], dim=-1)
@@ -134,13 +136,13 @@ def test_the_gradient_against_autograd_of_the_plain_formula(config: Distillation
         )
         middle = q if config.divergence == "reverse_kl" else (q + p) / 2
         if config.divergence == "reverse_kl":
-            each = each + (q * (q / p).log()).sum(dim=-1)
+            entry = entry + (q * (q / p).log()).sum(dim=-1)
         else:
-            each = each + 0.5 * (p * (p / middle).log() + q * (q / middle).log()).sum(dim=-1)
-    expected_loss = (each * weights.double()).sum()
+            entry = entry + 0.5 * (p * (p / middle).log() + q * (q / middle).log()).sum(dim=-1)
+    expected_loss = (entry * weights.double()).sum()
     expected = torch.autograd.grad(expected_loss, [exact[name] for name in names])
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(gradient, expected, strict=True):
         torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=1e-4)
 
 
@@ -151,9 +153,9 @@ def test_loss_gradients_and_statistics_do_not_depend_on_the_cut(config: Distilla
     weights = token_weights(mask, "token-mean")
     cuts = [torch.randperm(12).tensor_split(sizes) for sizes in ([3, 7], [1, 2, 9], [6])]
     learned = "logprobs" if config.divergence_in == "reward" else "chosen_logprobs"
-    found = check_pieces_add_up(lambda *given: call(*given, config), columns, weights, learned, cuts)
-    assert 0 < found[metrics.DISTILLATION_AGREEMENT] < 1
-    assert (metrics.DISTILLATION_DIVERGENCE in found) == (config.divergence_in == "loss")
+    result = check_pieces_add_up(lambda given, weighted: call(given, weighted, config), columns, weights, learned, cuts)
+    assert 0 < result[metrics.DISTILLATION_AGREEMENT] < 1
+    assert (metrics.DISTILLATION_DIVERGENCE in result) == (config.divergence_in == "loss")
 
 
 @SETTINGS
@@ -167,10 +169,10 @@ def test_what_does_not_count_is_not_read(config: DistillationSettings) -> None:
         for name, column in columns.items()
     }
     learned = [dirty[name].requires_grad_() for name in ("logprobs", "chosen_logprobs")]
-    found, others = call(dirty, weights, config)
-    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    result, others = call(dirty, weights, config)
+    torch.testing.assert_close(result, expected, atol=0, rtol=0)
     assert others.values() == statistics.values()
-    for gradient in torch.autograd.grad(found, learned, allow_unused=True):
+    for gradient in torch.autograd.grad(result, learned, allow_unused=True):
         assert gradient is None or (gradient.isfinite().all() and not gradient[~mask].any())
 
 

@@ -1,4 +1,4 @@
-"""Which groups a step learns from, and what becomes of every prompt."""
+"""Groups that a step trains on, and the account of every prompt."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from engine3d.errors import EngineError
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.dapo import DAPOSettings
-from hybridflow.algorithms.dynamic_sampling import GroupKind, Tally, group_kinds, next_round, rewarded_samples
+from hybridflow.algorithms.dynamic_sampling import GroupKind, SamplingTally, group_kinds, next_round, rewarded_samples
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.metrics import names as metrics
 from tests.support.steps import NumberedStep, Reward, ids
 
-GOOD, RIGHT, WRONG, UNCOUNTED = GroupKind
+GOOD, RIGHT, WRONG, OUTSIDE_LOSS = GroupKind
 
 
 def test_kinds_of_groups_by_hand() -> None:
@@ -24,10 +24,10 @@ def test_kinds_of_groups_by_hand() -> None:
     groups = torch.tensor([7, 2, 7, 4, 9, 2, 5, 5, 9])
     assert group_kinds(rewards, groups) == {2: WRONG, 4: RIGHT, 5: GOOD, 7: RIGHT, 9: WRONG}
     assert list(group_kinds(rewards, groups)) == [2, 4, 5, 7, 9]
-    counted = torch.tensor([True] * 6 + [False, False, True])
-    assert group_kinds(rewards, groups, counted)[5] is UNCOUNTED
-    counted[6] = True  # one of two that differ is enough
-    assert group_kinds(rewards, groups, counted)[5] is GOOD
+    in_loss = torch.tensor([True] * 6 + [False, False, True])
+    assert group_kinds(rewards, groups, in_loss)[5] is OUTSIDE_LOSS
+    in_loss[6] = True  # one of two that differ is enough
+    assert group_kinds(rewards, groups, in_loss)[5] is GOOD
 
 
 def test_equal_is_equal_to_the_last_bit() -> None:
@@ -49,21 +49,21 @@ def test_rewards_that_are_no_numbers_and_other_shapes_are_refused() -> None:
 
 def test_how_many_prompts_a_round_draws() -> None:
     config = DAPOSettings()
-    assert next_round(Tally(), 8, config) == 8
-    assert next_round(Tally(rounds=1, drawn=8, used=6), 8, config) == 3  # 2 missing of which 3 in 4 are good
-    assert next_round(Tally(rounds=1, drawn=8, used=1), 8, config) == 8  # 56 would be expected to fill it
-    assert next_round(Tally(rounds=1, drawn=8), 8, config) == 8
+    assert next_round(SamplingTally(), 8, config) == 8
+    assert next_round(SamplingTally(rounds=1, drawn=8, used=6), 8, config) == 3  # 2 missing of which 3 in 4 are good
+    assert next_round(SamplingTally(rounds=1, drawn=8, used=1), 8, config) == 8  # 56 would be expected to fill it
+    assert next_round(SamplingTally(rounds=1, drawn=8), 8, config) == 8
     missing = DAPOSettings(dynamic_sampling_draw="missing")
-    assert next_round(Tally(rounds=1, drawn=8, used=1), 8, missing) == 7
+    assert next_round(SamplingTally(rounds=1, drawn=8, used=1), 8, missing) == 7
     for settings in (config, missing):  # a prompt for each of four engines
-        assert next_round(Tally(rounds=1, drawn=8, used=7), 8, settings, least=4) == 4
+        assert next_round(SamplingTally(rounds=1, drawn=8, used=7), 8, settings, least=4) == 4
 
 
 def test_every_engine_gets_a_prompt_in_every_round() -> None:
     for draw in ("expected", "missing"):
         settings = DAPOSettings(dynamic_sampling_draw=draw)
         step = NumberedStep(settings, by_group(wrong=lambda g: g == 2), engines=3)
-        assert rewarded_samples(step).facts["group_ids"].unique().tolist() == [0, 1, 3, 4]
+        assert rewarded_samples(step).per_sample["group_ids"].unique().tolist() == [0, 1, 3, 4]
         assert step.draws == [4, 3] and step.values[metrics.SAMPLING_SURPLUS] == 2
         check_accounts(step)
 
@@ -83,8 +83,8 @@ def by_group(**kinds: Callable[[int], bool]) -> Callable[[int, int], Reward]:
 def check_accounts(step: NumberedStep) -> None:
     """Every prompt that was drawn is counted as one thing."""
     values = step.values
-    parts = (metrics.SAMPLING_USED, metrics.SAMPLING_FILTERED, metrics.SAMPLING_FAILED, metrics.SAMPLING_SURPLUS)
-    assert values[metrics.SAMPLING_DRAWN] == sum(values[part] for part in parts) == sum(step.draws) == step.position
+    shards = (metrics.SAMPLING_USED, metrics.SAMPLING_FILTERED, metrics.SAMPLING_FAILED, metrics.SAMPLING_SURPLUS)
+    assert values[metrics.SAMPLING_DRAWN] == sum(values[shard] for shard in shards) == sum(step.draws) == step.position
     assert values[metrics.SAMPLING_ROUNDS] == len(step.draws)
 
 
@@ -95,7 +95,7 @@ def test_a_step_by_hand() -> None:
         DAPOSettings(), by_group(right=lambda g: g in (0, 6), wrong=lambda g: g == 2, failed=lambda g: g == 3)
     )
     batch = rewarded_samples(step)
-    assert batch.facts["group_ids"].unique().tolist() == [1, 4, 5, 7]
+    assert batch.per_sample["group_ids"].unique().tolist() == [1, 4, 5, 7]
     assert ids(batch) == [100 * group + k for group in (1, 4, 5, 7) for k in range(4)]
     assert step.draws == [4, 4]
     assert step.calls == ["generate", "rewards"] * 2 + ["logprobs"]
@@ -115,7 +115,7 @@ def test_a_step_by_hand() -> None:
 def test_of_a_surplus_those_that_were_drawn_first_are_used() -> None:
     step = NumberedStep(DAPOSettings(), by_group(wrong=lambda g: g in (1, 2)))  # 2 good of 4: 4 more, all good
     batch = rewarded_samples(step)
-    assert batch.facts["group_ids"].unique().tolist() == [0, 3, 4, 5]
+    assert batch.per_sample["group_ids"].unique().tolist() == [0, 3, 4, 5]
     assert step.values[metrics.SAMPLING_SURPLUS] == 2
     check_accounts(step)
 
@@ -144,14 +144,14 @@ def test_any_rewards_are_accounted_for(draw: str) -> None:
         failed = {group for group in range(400) if chance.random() < 0.1}
         step = NumberedStep(
             DAPOSettings(dynamic_sampling_rounds=20, dynamic_sampling_draw=draw),
-            by_group(failed=failed.__contains__, right=lambda g, good=good: g not in good),
+            by_group(failed=failed.__contains__, right=set(range(400)).difference(good).__contains__),
             prompts=5,
         )
         batch = rewarded_samples(step)
         check_accounts(step)
-        used = batch.facts["group_ids"].unique().tolist()
-        wanted = [group for group in range(step.position) if group in good and group not in failed]
-        assert used == wanted[:5] and len(used) == step.values[metrics.SAMPLING_USED]
+        used = batch.per_sample["group_ids"].unique().tolist()
+        expected = [group for group in range(step.position) if group in good and group not in failed]
+        assert used == expected[:5] and len(used) == step.values[metrics.SAMPLING_USED]
         if draw == "missing":
             assert step.values[metrics.SAMPLING_SURPLUS] == 0
 
@@ -159,7 +159,7 @@ def test_any_rewards_are_accounted_for(draw: str) -> None:
 def test_at_the_limit_a_step_learns_from_what_there_is_or_stops(capsys: pytest.CaptureFixture[str]) -> None:
     few = by_group(right=lambda g: g % 4 != 1)
     step = NumberedStep(DAPOSettings(dynamic_sampling_rounds=2), few)
-    assert rewarded_samples(step).facts["group_ids"].unique().tolist() == [1, 5]
+    assert rewarded_samples(step).per_sample["group_ids"].unique().tolist() == [1, 5]
     check_accounts(step)
     stopping = DAPOSettings(dynamic_sampling_rounds=2, dynamic_sampling_at_limit="stop")
     for settings, reward, least in (
@@ -168,7 +168,7 @@ def test_at_the_limit_a_step_learns_from_what_there_is_or_stops(capsys: pytest.C
         (DAPOSettings(dynamic_sampling_rounds=2), by_group(right=lambda g: True), 1),
     ):
         step = NumberedStep(settings, reward, least=least)
-        with pytest.raises(EngineError, match=r"^step 1: [02] of 8 prompts in 2 rounds are to learn from") as caught:
+        with pytest.raises(EngineError, match=r"^step 1: [02] of 8 prompts in 2 rounds are used") as caught:
             rewarded_samples(step)
         [line] = str(caught.value).splitlines()
         assert (
@@ -194,8 +194,8 @@ def test_any_algorithm_of_groups_can_have_it_and_the_advantages_are_those_of_the
     algorithm = load(name)
     step = NumberedStep(algorithm.settings(dynamic_sampling=True), by_group(wrong=lambda g: g % 2 == 0), samples=2)
     batch = algorithm.make_experience(step).batch
-    assert batch.facts["group_ids"].tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
-    assert batch.facts["advantages"].tolist() == pytest.approx([-size, size] * 4, rel=1e-5)
+    assert batch.per_sample["group_ids"].tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
+    assert batch.per_sample["advantages"].tolist() == pytest.approx([-size, size] * 4, rel=1e-5)
     assert step.calls[-1] == "logprobs"  # of those that are learned from alone
     check_accounts(step)
     # GPG's alpha is 1 where every group says something.

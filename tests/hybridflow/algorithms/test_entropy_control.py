@@ -17,13 +17,13 @@ def adaptive(coef: float = 0.0, largest: float = 0.005) -> AdaptiveEntropy:
 
 def test_the_coefficient_by_hand() -> None:
     """It grows and shrinks by its step, between 0 and its limit, and has effect below the target alone."""
-    controller, found = adaptive(), []
+    controller, results = adaptive(), []
     assert controller.coef == 0.0
     for entropy in (0.1, 0.1, 0.1, 0.1, 0.3, 0.1, 0.2, 0.3, 0.3, 0.3, 0.19):
         controller.update(entropy)
-        found.append(controller.coef)
+        results.append(controller.coef)
     expected = [0.002, 0.004, 0.005, 0.005, 0.0, 0.005, 0.0, 0.0, 0.0, 0.0, 0.002]
-    assert found == pytest.approx(expected, abs=1e-15)
+    assert results == pytest.approx(expected, abs=1e-15)
 
 
 def test_a_first_coefficient_has_effect_once_an_entropy_is_known() -> None:
@@ -65,8 +65,8 @@ def test_settings_make_the_controller() -> None:
         )
     )
     assert controller is not None
-    found = []
+    results = []
     for _ in range(3):
         controller.update(0.4)
-        found.append(controller.coef)
-    assert found == pytest.approx([0.011, 0.015, 0.015])
+        results.append(controller.coef)
+    assert results == pytest.approx([0.011, 0.015, 0.015])

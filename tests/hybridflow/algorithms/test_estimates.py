@@ -16,7 +16,7 @@ from hybridflow.algorithms.safe_rlhf import SafeRLHFSettings
 from hybridflow.algorithms.vapo import VAPOSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
-from tests.support.facts_step import make_samples
+from tests.support.local_step import make_samples
 
 KL, GAMMA, LAMBDA, MULTIPLIER = 0.3, 0.9, 0.8, 1.5
 SHARED = {"kl_coef": KL, "gamma": GAMMA}
@@ -50,8 +50,8 @@ def samples(count: int = 9) -> SampleBatch:
 
 
 def plain_gae(score: float, values: list[float], kl: list[float], sign: float, lam: float) -> list[float]:
-    """The double sum, over the counted tokens of one response; the penalty is taken from what is to be large."""
-    rewards = [-sign * KL * each for each in kl]
+    """The double sum, over the loss tokens of one response; the penalty is taken from what is to be large."""
+    rewards = [-sign * KL * entry for entry in kl]
     rewards[-1] += score
     errors = [
         reward + GAMMA * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t] for t, reward in enumerate(rewards)
@@ -60,7 +60,7 @@ def plain_gae(score: float, values: list[float], kl: list[float], sign: float, l
 
 
 def of_row(batch: SampleBatch, row: int, column: Tensor) -> list[float]:
-    """Those of the counted tokens of a sample."""
+    """Select the loss tokens of a sample."""
     one = batch.select([row])
     start = int(batch.response_lengths[:row].sum())
     return column[start : start + int(one.response_lengths[0])][one.response_mask].tolist()
@@ -69,7 +69,7 @@ def of_row(batch: SampleBatch, row: int, column: Tensor) -> list[float]:
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_estimates_are_the_sums_of_the_papers(name: str) -> None:
     batch, (function, config, arguments) = samples(), ESTIMATES[name]
-    found = function(batch, config=config, **arguments).tokens
+    result = function(batch, config=config, **arguments).tokens
     assert batch.values is not None and batch.cost_values is not None and batch.ref_logprobs is not None
     assert batch.rewards is not None and batch.costs is not None
     for row in range(len(batch)):
@@ -84,17 +84,17 @@ def test_estimates_are_the_sums_of_the_papers(name: str) -> None:
             of_cost = plain_gae(cost, cost_values, kl, -1, LAMBDA)
             expected = [(up - MULTIPLIER * down) / (1 + MULTIPLIER) for up, down in zip(expected, of_cost, strict=True)]
             cost_returns = [down + value for down, value in zip(of_cost, cost_values, strict=True)]
-            assert of_row(batch, row, found["cost_returns"]) == pytest.approx(cost_returns, rel=1e-5, abs=1e-6)
-        assert of_row(batch, row, found["advantages"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert of_row(batch, row, found["returns"]) == pytest.approx(returns, rel=1e-5, abs=1e-6)
-    assert all(column[~batch.response_mask].count_nonzero() == 0 for column in found.values())
+            assert of_row(batch, row, result["cost_returns"]) == pytest.approx(cost_returns, rel=1e-5, abs=1e-6)
+        assert of_row(batch, row, result["advantages"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert of_row(batch, row, result["returns"]) == pytest.approx(returns, rel=1e-5, abs=1e-6)
+    assert all(column[~batch.response_mask].count_nonzero() == 0 for column in result.values())
 
 
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_estimates_are_the_same_bits_however_samples_are_dealt(name: str) -> None:
     """Also those that what is outside the mask would change; the moments of all pieces are those of the whole."""
     batch, (function, config, arguments) = samples(), ESTIMATES[name]
-    whole = function(batch, config=config, **arguments)
+    full = function(batch, config=config, **arguments)
     lengths = batch.response_lengths.tolist()
     soiled = batch.replace(
         values=batch.values.where(batch.response_mask, torch.nan),  # type: ignore[union-attr]
@@ -102,13 +102,13 @@ def test_estimates_are_the_same_bits_however_samples_are_dealt(name: str) -> Non
     )
     for cut in ([3], [1, 5], [2, 4, 8], [0, 4, 4]):
         order = torch.randperm(len(batch))
-        parts = order.tensor_split(cut)
-        pieces = [function(soiled.select(part), config=config, **arguments) for part in parts]
-        for column, values in whole.tokens.items():
+        shards = order.tensor_split(cut)
+        chunks = [function(soiled.select(shard), config=config, **arguments) for shard in shards]
+        for column, values in full.tokens.items():
             of_samples = values.split(lengths)
             expected = torch.cat([of_samples[row] for row in order])
-            assert torch.equal(torch.cat([piece.tokens[column] for piece in pieces]), expected)
-        merged = Moments.merge(piece.note.advantages for piece in pieces)
-        assert merged.count == whole.note.advantages.count
-        assert merged.mean == pytest.approx(whole.note.advantages.mean, rel=1e-12, abs=1e-15)
-        assert merged.variance == pytest.approx(whole.note.advantages.variance, rel=1e-12)
+            assert torch.equal(torch.cat([chunk.tokens[column] for chunk in chunks]), expected)
+        merged = Moments.merge(chunk.note.advantages for chunk in chunks)
+        assert merged.count == full.note.advantages.count
+        assert merged.mean == pytest.approx(full.note.advantages.mean, rel=1e-12, abs=1e-15)
+        assert merged.variance == pytest.approx(full.note.advantages.variance, rel=1e-12)

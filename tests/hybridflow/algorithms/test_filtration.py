@@ -1,4 +1,4 @@
-"""Which responses of a prompt stay, by the rank of their rewards."""
+"""Selection of a prompt's responses by the rank of their rewards."""
 
 from __future__ import annotations
 

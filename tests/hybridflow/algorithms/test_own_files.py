@@ -32,8 +32,8 @@ class MySettings(ClippedSettings):
     shift: float = Field(default=0.0, ge=-1)
 
 def with_advantages(step, experience):
-    rewards = experience.batch.facts["rewards"]
-    return replace(experience, batch=experience.batch.with_facts(advantages=rewards - step.config.shift))
+    rewards = experience.batch.per_sample["rewards"]
+    return replace(experience, batch=experience.batch.with_per_sample(advantages=rewards - step.config.shift))
 
 ALGORITHM = without_critic(MySettings, with_advantages)
 """
@@ -69,7 +69,7 @@ def test_a_recipe_is_written_and_read_with_it(path: Path) -> None:
         written = recipe.model_dump(mode="json")["algorithm"]
     assert written["shift"] == 0.25 and written["name"] == f"{path}:ALGORITHM"
     assert build(**written) == recipe.algorithm
-    assert input_checksums(recipe)["algorithm.file"]
+    assert input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data)["algorithm.file"]
 
 
 @pytest.mark.parametrize(

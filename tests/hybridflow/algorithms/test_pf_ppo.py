@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     NumberedStep.responses.clear()
 
 
-def a_step(config: PFPPOSettings, **facts: int) -> NumberedStep:
+def a_step(config: PFPPOSettings, **fields: Any) -> NumberedStep:
     """Sample k of each group has reward k."""
     kept = ReplayBuffer(config.replay_buffer_size, config.replay_max_age)
-    return NumberedStep(config, lambda group, sample: float(sample), kept=kept, **facts)
+    return NumberedStep(config, lambda group, sample: float(sample), kept=kept, **fields)
 
 
 def following(step: NumberedStep) -> NumberedStep:
@@ -118,9 +119,9 @@ def test_no_sample_is_learned_from_more_than_twice_and_none_that_is_too_old() ->
 
 def test_a_resumed_run_learns_from_the_same_samples() -> None:
     config = PFPPOSettings(filter_prob=0.5, replay_buffer_size=20)
-    step, found = a_step(config), []
+    step, results = a_step(config), []
     for _ in range(6):
-        found.append(ids(pf_ppo.make_experience(step).batch))
+        results.append(ids(pf_ppo.make_experience(step).batch))
         step = following(step)
     for at in range(1, 6):
         again = a_step(config)
@@ -130,7 +131,7 @@ def test_a_resumed_run_learns_from_the_same_samples() -> None:
         saved = again.replay.samples  # what a checkpoint holds
         resumed = replace(again, kept=ReplayBuffer(20, config.replay_max_age))
         resumed.replay.restore(saved)
-        assert ids(pf_ppo.make_experience(resumed).batch) == found[at]
+        assert ids(pf_ppo.make_experience(resumed).batch) == results[at]
 
 
 def test_old_and_new_are_mixed() -> None:
@@ -138,7 +139,7 @@ def test_old_and_new_are_mixed() -> None:
     step = a_step(config, prompts=40)
     pf_ppo.make_experience(step)
     batch = pf_ppo.make_experience(following(step)).batch
-    old = batch.facts["policy_versions"] == 1
+    old = batch.per_sample["policy_versions"] == 1
     halves = [int(half.sum()) for half in old.chunk(2)]
     assert sum(halves) == 40 and min(halves) > 10
-    assert torch.equal(batch.facts["group_ids"] < 40, old)
+    assert torch.equal(batch.per_sample["group_ids"] < 40, old)

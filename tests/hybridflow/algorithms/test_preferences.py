@@ -16,12 +16,12 @@ from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.algorithms.preferences import best_and_worst, pairs_of_groups, reference_sums
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.worker_output import joined_facts, pack
+from hybridflow.batch.worker_output import joined_per_sample, pack
 from hybridflow.metrics import names as metrics
-from hybridflow.trainer.step import _mini_batches
+from hybridflow.trainer.operations.updates import mini_batches
 from tests.hybridflow.algorithms.losses.test_preference import plain_dpo, plain_kto
 from tests.support.columns import check_pieces_add_up
-from tests.support.facts_step import loss_of, make_samples
+from tests.support.local_step import loss_of, make_samples
 
 CASES: dict[str, dict[str, Any]] = {
     "dpo": {"name": "dpo", "beta": 0.4},
@@ -34,20 +34,20 @@ PAIRS = 7
 
 @dataclass
 class _Applied:
-    found: dict[str, Tensor]
+    columns: dict[str, Tensor]
 
-    def facts(self) -> dict[str, Tensor]:
-        return self.found
+    def per_sample(self) -> dict[str, Tensor]:
+        return self.columns
 
 
 @dataclass
 class _Step:
-    """As much of a step as these algorithms ask for; samples lie in ranks' memory, each on one of them.
+    """The operations of a step that these algorithms need. Samples are in ranks' memory, each on one of them.
 
     Args:
         config: of the algorithm.
         samples: with `current_logprobs` and `ref_logprobs`.
-        ranks: to which samples are dealt in turns.
+        ranks: samples are sharded over them in turns.
         least: samples of an update.
     """
 
@@ -57,7 +57,7 @@ class _Step:
     least_samples: int = 2
     number: int = 3
     values: dict[str, float] = field(default_factory=dict)
-    told: dict[str, Tensor] = field(default_factory=dict)
+    logged: dict[str, Tensor] = field(default_factory=dict)
     updated: list[Experience] = field(default_factory=list)
 
     def current_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
@@ -67,19 +67,22 @@ class _Step:
         return batch
 
     def apply(self, batch: RemoteBatch, function: Any) -> _Applied:
-        places = {sample: row for row, sample in enumerate(self.samples.sample_ids.tolist())}
-        rows = [places[sample] for sample in batch.facts["sample_ids"].tolist()]
-        parts = [list(range(rank, len(rows), self.ranks)) for rank in range(self.ranks)]
-        found = joined_facts(
-            [function(self.samples.select([rows[at] for at in part]), config=self.config).facts for part in parts]
+        positions = {sample: row for row, sample in enumerate(self.samples.sample_ids.tolist())}
+        rows = [positions[sample] for sample in batch.per_sample["sample_ids"].tolist()]
+        shards = [list(range(rank, len(rows), self.ranks)) for rank in range(self.ranks)]
+        result = joined_per_sample(
+            [
+                function(self.samples.select([rows[at] for at in shard]), config=self.config).per_sample
+                for shard in shards
+            ]
         )
-        order = torch.tensor([at for part in parts for at in part]).argsort()
-        return _Applied({name: column[order] for name, column in found.items()})
+        order = torch.tensor([at for shard in shards for at in shard]).argsort()
+        return _Applied({name: column[order] for name, column in result.items()})
 
-    def tell(self, figures: dict[str, Tensor]) -> None:
-        for name, figure in figures.items():
-            self.told[name] = torch.cat([self.told.get(name, figure[:0]), figure])
-            self.values[name] = float(self.told[name].mean())
+    def log(self, stats: dict[str, Tensor]) -> None:
+        for name, figure in stats.items():
+            self.logged[name] = torch.cat([self.logged.get(name, figure[:0]), figure])
+            self.values[name] = float(self.logged[name].mean())
 
     def update(self, experience: Experience) -> None:
         self.updated.append(experience)
@@ -106,8 +109,8 @@ def samples_of(case: str, seed: int = 0) -> SampleBatch:
 def remote(samples: SampleBatch) -> RemoteBatch:
     _, summary = pack(samples)
     assert summary is not None
-    reference = reference_sums(samples, config=None).facts["reference"]
-    return RemoteBatch(summary.facts, []).with_facts(reference_logprobs=reference)
+    reference = reference_sums(samples, config=None).per_sample["reference"]
+    return RemoteBatch(summary.per_sample, []).with_per_sample(reference_logprobs=reference)
 
 
 def prepared(case: str, samples: SampleBatch, ranks: int = 1) -> tuple[RemoteBatch, _Step]:
@@ -152,12 +155,12 @@ def test_an_update_has_the_gradient_of_the_plain_formula(case: str) -> None:
 
 def tokens_of(samples: SampleBatch, batch: RemoteBatch) -> tuple[Tensor, Tensor, list[int]]:
     """(R,) advantages and weights at each token, 0 in samples that are not learned from; and those that are."""
-    learned = batch.facts["sample_ids"].tolist()
-    found = []
+    learned = batch.per_sample["sample_ids"].tolist()
+    results = []
     for name in ("advantages", "weights"):
-        of_samples = torch.zeros(len(samples)).index_copy(0, torch.tensor(learned), batch.facts[name])
-        found.append(of_samples.repeat_interleave(samples.response_lengths).where(samples.response_mask, 0.0))
-    return found[0], found[1], learned
+        of_samples = torch.zeros(len(samples)).index_copy(0, torch.tensor(learned), batch.per_sample[name])
+        results.append(of_samples.repeat_interleave(samples.response_lengths).where(samples.response_mask, 0.0))
+    return results[0], results[1], learned
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,8 +181,8 @@ def test_no_cut_into_micro_batches_and_no_packing_changes_the_update(case: str) 
     def loss(given: dict[str, Tensor], weights: Tensor) -> tuple[Tensor, Statistics]:
         return loss_of(step.config, given, weights)
 
-    figures = check_pieces_add_up(loss, columns, padded, "logprobs", cuts)
-    assert math.isfinite(figures[metrics.TRAIN_LOSS])
+    stats = check_pieces_add_up(loss, columns, padded, "logprobs", cuts)
+    assert math.isfinite(stats[metrics.TRAIN_LOSS])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -188,14 +191,18 @@ def test_coefficients_do_not_depend_on_the_ranks(case: str) -> None:
     one, alone = prepared(case, samples)
     for ranks in (3, len(samples) + 2):
         several, dealt = prepared(case, samples, ranks=ranks)
-        assert torch.equal(one.facts["advantages"], several.facts["advantages"])
+        assert torch.equal(one.per_sample["advantages"], several.per_sample["advantages"])
         assert alone.values == dealt.values
 
 
 def test_a_pair_stays_in_one_mini_batch() -> None:
     batch = remote(samples_of("dpo"))
-    parts = _mini_batches(batch, 3, load("dpo").together)
-    assert [part.facts["group_ids"].tolist() for part in parts] == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5, 6, 6]]
+    shards = mini_batches(batch, 3, load("dpo").together)
+    assert [shard.per_sample["group_ids"].tolist() for shard in shards] == [
+        [0, 0, 1, 1],
+        [2, 2, 3, 3],
+        [4, 4, 5, 5, 6, 6],
+    ]
 
 
 def test_figures_are_of_all_updates_of_a_step() -> None:
@@ -203,11 +210,11 @@ def test_figures_are_of_all_updates_of_a_step() -> None:
     step: Any = _Step(settings("dpo"), samples)
     prepare = load("dpo").prepare
     assert prepare is not None
-    for part in 2 * _mini_batches(remote(samples), 2, 2):
-        prepare(step, part)
+    for shard in 2 * mini_batches(remote(samples), 2, 2):
+        prepare(step, shard)
     assert step.values[metrics.PREFERENCE_EXAMPLES] == 2 * PAIRS
-    whole: Any = prepared("dpo", samples)[1]
-    assert step.values[metrics.PREFERENCE_MARGIN] == pytest.approx(whole.values[metrics.PREFERENCE_MARGIN])
+    full: Any = prepared("dpo", samples)[1]
+    assert step.values[metrics.PREFERENCE_MARGIN] == pytest.approx(full.values[metrics.PREFERENCE_MARGIN])
 
 
 # Pairs of groups
@@ -235,11 +242,11 @@ def test_pairs_of_groups_bring_what_the_reference_says() -> None:
     step: Any = _Step(load("dpo").settings(name="dpo", pairs="group"), samples)
     _, summary = pack(samples)
     assert summary is not None
-    batch = pairs_of_groups(step, RemoteBatch(summary.facts, []))
-    assert batch.facts["sample_ids"].tolist() == [1, 0, 6, 5]
-    assert batch.facts["rewards"].tolist() == [1.0, 0.0, 1.0, 0.0]
-    expected = reference_sums(samples, config=None).facts["reference"][[1, 0, 6, 5]]
-    assert torch.equal(batch.facts["reference_logprobs"], expected)
+    batch = pairs_of_groups(step, RemoteBatch(summary.per_sample, []))
+    assert batch.per_sample["sample_ids"].tolist() == [1, 0, 6, 5]
+    assert batch.per_sample["rewards"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    expected = reference_sums(samples, config=None).per_sample["reference"][[1, 0, 6, 5]]
+    assert torch.equal(batch.per_sample["reference_logprobs"], expected)
     assert step.values == {metrics.PREFERENCE_WITHOUT_DIFFERENCE: 1}
 
 

@@ -1,4 +1,4 @@
-"""What a reader finds of every algorithm: a page, a row in the table, a recipe, and its source."""
+"""Completeness of every algorithm's documentation: a page, a row in the table, a recipe, and its source."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LINK = re.compile(r"\(\.\./(launch/recipes/[\w/]+\.yaml)\)")
 def rows() -> dict[str, list[str]]:
     """The cells of each row of the table, by the name in the first."""
     lines = (ROOT / "docs/algorithms.md").read_text().splitlines()
-    found = {}
+    results = {}
     for line in lines:
         if match := _ROW.match(line):
-            found[match[1]] = [cell.strip() for cell in line.strip("|").split("|")]
-    return found
+            results[match[1]] = [cell.strip() for cell in line.strip("|").split("|")]
+    return results
 
 
 def test_the_table_has_every_algorithm_once() -> None:

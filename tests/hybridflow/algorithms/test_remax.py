@@ -19,19 +19,19 @@ GREEDY = 90
 
 @dataclass
 class GreedyStep(NumberedStep):
-    """Whose greedy responses have numbers of their own; in some other order than the samples."""
+    """Step whose greedy responses have other numbers and another order than the samples."""
 
     baselines: list[bool] = field(default_factory=list)
 
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
         made, self.samples = self.samples, 1
-        found = self.generate(draw)
+        result = self.generate(draw)
         self.samples = made
-        return found.with_facts(sample_ids=found.facts["sample_ids"] + GREEDY).select([2, 0, 3, 1])
+        return result.with_per_sample(sample_ids=result.per_sample["sample_ids"] + GREEDY).select([2, 0, 3, 1])
 
-    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, part: bool = False) -> RemoteBatch:
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, partial: bool = False) -> RemoteBatch:
         self.baselines.append(baseline)
-        return super().rewards(batch, baseline=baseline, part=True)
+        return super().rewards(batch, baseline=baseline, partial=True)
 
 
 def reward(group: int, sample: int) -> float | None:
@@ -43,10 +43,10 @@ def reward(group: int, sample: int) -> float | None:
 def test_each_sample_is_held_against_the_greedy_response_to_its_own_prompt() -> None:
     step = GreedyStep(ReMaxSettings(), reward, samples=2)
     experience = remax.make_experience(step)
-    facts = experience.batch.facts
+    per_sample = experience.batch.per_sample
     # Of group 1 the greedy response has no reward, so nothing is learned from it; of group 2 one sample has none.
-    assert facts["group_ids"].tolist() == [0, 0, 2, 3, 3]
-    assert facts["advantages"].tolist() == pytest.approx([0.0, 1.0, 0.75, -0.375, 0.625])
+    assert per_sample["group_ids"].tolist() == [0, 0, 2, 3, 3]
+    assert per_sample["advantages"].tolist() == pytest.approx([0.0, 1.0, 0.75, -0.375, 0.625])
     assert experience.baselines == {0: 0.0, 2: 0.25, 3: 0.375}
     assert step.baselines == [True, False]  # the greedy ones are no figures of the policy
 
@@ -54,11 +54,15 @@ def test_each_sample_is_held_against_the_greedy_response_to_its_own_prompt() -> 
 def test_other_rewards_are_held_against_the_same_responses() -> None:
     step = GreedyStep(ReMaxSettings(), reward, samples=2)
     first = remax.make_experience(step)
-    rewards = first.batch.facts["rewards"] + 1
-    again = remax.with_advantages(step, Experience(first.batch.with_facts(rewards=rewards), baselines=first.baselines))
-    assert again.batch.facts["advantages"].tolist() == pytest.approx((first.batch.facts["advantages"] + 1).tolist())
+    rewards = first.batch.per_sample["rewards"] + 1
+    again = remax.with_advantages(
+        step, Experience(first.batch.with_per_sample(rewards=rewards), baselines=first.baselines)
+    )
+    assert again.batch.per_sample["advantages"].tolist() == pytest.approx(
+        (first.batch.per_sample["advantages"] + 1).tolist()
+    )
 
 
 def test_one_response_to_each_prompt_is_enough() -> None:
     step = GreedyStep(ReMaxSettings(), lambda group, sample: 0.5 * (sample != GREEDY), samples=1)
-    assert remax.make_experience(step).batch.facts["advantages"].tolist() == [0.5] * 4
+    assert remax.make_experience(step).batch.per_sample["advantages"].tolist() == [0.5] * 4

@@ -1,4 +1,4 @@
-"""What a replay buffer holds, gives and leaves out."""
+"""Capacity, draws and removals of the replay buffer."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_every_sample_is_as_likely() -> None:
 
 
 def test_the_same_seed_takes_the_same() -> None:
-    found = []
+    results = []
     for _ in range(2):
         buffer = ReplayBuffer(10)
         buffer.add(samples(*range(6)))
-        found.append(ids(buffer.take(3, Generator().manual_seed(4))))
-    assert found[0] == found[1]
+        results.append(ids(buffer.take(3, Generator().manual_seed(4))))
+    assert results[0] == results[1]
 
 
 def test_what_is_too_old_leaves() -> None:
@@ -96,9 +96,9 @@ def test_a_buffer_that_is_smaller_now_keeps_the_newest() -> None:
 
 def test_the_estimate_of_its_memory_is_what_its_columns_take_at_most() -> None:
     batch = samples(*range(10), length=50)
-    held = sum(column.numel() * column.element_size() for column in batch.columns().values())
+    resident = sum(column.numel() * column.element_size() for column in batch.columns().values())
     estimate = most_bytes(10, 52)
-    assert held <= estimate <= 1.1 * held
+    assert resident <= estimate <= 1.1 * resident
 
 
 def test_samples_of_an_earlier_version_join_those_that_say_where_they_are_from() -> None:

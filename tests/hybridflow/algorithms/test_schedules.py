@@ -39,7 +39,7 @@ def test_steps_by_hand() -> None:
     ],
 )
 def test_between_its_turns_a_schedule_stays_within_what_it_has_at_them(schedule: Schedule) -> None:
-    """So that what holds for the values at the turns holds for all, and the largest is the largest of these."""
+    """Bounds of the values at the turns bound all values, and the largest value is at a turn."""
     values = [schedule.value(step, 0.5) for step in range(1, 30)]
     at_turns = [0.5, *(schedule.value(step, 0.5) for step in schedule.turns)]
     assert max(values) == max(at_turns) == largest(0.5, schedule)
@@ -54,12 +54,12 @@ def test_settings_in_force_have_the_values_of_the_step_and_no_schedules() -> Non
             "clip_high": {"shape": "steps", "at": {2: 0.3}},
         },
     )
-    found = [in_force(config, config.schedules, step) for step in (1, 2, 3)]
-    assert [(each.kl_coef, each.clip_high) for each in found] == [(0.1, 0.2), (0.05, 0.3), (0.0, 0.3)]
-    assert not any(each.schedules for each in found)
+    results = [in_force(config, config.schedules, step) for step in (1, 2, 3)]
+    assert [(result.kl_coef, result.clip_high) for result in results] == [(0.1, 0.2), (0.05, 0.3), (0.0, 0.3)]
+    assert not any(result.schedules for result in results)
     # The reference policy runs for all steps; in the last nothing is made of it.
     assert config.needs_reference
-    assert [each.needs_reference for each in found] == [True, True, False]
+    assert [result.needs_reference for result in results] == [True, True, False]
     plain = GRPOSettings()
     assert in_force(plain, plain.schedules, 7) is plain
 

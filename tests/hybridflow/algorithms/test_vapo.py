@@ -14,7 +14,7 @@ from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.algorithms.vapo import VAPOSettings
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.worker_output import COUNTED
+from hybridflow.batch.worker_output import LOSS_TOKENS
 from hybridflow.metrics import names as metrics
 from tests.support.steps import NumberedStep
 
@@ -48,30 +48,30 @@ def test_the_defaults_are_the_papers() -> None:
 
 def test_the_policys_advantages_and_the_critics_returns_have_lambdas_of_their_own() -> None:
     batch, config = a_batch(), VAPOSettings(kl_coef=0.1, gamma=0.99)
-    found = vapo.estimate_advantages(batch, config=config, critic_lambda=0.9)
+    result = vapo.estimate_advantages(batch, config=config, critic_lambda=0.9)
     mask = batch.padded(batch.response_mask)
     assert batch.values is not None and batch.ref_logprobs is not None and batch.rewards is not None
     kl = batch.padded(batch.logprobs - batch.ref_logprobs)
     rewards, values = token_rewards(batch.rewards, mask, kl, 0.1), batch.padded(batch.values)
-    for row, length in enumerate((30, 3, 60)):  # counted tokens
+    for row, length in enumerate((30, 3, 60)):  # loss tokens
         lam = max(1 - 1 / (0.05 * length), 0)
         one = slice(row, row + 1)
         advantages, _ = gae_advantages(rewards[one], values[one], mask[one], gamma=0.99, lam=lam)
         _, returns = gae_advantages(rewards[one], values[one], mask[one], gamma=0.99, lam=0.9)
-        torch.testing.assert_close(batch.padded(found.tokens["advantages"])[one], advantages)
-        torch.testing.assert_close(batch.padded(found.tokens["returns"])[one], returns)
+        torch.testing.assert_close(batch.padded(result.tokens["advantages"])[one], advantages)
+        torch.testing.assert_close(batch.padded(result.tokens["returns"])[one], returns)
 
 
 def test_with_one_lambda_for_both_it_is_ppo() -> None:
     batch = a_batch()
     config = VAPOSettings(length_adaptive_alpha=None, gae_lambda=0.95)
-    found = vapo.estimate_advantages(batch, config=config, critic_lambda=0.95)
+    advantages = vapo.estimate_advantages(batch, config=config, critic_lambda=0.95)
     expected = ppo.estimate_advantages(batch, config=PPOSettings(gae_lambda=0.95))
-    assert all(torch.equal(found.tokens[name], column) for name, column in expected.tokens.items())
-    assert found.note == expected.note
+    assert all(torch.equal(advantages.tokens[name], column) for name, column in expected.tokens.items())
+    assert advantages.note == expected.note
 
 
-class Asked(NumberedStep):
+class RecordingStep(NumberedStep):
     """Remembers the lambda of the critic's returns."""
 
     critic_lambda: float
@@ -84,7 +84,7 @@ class Asked(NumberedStep):
 @pytest.mark.parametrize(("number", "expected"), [(1, 1.0), (2, 1.0), (3, 0.9)])
 def test_the_critic_begins_with_monte_carlo_returns(number: int, expected: float) -> None:
     config = VAPOSettings(critic_warmup_steps=2, critic_gae_lambda=0.9)
-    step = Asked(config, lambda group, sample: float(sample), number=number)
+    step = RecordingStep(config, lambda group, sample: float(sample), number=number)
     vapo.make_experience(step)
     assert step.critic_lambda == expected
 
@@ -92,11 +92,11 @@ def test_the_critic_begins_with_monte_carlo_returns(number: int, expected: float
 def test_right_responses_of_a_mini_batch_get_their_weights() -> None:
     step = NumberedStep(VAPOSettings(), lambda group, sample: float(sample > 1), lambda group, sample: 1 + sample)
     batch = step.rewards(step.generate(step.draw(1)))
-    weights = sequence_weights(batch.facts[COUNTED], "token-mean")
-    found = vapo.prepare(step, batch.with_facts(weights=weights)).facts["lm_weights"]
-    assert found.tolist() == pytest.approx([0.0, 0.0, 10 / 7, 10 / 7])  # 3 + 4 of 10 tokens
+    weights = sequence_weights(batch.per_sample[LOSS_TOKENS], "token-mean")
+    result = vapo.prepare(step, batch.with_per_sample(weights=weights)).per_sample["lm_weights"]
+    assert result.tolist() == pytest.approx([0.0, 0.0, 10 / 7, 10 / 7])  # 3 + 4 of 10 tokens
     off = NumberedStep(VAPOSettings(positive_lm_coef=0.0), lambda group, sample: 1.0)
-    assert "lm_weights" not in vapo.prepare(off, batch.with_facts(weights=weights)).facts
+    assert "lm_weights" not in vapo.prepare(off, batch.with_per_sample(weights=weights)).per_sample
 
 
 def test_the_likelihood_of_right_responses_is_told_as_a_mean() -> None:

@@ -18,19 +18,19 @@ from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.metrics import names as metrics
 from tests.support.columns import check_pieces_add_up
-from tests.support.facts_step import advantages_of, loss_of, make_samples, weights_of
+from tests.support.local_step import advantages_of, loss_of, make_samples, weights_of
 
 LIMIT = 6
 """The most tokens of a response."""
 KL = 0.05
 
 GROUPS = [5, 8, 5, 2, 8, 5, 8, 11, 5, 2, 8]
-"""In no order, and of no one size: of 11 one sample is left."""
+"""Group ids in no order and of several sizes. Group 11 has one sample left."""
 REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-"""Those of group 2 are equal."""
+"""Rewards. Those of group 2 are equal."""
 
 Rows = list[list[int]]
-"""For each sample, where its counted tokens lie among those of all responses."""
+"""Positions of each sample's loss tokens among those of all responses."""
 
 
 def members(groups: list[int], sample: int) -> list[int]:
@@ -42,43 +42,45 @@ def mean(values: list[float]) -> float:
 
 
 def centred(rewards: list[float], groups: list[int], lengths: list[int]) -> list[float]:
-    return [reward - mean([rewards[each] for each in members(groups, row)]) for row, reward in enumerate(rewards)]
+    return [reward - mean([rewards[member] for member in members(groups, row)]) for row, reward in enumerate(rewards)]
 
 
 def rloo(rewards: list[float], groups: list[int], lengths: list[int]) -> list[float]:
-    found = []
+    results = []
     for row, reward in enumerate(rewards):
-        others = [rewards[each] for each in members(groups, row) if each != row]
-        found.append(reward - mean(others) if others else 0.0)
-    return found
+        others = [rewards[member] for member in members(groups, row) if member != row]
+        results.append(reward - mean(others) if others else 0.0)
+    return results
 
 
 def opo(rewards: list[float], groups: list[int], lengths: list[int]) -> list[float]:
-    found = []
+    results = []
     for row, reward in enumerate(rewards):
-        own = members(groups, row)
-        found.append(reward - sum(lengths[each] * rewards[each] for each in own) / sum(lengths[each] for each in own))
-    return found
+        local = members(groups, row)
+        results.append(
+            reward - sum(lengths[entry] * rewards[entry] for entry in local) / sum(lengths[entry] for entry in local)
+        )
+    return results
 
 
 def gpg(rewards: list[float], groups: list[int], lengths: list[int]) -> list[float]:
-    invalid = [row for row in range(len(rewards)) if len({rewards[each] for each in members(groups, row)}) == 1]
+    invalid = [row for row in range(len(rewards)) if len({rewards[member] for member in members(groups, row)}) == 1]
     alpha = len(rewards) / (len(rewards) - len(invalid))
     return [alpha * advantage for advantage in centred(rewards, groups, lengths)]
 
 
 def pass_at_2(rewards: list[float], groups: list[int], lengths: list[int]) -> list[float]:
-    found = []
+    results = []
     for row, reward in enumerate(rewards):
-        own = [rewards[each] for each in members(groups, row)]
-        n, wrong = len(own), own.count(0.0)
+        local = [rewards[member] for member in members(groups, row)]
+        n, wrong = len(local), local.count(0.0)
         if n <= 2 or wrong == n:
-            found.append(0.0)
+            results.append(0.0)
             continue
         rho = 1 - math.comb(wrong, 2) / math.comb(n, 2)
         sigma = math.sqrt(rho * (1 - rho)) + 1e-6
-        found.append((1 - rho if reward else 1 - rho - (wrong - 1) / (n - 1)) / sigma)
-    return found
+        results.append((1 - rho if reward else 1 - rho - (wrong - 1) / (n - 1)) / sigma)
+    return results
 
 
 def whitened(advantages: list[list[float]]) -> list[list[float]]:
@@ -108,8 +110,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Plain]] = {
 
 
 def settings(case: str) -> AlgorithmSettings:
-    name, own, _ = CASES[case]
-    config: AlgorithmSettings = load(name).settings(name=name, **own)
+    name, local, _ = CASES[case]
+    config: AlgorithmSettings = load(name).settings(name=name, **local)
     return config
 
 
@@ -122,29 +124,29 @@ def samples_of(seed: int = 0) -> SampleBatch:
 def rows_of(samples: SampleBatch) -> Rows:
     starts = (samples.response_lengths.cumsum(0) - samples.response_lengths).tolist()
     return [
-        [start + place for place in range(length) if samples.response_mask[start + place]]
+        [start + index for index in range(length) if samples.response_mask[start + index]]
         for start, length in zip(starts, samples.response_lengths.tolist(), strict=True)
     ]
 
 
 def plain_advantages(samples: SampleBatch, case: str) -> list[list[float]]:
-    """For each sample those of its counted tokens."""
+    """Compute the advantages of each sample's loss tokens."""
     name, _, plain = CASES[case]
     config, rows = settings(case), rows_of(samples)
     assert samples.ref_logprobs is not None
     kl = [[float(samples.logprobs[t]) - float(samples.ref_logprobs[t]) for t in row] for row in rows]
     if name == "reinforce_plus_plus":
-        found = []
+        results = []
         for reward, of_tokens in zip(REWARDS, kl, strict=True):
-            gains = [-KL * each for each in of_tokens]
+            gains = [-KL * token for token in of_tokens]
             gains[-1] += reward
-            found.append([sum(0.9**away * gain for away, gain in enumerate(gains[t:])) for t in range(len(gains))])
-        return whitened(found)
+            results.append([sum(0.9**away * gain for away, gain in enumerate(gains[t:])) for t in range(len(gains))])
+        return whitened(results)
     penalised = config.kl_coef > 0 and config.kl_in == "reward"
-    rewards = [reward - KL * math.fsum(each) * penalised for reward, each in zip(REWARDS, kl, strict=True)]
-    each = plain(rewards, samples.group_ids.tolist(), [len(row) for row in rows])
-    found = [[advantage] * len(row) for advantage, row in zip(each, rows, strict=True)]
-    return whitened(found) if name == "reinforce_plus_plus_baseline" else found
+    rewards = [reward - KL * math.fsum(entry) * penalised for reward, entry in zip(REWARDS, kl, strict=True)]
+    entry = plain(rewards, samples.group_ids.tolist(), [len(row) for row in rows])
+    results = [[advantage] * len(row) for advantage, row in zip(entry, rows, strict=True)]
+    return whitened(results) if name == "reinforce_plus_plus_baseline" else results
 
 
 def plain_loss(samples: SampleBatch, case: str, logprobs: Tensor) -> Tensor:
@@ -175,10 +177,10 @@ def plain_loss(samples: SampleBatch, case: str, logprobs: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_advantages_are_those_of_the_paper(case: str) -> None:
     samples = samples_of()
-    found, _ = advantages_of(samples, settings(case))
+    advantages, _ = advantages_of(samples, settings(case))
     for row, expected in zip(rows_of(samples), plain_advantages(samples, case), strict=True):
-        assert found[row].tolist() == pytest.approx(expected, rel=2e-5, abs=1e-6)
-    assert found[~samples.response_mask].count_nonzero() == 0
+        assert advantages[row].tolist() == pytest.approx(expected, rel=2e-5, abs=1e-6)
+    assert advantages[~samples.response_mask].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -204,31 +206,31 @@ def test_loss_and_gradient_are_those_of_the_paper(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_advantages_do_not_depend_on_the_order_of_samples_or_on_ranks(case: str) -> None:
     samples, config = samples_of(1), settings(case)
-    whole, step = advantages_of(samples, config)
+    full, step = advantages_of(samples, config)
     order = torch.randperm(len(samples))
-    pieces = whole.split(samples.response_lengths.tolist())
+    shards = full.split(samples.response_lengths.tolist())
     for ranks in (3, len(samples) + 2):
         shuffled, shuffled_step = advantages_of(samples.select(order), config, ranks=ranks)
-        torch.testing.assert_close(shuffled, torch.cat([pieces[row] for row in order]), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(shuffled, torch.cat([shards[row] for row in order]), rtol=1e-6, atol=1e-7)
         assert shuffled_step.values == pytest.approx(step.values)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_is_what_is_left_of_it(case: str) -> None:
-    """What a lost sample would have had is no part of the baseline of the others, and groups of one say nothing."""
+    """A lost sample's reward is no part of the baseline of the others, and groups of one have no advantage."""
     samples, config = samples_of(2), settings(case)
     left = [row for row in range(len(samples)) if row not in (0, 4, 6)]
-    found = advantages_of(samples.select(left), config)[0]
+    result = advantages_of(samples.select(left), config)[0]
     # As if the lost samples had another reward: nothing of them may matter.
     rewards = samples.rewards
     assert rewards is not None
     others = samples.replace(rewards=rewards.index_fill(0, torch.tensor([0, 4, 6]), 9.0))
-    assert torch.equal(advantages_of(others.select(left), config)[0], found)
+    assert torch.equal(advantages_of(others.select(left), config)[0], result)
     if case in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         return
-    pieces = found.split(samples.response_lengths[left].tolist())
+    shards = result.split(samples.response_lengths[left].tolist())
     single = [row for row in left if GROUPS[row] == 11]
-    assert all(pieces[left.index(row)].count_nonzero() == 0 for row in single)
+    assert all(shards[left.index(row)].count_nonzero() == 0 for row in single)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -250,20 +252,20 @@ def test_loss_gradient_and_figures_do_not_depend_on_the_cut(case: str) -> None:
     }
     padded = samples.padded(weights)
     cuts = [torch.randperm(len(samples)).tensor_split(sizes) for sizes in ([3, 7], [1], [2, 4, 9])]
-    figures = check_pieces_add_up(lambda *given: loss_of(config, *given), columns, padded, "logprobs", cuts)
-    assert math.isfinite(figures[metrics.TRAIN_LOSS])
+    stats = check_pieces_add_up(lambda *given: loss_of(config, *given), columns, padded, "logprobs", cuts)
+    assert math.isfinite(stats[metrics.TRAIN_LOSS])
     (gradient,) = torch.autograd.grad(loss_of(config, columns, padded)[0], columns["logprobs"])
     assert gradient.isfinite().all() and gradient[padded == 0].count_nonzero() == 0
 
 
 def test_with_one_response_of_a_set_pass_at_k_is_grpo_but_for_bessel() -> None:
     samples = samples_of()
-    found, step = advantages_of(samples, load("pass_at_k").settings(name="pass_at_k", pass_k=1))
+    advantages, step = advantages_of(samples, load("pass_at_k").settings(name="pass_at_k", pass_k=1))
     grpo, _ = advantages_of(samples, load("grpo").settings(name="grpo"))
     for row, group in zip(rows_of(samples), GROUPS, strict=True):
         size = GROUPS.count(group)
         bessel = math.sqrt(size / (size - 1)) if size > 1 else 1.0
-        assert found[row].tolist() == pytest.approx((bessel * grpo[row]).tolist(), rel=1e-4, abs=1e-6)
+        assert advantages[row].tolist() == pytest.approx((bessel * grpo[row]).tolist(), rel=1e-4, abs=1e-6)
     assert step.values == {metrics.REWARD_PASS_AT_K: pytest.approx((0.5 + 0.25 + 1 + 1) / 4)}
 
 
@@ -283,8 +285,8 @@ def test_gpg_tells_the_share_of_samples_that_say_something() -> None:
 def test_one_response_to_each_prompt_is_enough_for_reinforce_plus_plus() -> None:
     torch.manual_seed(0)
     samples = make_samples(list(range(6)), [1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    found, _ = advantages_of(samples, load("reinforce_plus_plus").settings(name="reinforce_plus_plus"), ranks=2)
-    counted = found[samples.response_mask].double()
+    advantages, _ = advantages_of(samples, load("reinforce_plus_plus").settings(name="reinforce_plus_plus"), ranks=2)
+    counted = advantages[samples.response_mask].double()
     assert counted.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert counted.std(correction=0).item() == pytest.approx(1.0, rel=1e-4)
 
@@ -293,6 +295,6 @@ def test_a_batch_of_one_reward_has_no_advantages() -> None:
     torch.manual_seed(0)
     samples = make_samples(GROUPS, [0.3] * len(GROUPS))
     for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "dr_grpo", "gpg", "opo", "pass_at_k"):
-        found, step = advantages_of(samples, load(name).settings(name=name))
-        assert found.abs().max() < 1e-9, name
+        advantages, step = advantages_of(samples, load(name).settings(name=name))
+        assert advantages.abs().max() < 1e-9, name
         assert all(math.isfinite(value) for value in step.values.values()), name

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
 from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.stream import StreamConfig
+from hybridflow.config.roles import StreamConfig
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
@@ -77,15 +78,15 @@ def test_importing_is_light_and_every_name_is_there() -> None:
 
 def test_the_imports_of_published_guides_work() -> None:
     from hybridflow import trainer, utils
-    from hybridflow.trainer import PPOTrainer as Stepwise
-    from hybridflow.trainer import RLTrainer as Whole
+    from hybridflow.trainer import PPOTrainer as Stepwise  # type: ignore[attr-defined]
+    from hybridflow.trainer import RLTrainer as Whole  # type: ignore[attr-defined]
 
     assert (Stepwise, Whole) == (PPOTrainer, RLTrainer)
     assert utils.is_flash_attn_available is hybridflow.is_flash_attn_available
     line = "hybridflow.trainer.init_distributed is a method of a trainer, expected PPOTrainer(config, model=..., "
     assert refusal(lambda: trainer.init_distributed(PPOConfig())).startswith(line)
     with pytest.raises(ImportError):
-        from hybridflow.trainer.trainer import NoTrainer  # noqa: F401
+        from hybridflow.trainer.trainer import NoTrainer  # type: ignore[attr-defined]  # noqa: F401
 
 
 # Settings to a recipe
@@ -151,8 +152,8 @@ def test_checkpoints_are_those_of_the_recipe() -> None:
         2,
         True,
     )
-    own = PPOConfig(checkpoint_config={"async_save": False}, recipe={"checkpoint": {"save_interval": 3}})
-    checkpoint = recipe_of(own).checkpoint
+    config = PPOConfig(checkpoint_config={"async_save": False}, recipe={"checkpoint": {"save_interval": 3}})
+    checkpoint = recipe_of(config).checkpoint
     assert (checkpoint.save_interval, checkpoint.async_save) == (3, False)
     wrong = PPOConfig(checkpoint_config={"save_intervall": 5})
     assert "unknown key checkpoint.save_intervall: did you mean checkpoint.save_interval?" in refusal(
@@ -186,8 +187,8 @@ def test_asynchronous_rollout_is_a_stream_one_version_ahead() -> None:
     assert recipe_of(PPOConfig()).rollout.stream is None
     recipe = recipe_of(PPOConfig(async_rollout=True, rollout_device_mapping="cpu:1"))
     assert (recipe.rollout.stream, recipe.trainer.max_staleness) == (StreamConfig(), 1)
-    own = {"trainer": {"max_staleness": 3}, "rollout": {"stream": {"on_new_weights": "resend"}}}
-    recipe = recipe_of(PPOConfig(async_rollout=True, rollout_device_mapping="cpu:1", recipe=own))
+    overrides = {"trainer": {"max_staleness": 3}, "rollout": {"stream": {"on_new_weights": "resend"}}}
+    recipe = recipe_of(PPOConfig(async_rollout=True, rollout_device_mapping="cpu:1", recipe=overrides))
     assert recipe.rollout.stream == StreamConfig(on_new_weights="resend")
     assert recipe.trainer.max_staleness == 3
 
@@ -208,7 +209,7 @@ def test_dynamic_batching_and_adaptive_sampling_have_the_names_of_guides() -> No
 def test_steps_pass_over_all_prompts() -> None:
     config = PPOConfig(batch_size=8, mini_batch_size=8)
     prompts = Path("prompts.jsonl")
-    given = {"prompts": prompts, "number": 20, "reward": "arithmetic"}
+    given: dict[str, Any] = {"prompts": prompts, "number": 20, "reward": "arithmetic"}
     assert recipe_of(config, **given, passes=1).trainer.steps == 3
     assert recipe_of(config, **given, passes=2).trainer.steps == 5
     assert recipe_of(config, **given).trainer.steps == 100
@@ -353,10 +354,10 @@ def test_a_trainer_says_what_is_wrong_before_it_starts(model: Path, tmp_path: Pa
     trainer = PPOTrainer(config, model=model)
     line = "init_distributed: another config than the trainer's, expected the same or none"
     assert refusal(lambda: trainer.init_distributed(PPOConfig())) == line
-    whole = RLTrainer(model, "grpo", config)
-    whole.init_distributed(config)
-    whole.init_distributed(whole.config)
-    assert refusal(lambda: whole.init_distributed(PPOConfig())) == line
+    complete = RLTrainer(model, "grpo", config)
+    complete.init_distributed(config)
+    complete.init_distributed(complete.config)
+    assert refusal(lambda: complete.init_distributed(PPOConfig())) == line
     trainer.close()
     trainer.close()
     assert refusal(trainer.rollout) == "the trainer is closed, expected a new one"
@@ -457,6 +458,7 @@ def test_only_functions_that_others_can_import_keep_their_name() -> None:
     assert importable_path(replaced) is None
 
 
+@pytest.mark.slow
 def test_any_callable_is_a_reward_with_the_limits_of_a_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,8 +483,8 @@ def test_any_callable_is_a_reward_with_the_limits_of_a_function(
     (tmp_path / "no.pkl").write_bytes(b"\x80\x04K\x03.")  # the number 3
     assert "holds 3 (int), expected a function" in refusal(lambda: values(f"{tmp_path}/no.pkl:"))
     lock = __import__("threading").Lock()
-    held = Sources(reward_fn=lambda texts: [lock.locked()] * len(texts))
-    assert "reward_fn: reward cannot be sent to other processes" in refusal(lambda: held.write(files, None))
+    sources = Sources(reward_fn=lambda texts: [lock.locked()] * len(texts))
+    assert "reward_fn: reward cannot be sent to other processes" in refusal(lambda: sources.write(files, None))
     files.close()
 
 
@@ -536,11 +538,12 @@ def test_advantages_are_estimated_anew_only_where_rewards_alone_were_changed() -
     narrow = RolloutBatch.concatenate([batches[0].select([1]), batches[0].select([0])])
     for kept in (some, narrow, batches[0].select([0])):
         assert to_learn(kept, batches, least=1) is kept
+    assert some.rewards is not None and some.advantages is not None and narrow.rewards is not None
     rewarded = some.replace(rewards=some.rewards + 1)
     learned = to_learn(rewarded, batches, least=1)
     assert learned.advantages is None
     assert learned.returns is None
-    assert torch.equal(learned.rewards, rewarded.rewards)
+    assert learned.rewards is not None and torch.equal(learned.rewards, some.rewards + 1)
     both = rewarded.replace(advantages=2 * some.advantages)
     assert to_learn(both, batches, least=1) is both
     assert to_learn(some.replace(advantages=None), batches, least=1).returns is None
@@ -564,14 +567,14 @@ def test_a_ppo_trainer_says_what_it_takes_before_anything_starts() -> None:
     ("kind", "name", "text"),
     [
         (PPOTrainer, "step", "here a step is update(rollout())"),
-        (PPOTrainer, "fit", "here a whole run is RLTrainer(...).train(prompts)"),
+        (PPOTrainer, "fit", "here a complete run is RLTrainer(...).train(prompts)"),
         (RLTrainer, "fit", "here it is train(prompts)"),
         (DataFlow, "add_stage", "here it is add(stage)"),
         (DataFlow, "stages", "it has add, connect, run"),
     ],
 )
-def test_methods_of_other_trainers_lead_to_those_here(kind: type, name: str, text: str) -> None:
-    made = kind.__new__(kind)
+def test_methods_of_other_trainers_lead_to_those_here(kind: type[Any], name: str, text: str) -> None:
+    made = object.__new__(kind)
     assert not hasattr(made, name)
     with pytest.raises(AttributeError, match=re.escape(f"{kind.__name__} has no attribute {name!r}: {text}")):
         getattr(made, name)
@@ -580,7 +583,7 @@ def test_methods_of_other_trainers_lead_to_those_here(kind: type, name: str, tex
 def test_rollouts_that_make_no_sense_give_one_line() -> None:
     batches = [rolled_out(0, [2, 3])]
     [batch] = batches
-    for given, line in [
+    cases: list[tuple[Any, str]] = [
         ([1, 2], "update: a list, expected the rollouts that rollout() returned"),
         (batch.replace(rewards=None), "update: rollouts without rewards, expected replace(rewards=...) on them first"),
         (
@@ -596,5 +599,6 @@ def test_rollouts_that_make_no_sense_give_one_line() -> None:
             batch.replace(advantages=torch.full_like(batch.logprobs, torch.inf)),
             "update: the advantage of row 0, token 0 is inf, expected a finite number",
         ),
-    ]:
-        assert refusal(lambda given=given: to_learn(given, batches, least=2)) == line
+    ]
+    for given, line in cases:
+        assert refusal(partial(to_learn, given, batches, least=2)) == line

@@ -37,7 +37,8 @@ def refusal(call: Callable[[], Any]) -> str:
     ],
 )
 def test_a_stage_that_makes_no_sense_gives_one_line(arguments: dict[str, Any], line: str) -> None:
-    assert line in refusal(lambda: Stage(**{"name": "one", "module": add} | arguments))
+    given: dict[str, Any] = {"name": "one", "module": add} | arguments
+    assert line in refusal(lambda: Stage(**given))
 
 
 def test_connections_that_make_no_sense_give_one_line() -> None:
@@ -75,18 +76,18 @@ def test_data_goes_along_the_connections(ray_cluster: None, tmp_path: Path) -> N
     source = Stage(name="source", module=numbers, num_workers=1, log_dir=tmp_path)
     slow = [Stage(name=name, module=Waits, log_dir=tmp_path) for name in ("slow", "slower")]
     ranked = Stage(name="ranked", module=Ranked, num_workers=2, method="process", log_dir=tmp_path)
-    doubled = Stage(name="doubled", module=lambda first: [2 * each for each in first], log_dir=tmp_path)
+    doubled = Stage(name="doubled", module=lambda first: [2 * value for value in first], log_dir=tmp_path)
     total = Stage(name="total", module=add, log_dir=tmp_path)
-    for each in (*slow, ranked, doubled):
-        flow.connect(source, each)
+    for stage in (*slow, ranked, doubled):
+        flow.connect(source, stage)
     flow.connect(doubled, total)
     flow.connect("source", "total")
     results = flow.run(max_steps=2)
     assert [set(step) for step in results] == [{"slow", "slower", "ranked", "total"}] * 2
     for number, step in enumerate(results, start=1):
         made = numbers(number)
-        assert step["total"] == [3 * each for each in made]
-        assert step["ranked"] == [(place // 2, number, each) for place, each in enumerate(made)]
+        assert step["total"] == [3 * value for value in made]
+        assert step["ranked"] == [(index // 2, number, value) for index, value in enumerate(made)]
         (begin, end), (other_begin, other_end) = step["slow"][0], step["slower"][0]
         assert max(begin, other_begin) < min(end, other_end)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,8 +33,8 @@ def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> RolloutBatc
     )
 
 
-def facts(batch: RolloutBatch) -> dict[int, tuple[object, ...]]:
-    """What belongs to each sample id, free of padding."""
+def per_sample(batch: RolloutBatch) -> dict[int, tuple[object, ...]]:
+    """Return the values of each sample id, free of padding."""
     return {
         sample_id: (prompt, response, logprobs[: len(response)], group, prompt_index)
         for sample_id, prompt, response, logprobs, group, prompt_index in zip(
@@ -76,16 +77,16 @@ def test_both_parts_are_padded_on_the_right() -> None:
 def test_select_split_and_concatenate_keep_every_sample_whole() -> None:
     first, second = make_batch(7), make_batch(6, first_id=100, seed=1)
     joined = RolloutBatch.concatenate([first, second])
-    assert facts(joined) == facts(first) | facts(second)
+    assert per_sample(joined) == per_sample(first) | per_sample(second)
     assert joined.sample_ids.tolist() == [*range(7), *range(100, 106)]
-    parts = joined.split(4)
-    assert [len(part) for part in parts] == [3, 3, 3, 4]
-    again = RolloutBatch.concatenate(parts)
+    batches = joined.split(4)
+    assert [len(batch) for batch in batches] == [3, 3, 3, 4]
+    again = RolloutBatch.concatenate(batches)
     assert again.sample_ids.tolist() == joined.sample_ids.tolist()
     chosen = joined.select([12, 0, 5])
     assert chosen.sample_ids.tolist() == [105, 0, 5]
-    assert facts(chosen) == {sample: facts(joined)[sample] for sample in (105, 0, 5)}
-    assert facts(joined.select(torch.tensor([2]))) == {2: facts(joined)[2]}
+    assert per_sample(chosen) == {sample: per_sample(joined)[sample] for sample in (105, 0, 5)}
+    assert per_sample(joined.select(torch.tensor([2]))) == {2: per_sample(joined)[2]}
 
 
 def test_concatenate_pads_with_the_pad_token_and_keeps_masks_false_there() -> None:
@@ -127,15 +128,15 @@ def test_replace_keeps_the_other_columns() -> None:
     batch = make_batch(5)
     full = batch.replace(rewards=torch.arange(5.0))
     assert batch.rewards is None
-    part = full.select([3])
-    assert part.rewards is not None
-    assert part.rewards.tolist() == [3.0]
+    selected = full.select([3])
+    assert selected.rewards is not None
+    assert selected.rewards.tolist() == [3.0]
 
 
 def test_pickle_and_device_move_keep_everything() -> None:
     batch = make_batch(4).replace(rewards=torch.ones(4))
     for copy in (pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
-        assert facts(copy) == facts(batch)
+        assert per_sample(copy) == per_sample(batch)
         assert copy.rewards is not None
         assert copy.rewards.tolist() == [1.0] * 4
 
@@ -176,9 +177,46 @@ def test_a_sample_cannot_occur_twice() -> None:
 
 def test_splits_and_joins_that_cannot_be_are_refused() -> None:
     batch = make_batch(3)
-    with pytest.raises(ValueError, match="cannot split 3 samples into 4 non-empty parts"):
+    with pytest.raises(ValueError, match="cannot split 3 samples into 4 non-empty shards"):
         batch.split(4)
     with pytest.raises(ValueError, match="batches 0 and 1 of concatenate differ in rewards"):
         RolloutBatch.concatenate([batch, make_batch(2, first_id=10).replace(rewards=torch.zeros(2))])
     with pytest.raises(ValueError, match="integer indices"):
         batch.select(torch.tensor([True, False, True]))
+
+
+def test_routes_are_of_whole_samples() -> None:
+    lengths, width = ([(3, 2), (1, 6)], [(4, 1), (2, 2), (1, 0)]), 4
+    batches = []
+    for first, pairs in enumerate(lengths):
+        numbers = [10 * (10 * first + sample) for sample in range(len(pairs))]
+        routes = [
+            [[number + token + entry for entry in range(width)] for token in range(prompt + response - 1)]
+            for number, (prompt, response) in zip(numbers, pairs, strict=True)
+        ]
+        batches.append(
+            SampleBatch.from_generations(
+                prompts=[[5] * prompt for prompt, _ in pairs],
+                responses=[[6] * response for _, response in pairs],
+                logprobs=[[-0.5] * response for _, response in pairs],
+                sample_ids=numbers,
+                group_ids=numbers,
+                prompt_indices=numbers,
+                policy_versions=[1] * len(pairs),
+                finish_reasons=["stop"] * len(pairs),
+                routes=[np.array(rows, dtype="int16").reshape(-1, width) for rows in routes],
+            )
+        )
+    one, other = (RolloutBatch.of(batch, 1) for batch in batches)
+    assert one.routes is not None and one.routes.shape == (2, 7, width)
+    joined = RolloutBatch.concatenate([other, one])
+    assert joined.routes is not None and joined.routes.shape == (5, 7, width)
+    back, expected = joined.samples(), SampleBatch.concatenate([batches[1], batches[0]])
+    assert back.routes is not None and expected.routes is not None
+    assert torch.equal(back.routes, expected.routes) and back.routes.dtype == torch.int16
+    assert back.missing_routes.tolist() == [0] * 5
+    assert (back.routes[back.sequence_lengths.cumsum(0) - 1] == -1).all()
+    some, right = joined.select([4, 1]).samples().routes, expected.select([4, 1]).routes
+    assert some is not None and right is not None and torch.equal(some, right)
+    with pytest.raises(ValueError, match=r"column routes is \(22, 4\) torch.int32 .* torch.uint8 or torch.int16"):
+        expected.replace(routes=expected.routes.int())

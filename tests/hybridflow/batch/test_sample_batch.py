@@ -31,17 +31,17 @@ def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> SampleBatch
     )
 
 
-def facts(batch: SampleBatch) -> dict[int, tuple[object, ...]]:
-    """What belongs to each sample id."""
+def by_sample_id(batch: SampleBatch) -> dict[int, tuple[object, ...]]:
+    """Return the values of each sample id."""
     lengths = batch.response_lengths.tolist()
     columns = [
-        [piece.tolist() for piece in column.split(lengths)]
+        [shard.tolist() for shard in column.split(lengths)]
         for name, column in batch.columns().items()
         if COLUMNS[name][0] in (RESPONSE, WIDE_RESPONSE)
     ]
     return {
-        sample: figures
-        for sample, *figures in zip(
+        sample: tuple(stats)
+        for sample, *stats in zip(
             batch.sample_ids.tolist(),
             batch.prompts(),
             batch.responses(),
@@ -80,15 +80,15 @@ def test_padded_rows_and_back() -> None:
     batch = make_batch(7)
     rows = batch.padded(batch.logprobs)
     assert rows.shape == (7, int(batch.response_lengths.max()))
-    for row, length, piece in zip(
+    for row, length, logprob in zip(
         rows, batch.response_lengths, batch.logprobs.split(batch.response_lengths.tolist()), strict=True
     ):
-        assert torch.equal(row[:length], piece) and not row[length:].any()
+        assert torch.equal(row[:length], logprob) and not row[length:].any()
     assert torch.equal(batch.flat(rows), batch.logprobs)
     assert torch.equal(batch.flat(torch.nn.functional.pad(rows, (0, 20 - rows.shape[1]))), batch.logprobs)
     # A response of no tokens is none of the places.
-    places = [batch.place_of(position) for position in range(len(batch.logprobs))]
-    assert places == [
+    positions = [batch.place_of(position) for position in range(len(batch.logprobs))]
+    assert positions == [
         (sample, token) for sample, length in enumerate(batch.response_lengths) for token in range(length)
     ]
 
@@ -96,22 +96,22 @@ def test_padded_rows_and_back() -> None:
 def test_select_split_and_concatenate_keep_every_sample_whole() -> None:
     first, second = make_batch(7), make_batch(6, first_id=100, seed=1)
     joined = SampleBatch.concatenate([first, second])
-    assert facts(joined) == facts(first) | facts(second)
+    assert by_sample_id(joined) == by_sample_id(first) | by_sample_id(second)
     assert joined.sample_ids.tolist() == [*range(7), *range(100, 106)]
-    parts = joined.split(4)
-    assert [len(part) for part in parts] == [3, 3, 3, 4]
-    again = SampleBatch.concatenate(parts)
-    assert again.sample_ids.tolist() == joined.sample_ids.tolist() and facts(again) == facts(joined)
+    shards = joined.split(4)
+    assert [len(shard) for shard in shards] == [3, 3, 3, 4]
+    again = SampleBatch.concatenate(shards)
+    assert again.sample_ids.tolist() == joined.sample_ids.tolist() and by_sample_id(again) == by_sample_id(joined)
     chosen = joined.select([12, 0, 5])
     assert chosen.sample_ids.tolist() == [105, 0, 5]
-    assert facts(chosen) == {sample: facts(joined)[sample] for sample in (105, 0, 5)}
-    assert facts(joined.select(torch.tensor([2]))) == {2: facts(joined)[2]}
+    assert by_sample_id(chosen) == {sample: by_sample_id(joined)[sample] for sample in (105, 0, 5)}
+    assert by_sample_id(joined.select(torch.tensor([2]))) == {2: by_sample_id(joined)[2]}
 
 
 def test_a_copy_keeps_everything() -> None:
     batch = make_batch(4).replace(rewards=torch.ones(4))
     copy = pickle.loads(pickle.dumps(batch))
-    assert facts(copy) == facts(batch)
+    assert by_sample_id(copy) == by_sample_id(batch)
     assert copy.rewards is not None
     assert copy.rewards.tolist() == [1.0] * 4
 
@@ -183,7 +183,7 @@ def test_lists_that_do_not_fit_together_name_the_sample() -> None:
 
 def test_splits_and_joins_that_cannot_be_are_refused() -> None:
     batch = make_batch(3)
-    with pytest.raises(ValueError, match="cannot split 3 samples into 4 non-empty parts"):
+    with pytest.raises(ValueError, match="cannot split 3 samples into 4 non-empty shards"):
         batch.split(4)
     with pytest.raises(ValueError, match="batches 0 and 1 of concatenate differ in rewards"):
         SampleBatch.concatenate([batch, make_batch(2, first_id=10).replace(rewards=torch.zeros(2))])
@@ -207,11 +207,11 @@ def test_columns_of_several_figures_of_each_token_are_cut_and_joined_with_their_
     first, second = (with_several_figures(make_batch(7, first_id=start, seed=start), 3) for start in (0, 100))
     joined = SampleBatch.concatenate([first, second])
     assert joined.chosen_tokens is not None and joined.chosen_tokens.shape == (len(joined.logprobs), 3)
-    assert facts(joined) == facts(first) | facts(second)
+    assert by_sample_id(joined) == by_sample_id(first) | by_sample_id(second)
     chosen = joined.select([12, 0, 5])
-    assert facts(chosen) == {sample: facts(joined)[sample] for sample in (105, 0, 5)}
+    assert by_sample_id(chosen) == {sample: by_sample_id(joined)[sample] for sample in (105, 0, 5)}
     again = SampleBatch.concatenate(joined.split(4))
-    assert facts(again) == facts(joined)
+    assert by_sample_id(again) == by_sample_id(joined)
     empty = joined.select([])
     assert empty.chosen_tokens is not None and empty.chosen_tokens.shape == (0, 3)
 
@@ -222,15 +222,15 @@ def test_padded_rows_of_several_figures_of_each_token_and_back() -> None:
     longest = int(batch.response_lengths.max())
     rows = RolloutBatch.of(batch, 1)
     assert rows.chosen_tokens is not None and rows.chosen_tokens.shape == (7, longest, 3)
-    pieces = batch.chosen_tokens.split(batch.response_lengths.tolist())
-    for row, length, piece in zip(rows.chosen_tokens, batch.response_lengths, pieces, strict=True):
-        assert torch.equal(row[:length], piece) and not row[length:].any()
-    assert facts(rows.samples()) == facts(batch)
+    shards = batch.chosen_tokens.split(batch.response_lengths.tolist())
+    for row, length, shard in zip(rows.chosen_tokens, batch.response_lengths, shards, strict=True):
+        assert torch.equal(row[:length], shard) and not row[length:].any()
+    assert by_sample_id(rows.samples()) == by_sample_id(batch)
     short = rows.select([int(batch.response_lengths.argmin())])
     narrow = RolloutBatch.of(short.samples(), 1)
     other = RolloutBatch.of(with_several_figures(make_batch(3, first_id=50, seed=9), 3), 1)
     joined = RolloutBatch.concatenate([narrow, other])
-    assert facts(joined.samples()) == facts(short.samples()) | facts(other.samples())
+    assert by_sample_id(joined.samples()) == by_sample_id(short.samples()) | by_sample_id(other.samples())
 
 
 def test_columns_of_several_figures_are_as_wide_as_each_other() -> None:

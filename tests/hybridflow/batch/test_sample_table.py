@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.sample_table import ByName, Scored, batch_of, table_of
+from hybridflow.batch.sample_table import ByName, ScoreColumns, batch_of, table_of
 
 
 def random_samples(count: int, **columns: Any) -> SampleBatch:
@@ -26,7 +26,7 @@ def random_samples(count: int, **columns: Any) -> SampleBatch:
         prompts=[numbers(0, 1 << 18, 1 + sample % 5) for sample in range(count)],
         responses=[numbers(0, 1 << 18, length) for length in lengths],
         logprobs=[(-torch.rand(length, generator=generator) * 30).tolist() for length in lengths],
-        response_masks=[[bool(each) for each in numbers(0, 2, length)] for length in lengths],
+        response_masks=[[bool(number) for number in numbers(0, 2, length)] for length in lengths],
         sample_ids=[(1 << 40) + 3 * sample for sample in range(count)],
         group_ids=numbers(0, 1 << 40, count),
         prompt_indices=numbers(0, 1 << 40, count),
@@ -59,11 +59,15 @@ def test_every_column_comes_back_bit_for_bit(tmp_path: Path) -> None:
         costs=torch.rand(30),
         reference_logprobs=torch.rand(30).double(),
     )
-    for number, batch in enumerate((plain, full)):
+    routes = [torch.randint(0, 9, (len(tokens), 6), dtype=torch.uint8).numpy() for tokens in plain.prompts()]
+    narrow = random_samples(30, routes=routes)
+    assert narrow.routes is not None and narrow.routes.dtype == torch.uint8
+    wide = narrow.replace(routes=torch.where(narrow.routes == 255, -1, narrow.routes.short() + 250))
+    for number, batch in enumerate((plain, full, narrow, wide)):
         path = tmp_path / f"{number}.parquet"
-        pq.write_table(table_of(batch, Scored(), 12), path, row_group_size=7)
+        pq.write_table(table_of(batch, ScoreColumns(), 12), path, row_group_size=7)
         assert same(batch_of(pq.read_table(path)), batch)
-    table = table_of(full, Scored(), 12)
+    table = table_of(full, ScoreColumns(), 12)
     assert table["step"].to_pylist() == [12] * 30
     assert table["finish_reason"].to_pylist()[:3] == ["stop", "length", "abort"]
     assert table["response_tokens"].to_pylist()[1] == full.responses()[1]
@@ -74,7 +78,7 @@ def test_what_samples_were_given_stands_beside_their_ids_and_is_null_for_others(
     batch = random_samples(4)
     ids = batch.sample_ids
     exact = ByName(ids[[3, 1, 0]], torch.tensor([3.0, math.nan, 0.5]))
-    scored = Scored(
+    scored = ScoreColumns(
         {"reward/exact": exact, "cost/none": ByName(ids[:0], ids[:0].float())},
         advantages=ByName(ids, torch.tensor([0.1, 0.2, 0.3, 0.4])),
     )
@@ -89,8 +93,8 @@ def test_what_samples_were_given_stands_beside_their_ids_and_is_null_for_others(
 def test_what_does_not_fit_is_refused() -> None:
     batch = random_samples(3)
     with pytest.raises(pa.ArrowInvalid):
-        table_of(batch.replace(tokens=batch.tokens + (1 << 31)), Scored(), 1)
-    table = table_of(batch, Scored(), 1)
+        table_of(batch.replace(tokens=batch.tokens + (1 << 31)), ScoreColumns(), 1)
+    table = table_of(batch, ScoreColumns(), 1)
     holes = pa.array([1, None, 3], pa.int64())
-    with pytest.raises(ValueError, match="1 of 3 figures are null"):
+    with pytest.raises(ValueError, match="1 of 3 values are null"):
         batch_of(table.set_column(table.column_names.index("sample_id"), "sample_id", holes))

@@ -1,4 +1,4 @@
-"""What a rank returns of its samples: kept and told as it is, and refused where it does not fit them."""
+"""Results of a rank for its samples: packed, summarised, and refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.batch.remote_batch import _named
-from hybridflow.batch.worker_output import COUNTED, Columns, Packed, Spans, pack
+from hybridflow.batch.worker_output import LOSS_TOKENS, Columns, Packed, Spans, pack
 from tests.support.group_workers import batch_of
 
 SAMPLES = batch_of([3, 4, 5], longest=4)
@@ -17,8 +17,8 @@ def test_a_batch_is_kept_whole_and_its_figures_of_samples_are_told() -> None:
     packed, summary = pack(SAMPLES)
     assert isinstance(packed, Packed) and summary is not None
     assert packed.arrays["tokens"].tolist() == [3] * 5 + [4] * 3 + [5] * 5
-    assert summary.facts[COUNTED].tolist() == [4, 1, 2]
-    assert summary.facts["sample_ids"].tolist() == [3, 4, 5] and "logprobs" not in summary.facts
+    assert summary.per_sample[LOSS_TOKENS].tolist() == [4, 1, 2]
+    assert summary.per_sample["sample_ids"].tolist() == [3, 4, 5] and "logprobs" not in summary.per_sample
 
 
 def test_spans_are_those_of_the_samples() -> None:
@@ -46,12 +46,12 @@ def test_several_figures_of_each_token_go_with_its_sample() -> None:
         (Columns({"chosen_tokens": torch.zeros(6, 2)}), r"column chosen_tokens has shape \(6, 2\), expected \(7,\)"),
         (
             Columns({"values": torch.zeros(3, 4)}),
-            r"column values has shape \(3, 4\), expected \(7,\), one figure for each re",
+            r"column values has shape \(3, 4\), expected \(7,\), one value for each re",
         ),
         (Columns({"values": torch.zeros(13)}), r"column values has shape \(13,\), expected \(7,\)"),
         (
-            Columns(facts={"score": torch.zeros(7)}),
-            r"fact score has shape \(7,\), expected \(3,\), one figure for each sample",
+            Columns(per_sample={"score": torch.zeros(7)}),
+            r"per-sample column score has shape \(7,\), expected \(3,\), one value for each sample",
         ),
     ],
 )

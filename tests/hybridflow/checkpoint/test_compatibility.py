@@ -1,4 +1,4 @@
-"""What a run knows of the files that it reads."""
+"""Identities of the files that a run reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine3d.checkpoint.manifest import checksum
-from hybridflow.checkpoint.compatibility import input_checksums
+from hybridflow.checkpoint.compatibility import _identity, changes, input_checksums
 from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import public_settings
 
 DPO = Path(__file__).parents[3] / "launch/recipes/algorithms/dpo.yaml"
 GOOD, OTHER = (f'{{"prompt": "1+1=", "chosen": "2", "rejected": "{wrong}"}}\n' for wrong in "34")
@@ -23,40 +24,67 @@ def checksums(directory: Path, train: str, *overrides: str) -> dict[str, str]:
     (directory / "eval.jsonl").write_text(GOOD)
     files = f"{{train_path: '{directory}/{train}', eval_path: {directory}/eval.jsonl}}"
     pairs = ["data.source=pairs", f"data.pairs={files}"]
-    return input_checksums(load_recipe(DPO, [f"run_dir={directory}", *pairs, *overrides]))
+    recipe = load_recipe(DPO, [f"run_dir={directory}", *pairs, *overrides])
+    return input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data)
 
 
 def test_a_saved_data_set_is_known_by_what_it_holds(tmp_path: Path) -> None:
     import datasets
 
-    found = []
+    digests = []
     for name, wrong in (("one", "3"), ("same", "3"), ("other", "4")):
         row = {"prompt": "1+1=", "chosen": "2", "rejected": wrong}
         datasets.Dataset.from_list([row]).save_to_disk(tmp_path / name)
         state = tmp_path / name / "state.json"  # has a fingerprint that is drawn
         state.write_text((tmp_path / "one" / "state.json").read_text())
-        found.append(checksums(tmp_path, name)["data.pairs.train_path"])
-    assert found[0] == found[1] != found[2]
+        digests.append(checksums(tmp_path, name)["data.pairs.train_path"])
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_pattern_is_known_by_what_its_files_hold_and_a_file_by_its_own_checksum(tmp_path: Path) -> None:
-    found = []
+    by_content = []
     for second in (GOOD, OTHER, GOOD):
         for number, text in enumerate((GOOD, second)):
             (tmp_path / f"part-{number}.jsonl").write_text(text)
-        found.append(checksums(tmp_path, "part-*.jsonl"))
-    assert found[0] == found[2]
-    assert found[0]["data.pairs.train_path"] != found[1]["data.pairs.train_path"]
+        by_content.append(checksums(tmp_path, "part-*.jsonl"))
+    assert by_content[0] == by_content[2]
+    assert by_content[0]["data.pairs.train_path"] != by_content[1]["data.pairs.train_path"]
     alone = {"data.pairs.eval_path": checksum(tmp_path / "eval.jsonl")}
     assert checksums(tmp_path, "none-*.jsonl") == alone
     assert checksums(tmp_path, "part-1.jsonl") == alone | {"data.pairs.train_path": checksum(tmp_path / "part-1.jsonl")}
 
 
 def test_a_chat_template_of_pairs_is_known_by_its_text(tmp_path: Path) -> None:
-    path, found = tmp_path / "own.jinja", []
+    path, by_text = tmp_path / "own.jinja", []
     (tmp_path / "train.jsonl").write_text(GOOD)
     for text in ("{{ messages[0].content }}", "{{ messages[-1].content }}"):
         path.write_text(text)
-        found.append(checksums(tmp_path, "train.jsonl", f"data.pairs.chat.template={path}"))
-        assert found[-1]["data.pairs.chat.template"] == checksum(path)
-    assert found[0] != found[1]
+        by_text.append(checksums(tmp_path, "train.jsonl", f"data.pairs.chat.template={path}"))
+        assert by_text[-1]["data.pairs.chat.template"] == checksum(path)
+    assert by_text[0] != by_text[1]
+
+
+@pytest.mark.parametrize(
+    ("group", "earlier", "name"),
+    [
+        ("train", "one_step_experts", "fused_experts"),
+        ("train", "expert_copies", "copy_engine_dispatcher"),
+        ("train", "expert_rows_ahead", "predicted_expert_capacity"),
+        ("rollout", "lend", "lease"),
+        ("rollout", "lend_after_s", "lease_after_s"),
+    ],
+)
+def test_a_checkpoint_is_read_with_names_that_settings_had_before(group: str, earlier: str, name: str) -> None:
+    recipe = load_recipe(DPO, [])
+    given, saved = public_settings(recipe), public_settings(recipe)
+    saved[group][earlier] = saved[group].pop(name)
+    assert changes(given, saved) == []
+    saved[group][earlier] = "other"
+    assert [difference.name for difference in changes(given, saved)] == [f"{group}.{name}"]
+
+
+@pytest.mark.parametrize("group", ["files", "pairs"])
+def test_a_checkpoint_of_conversations_is_read_with_the_name_that_train_on_had_before(group: str) -> None:
+    saved = _identity({"data": {group: {"chat": {"learn": "last"}}}})
+    assert saved[f"data.{group}.chat.train_on"] == "last"
+    assert f"data.{group}.chat.learn" not in saved

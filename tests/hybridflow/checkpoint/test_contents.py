@@ -34,9 +34,9 @@ def seal(checkpoint: Path, **changes: Any) -> None:
 def edit_driver(checkpoint: Path, **changes: Any) -> None:
     """Other values in the driver's state; of None it has none."""
     path = checkpoint / "driver.json"
-    facts = json.loads(path.read_text()) | changes
+    document = json.loads(path.read_text()) | changes
     path.write_text(
-        json.dumps({name: value for name, value in facts.items() if name not in changes or value is not None})
+        json.dumps({name: value for name, value in document.items() if name not in changes or value is not None})
     )
     seal(checkpoint)
 
@@ -75,8 +75,10 @@ def move_pieces(checkpoint: Path) -> None:
     shard = checkpoint / "actor" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[1:] + b"\0")
     seal_pieces(checkpoint, "actor")
-    facts = json.loads((checkpoint / "actor" / "__0.checksums.json").read_text())
-    moved = {file: [[start + 1, length, each] for start, length, each in pieces] for file, pieces in facts.items()}
+    document = json.loads((checkpoint / "actor" / "__0.checksums.json").read_text())
+    moved = {
+        file: [[start + 1, length, digest] for start, length, digest in chunks] for file, chunks in document.items()
+    }
     (checkpoint / "actor" / "__0.checksums.json").write_text(json.dumps(moved))
     seal(checkpoint)
 
@@ -88,38 +90,43 @@ def cut_shard(checkpoint: Path) -> None:
 
 
 EDITS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "step": (lambda each: seal(each, step=10**9), "manifest.json is that of step 1000000000"),
-    "no role": (lambda each: seal(each, roles={}), "manifest.json names no role"),
+    "step": (lambda checkpoint: seal(checkpoint, step=10**9), "manifest.json is that of step 1000000000"),
+    "no role": (lambda checkpoint: seal(checkpoint, roles={}), "manifest.json names no role"),
     "no role and no files of it": (without_role, "manifest.json names no role"),
     "a role without files": (
-        lambda each: seal(each, roles=dict.fromkeys(("actor", "critic"), read_manifest(each).roles["actor"])),
+        lambda checkpoint: seal(
+            checkpoint, roles=dict.fromkeys(("actor", "critic"), read_manifest(checkpoint).roles["actor"])
+        ),
         "critic/.metadata is not listed in the manifest",
     ),
     "a head": (
-        lambda each: seal(
-            each, roles={"actor": dataclasses.replace(read_manifest(each).roles["actor"], value_head=True)}
+        lambda checkpoint: seal(
+            checkpoint, roles={"actor": dataclasses.replace(read_manifest(checkpoint).roles["actor"], value_head=True)}
         ),
         "actor/ does not fit model/config.json: it has no tensor score.weight",
     ),
     "swapped roles": (swap_roles, "actor/ does not fit model/config.json: it has no tensor lm_head.weight"),
-    "moved pieces": (move_pieces, "actor/__0_0.distcp has no piece at bytes 0 to "),
+    "moved pieces": (move_pieces, "actor/__0_0.distcp has no chunk at bytes 0 to "),
     "cut shard": (cut_shard, "actor/.metadata places weight/"),
     "no driver": (without_driver, "manifest.json lists no driver.json, the state of its run's driver"),
-    "step of the driver": (lambda each: edit_driver(each, step=4), "driver.json is of step 4, manifest.json of step 2"),
+    "step of the driver": (
+        lambda checkpoint: edit_driver(checkpoint, step=4),
+        "driver.json is of step 4, manifest.json of step 2",
+    ),
     "negative step": (
-        lambda each: edit_driver(each, step=-5),
+        lambda checkpoint: edit_driver(checkpoint, step=-5),
         "driver.json is not the state of a run's driver: step: expected at least 0, found -5",
     ),
     "no sampler": (
-        lambda each: edit_driver(each, sampler=None),
+        lambda checkpoint: edit_driver(checkpoint, sampler=None),
         "driver.json is not the state of a run's driver: it has no sampler",
     ),
     "sampler": (
-        lambda each: edit_driver(each, sampler={"count": 64, "seed": 1, "position": -8}),
+        lambda checkpoint: edit_driver(checkpoint, sampler={"count": 64, "seed": 1, "position": -8}),
         "driver.json is not the state of a run's driver: sampler.position: -8, expected a whole number from 0",
     ),
     "random states": (
-        lambda each: edit_driver(each, random={"python": [], "numpy": [], "torch": ""}),
+        lambda checkpoint: edit_driver(checkpoint, random={"python": [], "numpy": [], "torch": ""}),
         "driver.json is not the state of a run's driver: random: ",
     ),
 }
@@ -137,11 +144,11 @@ def test_what_was_edited_is_a_line_of_verify_and_not_resumed_from(
     capsys.readouterr()
     assert main(["checkpoint", "verify", str(checkpoint)]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said and all(each.startswith(f"hybridflow: checkpoint {checkpoint}: ") for each in said)
+    assert said and all(line.startswith(f"hybridflow: checkpoint {checkpoint}: ") for line in said)
     # Of a shard it says what lies in it, and so more than is looked for before a run resumes.
-    assert line in said[0] or "actor/__0_0.distcp holds other pieces than were saved: bytes " in said[0]
-    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
-    assert found is not None and found.directory == older
+    assert line in said[0] or "actor/__0_0.distcp holds other chunks than were saved: bytes " in said[0]
+    resumption, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is not None and resumption.directory == older
     assert notes[0].startswith(f"resume: skipped {checkpoint}: {line}") and len(notes) == 2
     [refused] = refusal(a_recipe(tmp_path, f"resume={checkpoint}"))
     assert line in refused
@@ -153,9 +160,9 @@ def test_swapped_shards_are_seen_by_the_checksums_of_pieces(tmp_path: Path) -> N
     swap_shards(checkpoint)
     [damage] = verify_checkpoint(checkpoint)
     assert damage.file == "actor/__0_0.distcp"
-    assert damage.reason.startswith("holds other pieces than were saved: bytes ")
-    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
-    assert found is not None and found.directory == older
+    assert damage.reason.startswith("holds other chunks than were saved: bytes ")
+    resumption, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is not None and resumption.directory == older
     assert notes[0].startswith(f"resume: skipped {checkpoint}: actor/")
 
 

@@ -9,6 +9,7 @@ import random
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,7 @@ from safetensors.torch import save_file
 
 from engine3d.errors import EngineError, UserError
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.checkpoint.batch_files import read_batch, write_batch
-from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
+from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState, read_batch, write_batch
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.data.files.config import DifficultyConfig
 from hybridflow.data.sampler import PromptOrder
@@ -96,7 +96,7 @@ def test_a_batch_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_padded_rows_is_read(tmp_path: Path) -> None:
-    """As checkpoints before format 4 have them."""
+    """Checkpoints before format 4 have such batches."""
     columns = {
         "input_ids": torch.tensor([[5, 6, 3], [7, 8, 9]]),
         "prompt_lengths": torch.tensor([2, 3]),
@@ -156,9 +156,9 @@ def test_a_batch_that_was_generated_ahead_is_read_from_format_4(tmp_path: Path) 
     batch = a_batch()
     a_state().write(tmp_path)
     write_batch(tmp_path / "buffer-00000.safetensors", batch)
-    facts = json.loads((tmp_path / "driver.json").read_text())
-    del facts["groups"]
-    (tmp_path / "driver.json").write_text(json.dumps(facts | {"buffer": ["buffer-00000.safetensors"]}))
+    document = json.loads((tmp_path / "driver.json").read_text())
+    del document["groups"]
+    (tmp_path / "driver.json").write_text(json.dumps(document | {"buffer": ["buffer-00000.safetensors"]}))
     back = RunState.read(tmp_path)
     assert_equal(batch, samples_ahead(back))
     assert back.groups is not None and not back.groups.streamed
@@ -169,11 +169,11 @@ def test_the_groups_of_a_stream_are_read_from_format_4(tmp_path: Path) -> None:
     batch = a_batch()
     a_state().write(tmp_path)
     write_batch(tmp_path / "stream-ended.safetensors", batch)
-    facts = json.loads((tmp_path / "driver.json").read_text())
+    document = json.loads((tmp_path / "driver.json").read_text())
     groups = BufferedGroups.of_batch(batch)
     stream = {"ledger": groups.ledger, "first_samples": groups.first_samples, "ended": "stream-ended.safetensors"}
-    del facts["groups"]
-    (tmp_path / "driver.json").write_text(json.dumps(facts | {"buffer": [], "stream": stream | {"scores": {}}}))
+    del document["groups"]
+    (tmp_path / "driver.json").write_text(json.dumps(document | {"buffer": [], "stream": stream | {"scores": {}}}))
     back = RunState.read(tmp_path)
     assert_equal(batch, samples_ahead(back))
     assert back.groups is not None and back.groups.streamed and back.groups.ledger == groups.ledger
@@ -190,9 +190,9 @@ def test_groups_of_a_batch_are_complete() -> None:
 def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
     a_state(a_batch()).write(tmp_path)
     driver = tmp_path / "driver.json"
-    facts = json.loads(driver.read_text())
-    del facts["algorithm"], facts["evaluation_due"]
-    driver.write_text(json.dumps(facts))
+    document = json.loads(driver.read_text())
+    del document["algorithm"], document["evaluation_due"]
+    driver.write_text(json.dumps(document))
     back = RunState.read(tmp_path)
     assert back.algorithm == {} and back.step == 12 and len(samples_ahead(back)) == 3
     assert not back.evaluation_due
@@ -201,10 +201,11 @@ def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
 def test_evaluations_of_earlier_versions_count_as_none(tmp_path: Path) -> None:
     a_state().write(tmp_path)
     driver = tmp_path / "driver.json"
-    facts = json.loads(driver.read_text())
-    del facts["first_measured"], facts["last_measured"]
-    earlier = {"accuracy_before": 0.25, "accuracy_after": 0.5, "first_evaluation": None, "last_of_sets": {"aime": {}}}
-    driver.write_text(json.dumps(facts | earlier))
+    document = json.loads(driver.read_text())
+    del document["first_measured"], document["last_measured"]
+    earlier: dict[str, Any] = {"accuracy_before": 0.25, "accuracy_after": 0.5}
+    earlier |= {"first_evaluation": None, "last_of_sets": {"aime": {}}}
+    driver.write_text(json.dumps(document | earlier))
     back = RunState.read(tmp_path)
     assert (back.step, back.measurements) == (12, Measurements())
 
@@ -217,9 +218,9 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
         return random.random(), random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(3).tolist()
 
     a_state().write(tmp_path)
-    wanted = [draw(), draw()]
+    expected = [draw(), draw()]
     RunState.read(tmp_path).random.restore()
-    assert [draw(), draw()] == wanted
+    assert [draw(), draw()] == expected
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"buffer": ["no.safetensors"]}', '{"groups": null, "random": {}}'])
@@ -231,7 +232,7 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "place"),
+    ("key", "value", "field"),
     [
         ("step", "12", "step"),
         ("step", 1.5, "step"),
@@ -261,23 +262,23 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
     ],
 )
 def test_a_state_of_other_types_is_refused_by_the_name_of_what_is_wrong(
-    tmp_path: Path, key: str, value: object, place: str
+    tmp_path: Path, key: str, value: object, field: str
 ) -> None:
     a_state().write(tmp_path)
-    facts = json.loads((tmp_path / "driver.json").read_text())
-    (tmp_path / "driver.json").write_text(json.dumps(facts | {key: value}))
+    document = json.loads((tmp_path / "driver.json").read_text())
+    (tmp_path / "driver.json").write_text(json.dumps(document | {key: value}))
     with pytest.raises(UserError) as caught:
         RunState.read(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}/driver.json is not the state of a run's driver: {place}")
+    assert str(caught.value).startswith(f"{tmp_path}/driver.json is not the state of a run's driver: {field}")
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["step", "sampler", "random", "run", "groups", "samples_drawn"])
 def test_a_state_that_lacks_something_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
     a_state().write(tmp_path)
-    facts = json.loads((tmp_path / "driver.json").read_text())
-    del facts[name]
-    (tmp_path / "driver.json").write_text(json.dumps(facts))
+    document = json.loads((tmp_path / "driver.json").read_text())
+    del document[name]
+    (tmp_path / "driver.json").write_text(json.dumps(document))
     with pytest.raises(UserError, match=rf"driver\.json is not the state of a run's driver: it has no {name}$"):
         RunState.read(tmp_path)
 
@@ -302,9 +303,9 @@ def test_a_state_of_torchs_generator_is_refused_as_torch_refuses_it(
     state = bytearray(torch.Generator().manual_seed(3).get_state().numpy().tobytes())
     state[first : first + len(replacement)] = replacement
     a_state().write(tmp_path)
-    facts = json.loads((tmp_path / "driver.json").read_text())
-    facts["random"]["torch"] = base64.b64encode(state).decode()
-    (tmp_path / "driver.json").write_text(json.dumps(facts))
+    document = json.loads((tmp_path / "driver.json").read_text())
+    document["random"]["torch"] = base64.b64encode(state).decode()
+    (tmp_path / "driver.json").write_text(json.dumps(document))
     with nullcontext() if is_accepted else pytest.raises(RuntimeError):
         torch.Generator().set_state(torch.frombuffer(state, dtype=torch.uint8))
     with nullcontext() if is_accepted else pytest.raises(UserError, match=r"driver: random: torch: "):
@@ -325,8 +326,8 @@ def test_a_batch_elsewhere_is_not_read(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     a_state().write(checkpoint)
-    facts = json.loads((checkpoint / "driver.json").read_text())
-    (checkpoint / "driver.json").write_text(json.dumps(facts | {"buffer": [f"{tmp_path}/buffer-00000.safetensors"]}))
+    document = json.loads((checkpoint / "driver.json").read_text())
+    (checkpoint / "driver.json").write_text(json.dumps(document | {"buffer": [f"{tmp_path}/buffer-00000.safetensors"]}))
     with pytest.raises(UserError, match=r"buffer: \['/.*, expected one name such as buffer-00000"):
         RunState.read(checkpoint)
 
@@ -355,10 +356,10 @@ def test_samples_that_are_kept_come_back_beside_those_that_were_made_ahead(tmp_p
     assert state.replay is not None and back.replay is not None and len(samples_ahead(back)) == 3
     assert_equal(state.replay, back.replay)
     driver = tmp_path / "driver.json"
-    facts = json.loads(driver.read_text())
-    driver.write_text(json.dumps(facts | {"replay": "../other.safetensors"}))
+    document = json.loads(driver.read_text())
+    driver.write_text(json.dumps(document | {"replay": "../other.safetensors"}))
     with pytest.raises(UserError, match=r"replay: '\.\./other\.safetensors', expected replay\.safetensors"):
         RunState.read(tmp_path)
-    del facts["replay"]
-    driver.write_text(json.dumps(facts))  # as a run has it that keeps none
+    del document["replay"]
+    driver.write_text(json.dumps(document))  # as a run has it that keeps none
     assert RunState.read(tmp_path).replay is None

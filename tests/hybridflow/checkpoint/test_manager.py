@@ -21,11 +21,11 @@ from engine3d.checkpoint.verify import verify_checkpoint
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.platform import platform
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.worker_output import COUNTED
+from hybridflow.batch.worker_output import LOSS_TOKENS
 from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.set_results import RESULTS, Best, MeasuredSet, read_best, value_of
@@ -48,7 +48,7 @@ class Stage:
     """The trained roles of a run, and where the run is."""
 
     run: Run
-    trained: dict[str, WorkerGroup]
+    trained: dict[str, Any]
 
     def pids(self, role: str) -> list[int]:
         return [process.pid for process in self.trained[role].ranks.processes]
@@ -62,7 +62,7 @@ def stage(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     run = prepare(recipe)
     pools = reserve(pool_devices({"actor": "cpu:0-1", "critic": "cpu:2"}, {}, cluster_nodes()))
 
-    def group(role: str, layout: Layout) -> WorkerGroup:
+    def group(role: str, layout: Layout) -> Any:
         return WorkerGroup(
             role,
             PolicyWorker,
@@ -72,7 +72,7 @@ def stage(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             recipe.train,
             trainable=True,
             seed=recipe.seed,
-            places=[Place("node 0", f"cpu:{slot}") for slot in range(layout.world_size)],
+            locations=[Location("node 0", f"cpu:{slot}") for slot in range(layout.world_size)],
             log_dir=run.log_directory,
             environment=platform.training_environment(layout.world_size),
         )
@@ -81,9 +81,9 @@ def stage(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for starting in [actor.start(), critic.start()]:
             starting.result(300)
         batch = RemoteBatch.of(a_batch())
-        weights = sequence_weights(batch.facts[COUNTED], "token-mean")
+        weights = sequence_weights(batch.per_sample[LOSS_TOKENS], "token-mean")
         for updated in (actor, critic, critic):
-            updated.supervise(batch.with_facts(weights=weights)).result()
+            updated.supervise(batch.with_per_sample(weights=weights)).result()
         yield Stage(run, {"actor": actor, "critic": critic})
     release(pools)
     run.lock.close()
@@ -124,22 +124,22 @@ def a_state(step: int) -> RunState:
 
 
 def checkpoints(stage: Stage, directory: Path, *overrides: str) -> Checkpoints:
-    """Those of a run whose metrics go into `directory`."""
+    """The checkpoints of a run whose metrics go into `directory`."""
     recipe = a_recipe(directory, f"checkpoint.dir={directory}/checkpoints", *overrides)
     return Checkpoints(recipe, stage.run.model_directory, Metrics(recipe.metrics, directory))
 
 
-def has_none_under_way(group: WorkerGroup) -> bool:
-    """Whether no rank has a save to finish."""
+def has_none_under_way(group: Any) -> bool:
+    """True if no rank has a save to finish."""
     answers: list[object] = group.finish_checkpoint().result()
-    return answers == [CheckpointFailure("no save is under way")] * group.layout.world_size
+    return answers == [CheckpointFailure("no save is in flight")] * group.layout.world_size
 
 
-def whole(directory: Path) -> list[str]:
-    found, _ = find_checkpoints(directory / "checkpoints")
-    for checkpoint in found:
+def complete_checkpoints(directory: Path) -> list[str]:
+    complete, _ = find_checkpoints(directory / "checkpoints")
+    for checkpoint in complete:
         assert verify_checkpoint(checkpoint) == []
-    return [checkpoint.name for checkpoint in found]
+    return [checkpoint.name for checkpoint in complete]
 
 
 @pytest.mark.parametrize("async_save", ["true", "false"])
@@ -150,11 +150,11 @@ def test_checkpoints_are_whole_and_the_oldest_go(stage: Stage, tmp_path: Path, a
             saving.save(stage.trained, a_state(step))
         saving.wait()
         saving.poll()
-    assert whole(tmp_path) == ["step-00000003", "step-00000002"]
+    assert complete_checkpoints(tmp_path) == ["step-00000003", "step-00000002"]
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
     manifest = read_manifest(checkpoint)
     assert manifest.step == 3 and manifest.recipe["name"] == "small"
-    roles = {name: (facts.world_size, facts.layout, facts.optimizer_step) for name, facts in manifest.roles.items()}
+    roles = {name: (role.world_size, role.layout, role.optimizer_step) for name, role in manifest.roles.items()}
     assert roles == {"actor": (2, "ep=2 dp=2", 1), "critic": (1, str(Layout()), 2)}
     listed = {entry.path for entry in manifest.files}
     there = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
@@ -169,17 +169,17 @@ def test_checkpoints_are_whole_and_the_oldest_go(stage: Stage, tmp_path: Path, a
     assert state.algorithm == {"kl_controller": {"coefficient": 3.1}}
     logged = records(tmp_path)
     assert [(record["phase"], record["step"]) for record in logged] == [("checkpoint", step) for step in (1, 2, 3)]
-    state_bytes = {name: 12 * facts.parameters for name, facts in manifest.roles.items()}
+    state_bytes = {name: 12 * role.parameters for name, role in manifest.roles.items()}
     for record in logged:
-        written, held = record["checkpoint/written_bytes"], record["checkpoint/host_bytes"]
+        written, on_host = record["checkpoint/written_bytes"], record["checkpoint/host_bytes"]
         assert sum(state_bytes.values()) <= written < 1.1 * sum(state_bytes.values())
-        assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/whole_after_sec"] > 0
+        assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/complete_after_sec"] > 0
         # The critic's only rank holds a copy of all of it, which is more than any of the actor's.
-        assert state_bytes["critic"] <= held < 1.1 * state_bytes["critic"] if async_save == "true" else held == 0
+        assert state_bytes["critic"] <= on_host < 1.1 * state_bytes["critic"] if async_save == "true" else on_host == 0
 
 
 def test_the_best_of_another_directory_keeps_none_of_this_one(stage: Stage, tmp_path: Path) -> None:
-    """As of a run that was resumed under another name."""
+    """A run may be resumed under another name."""
 
     def measured(step: int, value: float) -> Measurements:
         return Measurements(last={"sums": MeasuredSet("beef", "accuracy", step, 12, 1, {"pass@1": value})})
@@ -187,12 +187,12 @@ def test_the_best_of_another_directory_keeps_none_of_this_one(stage: Stage, tmp_
     sets = ["evaluation.sums.data.path=sums.jsonl", "evaluation.sums.interval=1"]
     best = ["checkpoint.keep_best.metric=eval/sums/pass@1", "checkpoint.keep_last_k=1"]
     with checkpoints(stage, tmp_path, *sets, *best) as saving:
-        saving.go_on(Best("eval/sums/pass@1", 40, 0.8, "beef"))
+        saving.resume(Best("eval/sums/pass@1", 40, 0.8, "beef"))
         for step, value in ((41, 0.75), (42, 0.5), (43, 0.625)):
             saving.save(stage.trained, a_state(step).evaluated(measured(step, value), 9))
             saving.wait()
-        assert whole(tmp_path) == ["step-00000043", "step-00000041"]
-        saving.go_on(saving.best)
+        assert complete_checkpoints(tmp_path) == ["step-00000043", "step-00000041"]
+        saving.resume(saving.best)
         assert saving.best is not None and saving.best.step == 41
 
 
@@ -208,19 +208,22 @@ def test_what_is_measured_after_a_save_reaches_its_checkpoint(stage: Stage, tmp_
         saving.wait()
         saving.save(stage.trained, replace(a_state(2), evaluation_due=True))
         saving.wait()
-        assert whole(tmp_path) == ["step-00000002", "step-00000001"]  # the best so far, and one that may be better
-        found = read_best(root / "step-00000002")
-        assert found is not None and found.step == 1 and value_of(root / "step-00000002", metric) is None
+        assert complete_checkpoints(tmp_path) == [
+            "step-00000002",
+            "step-00000001",
+        ]  # the best so far, and one that may be better
+        recorded = read_best(root / "step-00000002")
+        assert recorded is not None and recorded.step == 1 and value_of(root / "step-00000002", metric) is None
         saving.evaluated(2, measured(2, 0.75), 18)
-        found = read_best(root / "step-00000002")
-        assert found is not None and (found.step, found.value) == (2, 0.75) and found == saving.best
+        recorded = read_best(root / "step-00000002")
+        assert recorded is not None and (recorded.step, recorded.value) == (2, 0.75) and recorded == saving.best
         assert value_of(root / "step-00000002", metric) == 0.75
         saving.save(stage.trained, replace(a_state(3), evaluation_due=True))
         saving.evaluated(3, measured(3, 0.25), 27)  # before the checkpoint is whole
         saving.wait()
-    assert whole(tmp_path) == ["step-00000003", "step-00000002"]
+    assert complete_checkpoints(tmp_path) == ["step-00000003", "step-00000002"]
     state = RunState.read(root / "step-00000003")
-    assert (state.evaluation_due, state.samples_drawn, state.best) == (False, 27, found)
+    assert (state.evaluation_due, state.samples_drawn, state.best) == (False, 27, recorded)
     assert state.measurements == measured(3, 0.25) and not (root / "step-00000003" / RESULTS).exists()
 
 
@@ -312,22 +315,22 @@ def test_a_failed_save_is_told_in_a_line_and_costs_no_older_one(
                 with pytest.raises(EngineError) as caught:
                     saving.save(stage.trained, a_state(2))
                     saving.wait()
-                told = str(caught.value)
+                error = str(caught.value)
             else:
                 saving.save(stage.trained, a_state(2))
                 saving.wait()
-                [told] = capfd.readouterr().err.splitlines()
-                told = told.removeprefix("hybridflow: ")
-                assert told.endswith("; training continues")
-            assert told.startswith(line) and cause.format(root=root) in told, told
+                [error] = capfd.readouterr().err.splitlines()
+                error = error.removeprefix("hybridflow: ")
+                assert error.endswith("; training continues")
+            assert error.startswith(line) and cause.format(root=root) in error, error
         finally:
             heal()
         assert all(has_none_under_way(group) for group in stage.trained.values())
-        assert whole(tmp_path) == ["step-00000001"]
+        assert complete_checkpoints(tmp_path) == ["step-00000001"]
         assert not (root / "step-00000002").exists()
         saving.save(stage.trained, a_state(3))
         saving.wait()
-    assert whole(tmp_path) == ["step-00000003"]
+    assert complete_checkpoints(tmp_path) == ["step-00000003"]
     failed = [record for record in records(tmp_path) if "checkpoint/failed" in record]
     assert [(record["step"], record["checkpoint/failed"]) for record in failed] == [(2, 1)]
 
@@ -339,12 +342,12 @@ def test_a_whole_checkpoint_is_never_replaced_and_another_is_moved_away(stage: S
         saving.save(stage.trained, a_state(1))
         saving.wait()
     assert [record.get("checkpoint/failed") for record in records(tmp_path)] == [None, 1]
-    assert whole(tmp_path) == ["step-00000001"]
+    assert complete_checkpoints(tmp_path) == ["step-00000001"]
     (tmp_path / "checkpoints" / "step-00000001" / "driver.json").unlink()
     with checkpoints(stage, tmp_path / "next", f"checkpoint.dir={tmp_path}/checkpoints") as saving:
         saving.save(stage.trained, a_state(1))
         saving.wait()
-    assert whole(tmp_path) == ["step-00000001"]
+    assert complete_checkpoints(tmp_path) == ["step-00000001"]
     assert (tmp_path / "checkpoints" / "step-00000001.1" / "manifest.json").is_file()
 
 
@@ -358,7 +361,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_written(
         assert "the checkpoint of step 1 could not be saved" in capfd.readouterr().err
         saving.save(stage.trained, a_state(2))
         saving.wait()
-    assert whole(tmp_path) == ["step-00000002"]
+    assert complete_checkpoints(tmp_path) == ["step-00000002"]
 
 
 def test_a_run_that_ends_early_leaves_no_partial_checkpoint(stage: Stage, tmp_path: Path) -> None:
@@ -373,7 +376,7 @@ def test_a_run_that_ends_early_leaves_no_partial_checkpoint(stage: Stage, tmp_pa
     # What a killed one left goes when the next run starts; the directory is one run's at a time.
     (tmp_path / "checkpoints" / "step-00000002" / "actor").mkdir(parents=True)
     with checkpoints(stage, tmp_path / "next", f"checkpoint.dir={tmp_path}/checkpoints"):
-        assert whole(tmp_path) == ["step-00000001"]
+        assert complete_checkpoints(tmp_path) == ["step-00000001"]
         assert not (tmp_path / "checkpoints" / "step-00000002").exists()
         with pytest.raises(UserError, match=r"checkpoint\.dir: a run in .* is going on"):
             checkpoints(stage, tmp_path / "third", f"checkpoint.dir={tmp_path}/checkpoints").__enter__()
@@ -396,7 +399,7 @@ def test_no_role_waits_for_another_to_begin(stage: Stage, tmp_path: Path) -> Non
                 rank.resume()
         begun.result(60)
         saving.wait()
-    assert whole(tmp_path) == ["step-00000001"]
+    assert complete_checkpoints(tmp_path) == ["step-00000001"]
 
 
 def test_when_a_checkpoint_is_due(stage: Stage, tmp_path: Path) -> None:

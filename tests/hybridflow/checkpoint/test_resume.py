@@ -1,4 +1,4 @@
-"""Where a run goes on: which checkpoint is taken, what is said of it, and which recipes it refuses."""
+"""Resumption: the checkpoint that is taken, the lines on it, and the recipes that it refuses."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_auto_takes_the_newest_whole_one_and_says_what_it_skipped(tmp_path: Path
     (root / "step-00000010" / "driver.json").unlink()
     (root / "step-00000012" / "actor").mkdir(parents=True)
     (root / "step-00000003").mkdir()  # older than what is taken: of no interest
-    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
-    assert found is not None and found.directory == root / "step-00000004"
-    assert found.state is not None and found.state.sampler["position"] == 32
-    assert found.role("actor") == root / "step-00000004" / "actor"
+    resumption, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is not None and resumption.directory == root / "step-00000004"
+    assert resumption.state is not None and resumption.state.sampler["position"] == 32
+    assert resumption.role("actor") == root / "step-00000004" / "actor"
     skipped = [note for note in notes if "skipped" in note]
     assert len(skipped) == 2
     assert any("step-00000010" in note and "driver.json" in note for note in skipped), skipped
@@ -49,8 +49,8 @@ def test_what_describes_a_checkpoint_is_read_before_it_is_taken(tmp_path: Path) 
     tokenizer.write_text(tokenizer.read_text().replace('"="', '"~"'))  # of the same size
     assert len(find_checkpoints(root)[0]) == 2
     reason = "step-00000004: model/tokenizer.json is damaged: its checksum is not that of the manifest"
-    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
-    assert found is not None and found.directory == root / "step-00000002"
+    resumption, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is not None and resumption.directory == root / "step-00000002"
     assert notes[0] == f"resume: skipped {root}/{reason}"
     assert refusal(a_recipe(tmp_path, f"resume={root}/step-00000004")) == [
         f"resume: checkpoint {root}/{reason}; `hybridflow checkpoint verify {root}/step-00000004` says what is damaged"
@@ -66,8 +66,8 @@ def test_a_damaged_shard_is_skipped_before_anything_starts(tmp_path: Path, monke
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     reason = f"{damaged}: actor/__0_0.distcp is damaged: its checksum is not that of the manifest"
-    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
-    assert found is not None and found.directory == older
+    resumption, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is not None and resumption.directory == older
     assert notes == [f"resume: skipped {reason}", f"resume: after step 2, from {older}"]
     assert refusal(a_recipe(tmp_path, f"resume={damaged}"))[0].startswith(f"resume: checkpoint {reason}; ")
     taken, _ = find_resumption(a_recipe(tmp_path, "resume=auto", "checkpoint.verify=false"))
@@ -134,8 +134,8 @@ def test_what_a_newer_version_saved_is_not_passed_over(tmp_path: Path) -> None:
 
 
 def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
-    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
-    assert found is None
+    resumption, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is None
     assert notes == [f"resume: no whole checkpoint in {tmp_path}/small/checkpoints; starting afresh"]
 
 
@@ -145,8 +145,8 @@ def test_a_path_is_a_checkpoint_or_a_directory_of_them(tmp_path: Path) -> None:
         make_checkpoint(old, step)
     root = old.checkpoint_directory
     for path, step in ((root, 4), (root / "step-00000002", 2)):
-        found, _ = find_resumption(a_recipe(tmp_path, "name=other", f"resume={path}"))
-        assert found is not None and found.state is not None and found.state.step == step
+        resumption, _ = find_resumption(a_recipe(tmp_path, "name=other", f"resume={path}"))
+        assert resumption is not None and resumption.state is not None and resumption.state.step == step
     (root / "step-00000004" / "manifest.json").unlink()
     [line] = refusal(a_recipe(tmp_path, f"resume={root}/step-00000004"))
     assert f"{root}/step-00000004: it has no manifest.json" in line
@@ -165,10 +165,10 @@ def test_a_path_is_the_directory_of_a_run(tmp_path: Path, dir_override: str) -> 
     for step in (2, 4):
         make_checkpoint(recipe, step, run=run.identity)
     for more in ((elsewhere,), ("name=other",)):
-        found, notes = find_resumption(a_recipe(tmp_path, f"resume={run.directory}", *more))
-        assert found is not None and found.state is not None and found.state.step == 4
-        assert found.in_place == (more == (elsewhere,))
-        assert notes[-1] == f"resume: after step 4, from {found.directory}" or "name" in notes[-1]
+        resumption, notes = find_resumption(a_recipe(tmp_path, f"resume={run.directory}", *more))
+        assert resumption is not None and resumption.state is not None and resumption.state.step == 4
+        assert resumption.in_place == (more == (elsewhere,))
+        assert notes[-1] == f"resume: after step 4, from {resumption.directory}" or "name" in notes[-1]
 
 
 CONTRADICTIONS = {
@@ -194,8 +194,8 @@ def test_another_run_is_refused_unless_the_difference_is_accepted(tmp_path: Path
     ]
     name = line.split(":")[0]
     for accepted in (name, name.split(".")[0]):
-        found, _ = find_resumption(a_recipe(tmp_path, "resume=auto", override, f"checkpoint.accept=[{accepted}]"))
-        assert found is not None
+        resumption, _ = find_resumption(a_recipe(tmp_path, "resume=auto", override, f"checkpoint.accept=[{accepted}]"))
+        assert resumption is not None
     others = "checkpoint.accept=[tokenizer, data.source, model.config.head_dim, model.create.dtype]"
     assert refusal(a_recipe(tmp_path, "resume=auto", override, others))[1:] == [line]
 
@@ -209,24 +209,24 @@ def test_prompts_are_the_same_where_something_else_is_accepted(tmp_path: Path) -
         ("data.arithmetic.train_size=65", False),
     ):
         name = override.partition("=")[0]
-        found, _ = find_resumption(a_recipe(tmp_path, "resume=auto", override, f"checkpoint.accept=[{name}]"))
-        assert found is not None and (found.accepted, found.has_same_prompts) == ((name,), same)
-    found, _ = find_resumption(a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[data]"))
-    assert found is not None and (found.accepted, found.has_same_prompts) == ((), True)
+        resumption, _ = find_resumption(a_recipe(tmp_path, "resume=auto", override, f"checkpoint.accept=[{name}]"))
+        assert resumption is not None and (resumption.accepted, resumption.has_same_prompts) == ((name,), same)
+    resumption, _ = find_resumption(a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[data]"))
+    assert resumption is not None and (resumption.accepted, resumption.has_same_prompts) == ((), True)
 
 
 def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(a_recipe(tmp_path), 2)
     driver = checkpoint / "driver.json"
-    facts = json.loads(driver.read_text())
-    del facts["algorithm"]
-    driver.write_text(json.dumps(facts))
+    document = json.loads(driver.read_text())
+    del document["algorithm"]
+    driver.write_text(json.dumps(document))
     manifest = read_manifest(checkpoint)
     files = tuple(file_entry(checkpoint, checkpoint / entry.path) for entry in manifest.files)
     write_manifest(checkpoint, dataclasses.replace(manifest, files=files, format=1))
-    found, _ = find_resumption(a_recipe(tmp_path, "resume=auto"))
-    assert found is not None and found.manifest.format == 1
-    assert found.state is not None and found.state.algorithm == {}
+    resumption, _ = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is not None and resumption.manifest.format == 1
+    assert resumption.state is not None and resumption.state.algorithm == {}
 
 
 def test_all_differences_are_listed(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_data_are_their_content_wherever_it_lies(tmp_path: Path) -> None:
 def test_initial_weights_are_their_content_wherever_they_lie(tmp_path: Path) -> None:
     given = a_recipe(tmp_path)
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
-        create_model(given, tmp_path / name, seed=seed)
+        create_model(given.model, tmp_path / name, seed=seed)
 
     def starting_with(name: str, *overrides: str) -> Recipe:
         return a_recipe(tmp_path, f"model={{path: {tmp_path}/{name}, create: null}}", *overrides)
@@ -296,13 +296,13 @@ def test_a_checkpoint_of_weights_alone_is_a_start(tmp_path: Path) -> None:
     actor = dataclasses.replace(manifest.roles["actor"], optimizer_step=None)
     files = tuple(entry for entry in manifest.files if entry.path != "driver.json")
     write_manifest(checkpoint, dataclasses.replace(manifest, roles={"actor": actor}, recipe={}, files=files))
-    found, notes = find_resumption(a_recipe(tmp_path, f"resume={checkpoint}", "seed=9"))
-    assert found is not None and found.state is None and not found.in_place
+    resumption, notes = find_resumption(a_recipe(tmp_path, f"resume={checkpoint}", "seed=9"))
+    assert resumption is not None and resumption.state is None and not resumption.in_place
     assert notes == [f"resume: from the weights alone, from {checkpoint}"]
     assert refusal(a_recipe(tmp_path, f"resume={checkpoint}", "model.create.config.num_experts=8"))
     warm = "warmup={steps: 1, batch_size: 2}"
-    own = (f"resume={checkpoint}", f"checkpoint.dir={checkpoint.parent}", "checkpoint.save_interval=1", warm)
-    assert refusal(a_recipe(tmp_path, *own)) == [
+    with_warmup = (f"resume={checkpoint}", f"checkpoint.dir={checkpoint.parent}", "checkpoint.save_interval=1", warm)
+    assert refusal(a_recipe(tmp_path, *with_warmup)) == [
         f"resume: {checkpoint} holds weights alone, and the checkpoint after the warm-up would have its name; expected "
         "another checkpoint.dir, or no warmup"
     ]
@@ -313,9 +313,9 @@ def test_the_reference_policy_of_a_warmed_up_run_is_what_was_written(tmp_path: P
     recipe = a_recipe(tmp_path, "algorithm.kl_coef=0.1")
     checkpoint = make_checkpoint(recipe, 2)
     resumed = a_recipe(tmp_path, "algorithm.kl_coef=0.1", "resume=auto")
-    assert refusal(resumed)[0].startswith(f"resume: beside {checkpoint} there is no warmed-up")
+    assert refusal(resumed)[0].startswith(f"resume: next to {checkpoint} there is no warmed-up")
     warmed_up = checkpoint.parent / "warmed-up"
-    create_model(recipe, warmed_up, seed=1)
+    create_model(recipe.model, warmed_up, seed=1)
     assert find_resumption(resumed)[0] is not None  # as older versions left it
     seal_warmed_up(warmed_up)
     assert find_resumption(resumed)[0] is not None
@@ -336,7 +336,7 @@ def test_checkpoints_of_two_courses_do_not_share_a_directory(tmp_path: Path) -> 
     first = tmp_path / "shared" / "step-00000002"
     assert "holds checkpoints of another course of training (step-00000004, step-00000002)" in refusal(recipe)[0]
     assert (
-        "(step-00000004); remove them to go on after step-00000002"
+        "(step-00000004); remove them to resume from step-00000002"
         in refusal(a_recipe(tmp_path, shared, f"resume={first}"))[0]
     )
     assert find_resumption(a_recipe(tmp_path, shared, "resume=auto"))[0] is not None
@@ -415,8 +415,11 @@ def test_settings_of_checkpoints_are_no_contradiction(tmp_path: Path) -> None:
 
 
 def test_what_keeps_a_resume_from_being_exact_is_said(tmp_path: Path) -> None:
-    assert [reason.split("=")[0] for reason in inexact_because(a_recipe(tmp_path))] == ["rollout.engine.deterministic"]
+    def because(recipe: Recipe) -> list[str]:
+        return inexact_because(recipe.train, recipe.rollout, recipe.functions)
+
+    assert [reason.split("=")[0] for reason in because(a_recipe(tmp_path))] == ["rollout.engine.deterministic"]
     exact = a_recipe(tmp_path, "rollout.engine.deterministic=true")
-    assert inexact_because(exact) == []
+    assert because(exact) == []
     cached = a_recipe(tmp_path, "rollout.engine.deterministic=true", "rollout.weights.flush_cache=false")
-    assert [reason.split("=")[0] for reason in inexact_because(cached)] == ["rollout.weights.flush_cache"]
+    assert [reason.split("=")[0] for reason in because(cached)] == ["rollout.weights.flush_cache"]

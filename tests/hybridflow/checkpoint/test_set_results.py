@@ -21,6 +21,7 @@ from hybridflow.checkpoint.set_results import (
     summary_of_best,
     summary_of_sets,
 )
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.roles import JudgeModel
@@ -29,7 +30,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.metrics.evaluation_statistics import Measure
 from hybridflow.planning.evaluation_sets import encode_sets
-from hybridflow.trainer.trainer import train
+from hybridflow.trainer.run import train
 from tests.support.judge_model import judge_and_another, make_judge
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
 
@@ -43,11 +44,11 @@ def measured(step: int, value: float, identity: str = "a") -> dict[str, Measured
 
 def course(settings: BestConfig | None, *values: float) -> list[int | None]:
     """The step of the best checkpoint after each of them, from 1."""
-    best, found = None, []
+    best, bests = None, []
     for step, value in enumerate(values, start=1):
         best = best_of(settings, best, measured(step, value), step)
-        found.append(best.step if best is not None else None)
-    return found
+        bests.append(best.step if best is not None else None)
+    return bests
 
 
 def test_the_best_checkpoint_is_the_first_with_the_best_value() -> None:
@@ -88,7 +89,7 @@ def a_set(directory: Path, *overrides: str, answer: int = 3) -> tuple[Recipe, Pr
     path = directory / "sums.jsonl"
     path.write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n" + '{"prompt": "2+2=", "answer": 4}\n')
     recipe = load_recipe(DEMO, [f"evaluation.sums.data.path={path}", *overrides])
-    return recipe, encode_sets(recipe, initial_tokenizer(recipe, directory)[0])["sums"]
+    return recipe, encode_sets(recipe, initial_tokenizer(recipe.model, directory)[0])["sums"]
 
 
 @pytest.mark.parametrize(
@@ -114,18 +115,28 @@ def test_what_makes_two_measurements_the_same(
 
 
 def identity(recipe: Recipe, prompts: Prompts) -> str:
-    return set_identity(recipe, recipe.sets["sums"], prompts)
+    return set_identity(
+        recipe.sets["sums"],
+        prompts,
+        algorithm=recipe.algorithm.name,
+        judge=recipe.judge,
+        reward_model=recipe.reward_model,
+    )
 
 
 def test_scores_of_another_reward_model_are_other_measurements(tmp_path: Path) -> None:
     scored = [a_set(tmp_path, "reward=null", f"reward_model.path=/models/{name}") for name in ("a", "b", "a")]
-    first, other, again = (identity(*each) for each in scored)
+    first, other, again = (identity(*pair) for pair in scored)
     assert first == again != other
+    recipe, prompts = scored[0]
+    alone = EvaluationRecipe.of(recipe, ["sums"])
+    assert alone.reward_model is not None
+    assert identity(alone, prompts) == first
 
 
 def test_verdicts_of_another_judge_are_other_measurements(tmp_path: Path) -> None:
-    asked = judge_and_another(tmp_path, "evaluation.sums.reward.functions")
-    sets = (a_set(tmp_path, *overrides) for overrides in asked)
+    judges = judge_and_another(tmp_path, "evaluation.sums.reward.functions")
+    sets = (a_set(tmp_path, *overrides) for overrides in judges)
     one, other, again = (identity(recipe, prompts) for recipe, prompts in sets)
     assert one == again != other
 
@@ -145,7 +156,7 @@ def test_prompts_that_are_learned_from_are_counted(tmp_path: Path) -> None:
 
 def test_a_run_says_what_became_of_each_set() -> None:
     begin, end = measured(0, 0.1)["aime"], measured(8, 0.4)["aime"]
-    end = replace(end, figures=end.figures | {"reward_mean_low": 0.3, "reward_mean_high": 0.52})
+    end = replace(end, statistics=end.statistics | {"reward_mean_low": 0.3, "reward_mean_high": 0.52})
     words = "aime, mean reward of 30 held-out prompts"
     assert summary_of_sets({"aime": begin}, {"aime": end}) == [
         f"{words}: 0.100 -> 0.400 [0.300, 0.520], step 0 -> step 8"
@@ -188,8 +199,8 @@ def test_a_measurement_is_compared_with_the_one_of_the_run(
 def of_eval(
     measure: Measure, step: int, value: float, *, prompts: int = 64, learned: int = 0
 ) -> dict[str, MeasuredSet]:
-    figures: dict[str, float] = {measure: value, "training_prompts": learned}
-    return {"eval": MeasuredSet("a", measure, step, prompts, 4, figures)}
+    values: dict[str, float] = {measure: value, "training_prompts": learned}
+    return {"eval": MeasuredSet("a", measure, step, prompts, 4, values)}
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def test_a_checkpoint_of_all_trained_roles_is_taken(tmp_path: Path, name: str) -
     recipe = of_algorithm(a_recipe(tmp_path), name)
     assert recipe.trained_roles == ROLES[name]
     checkpoint = make_checkpoint(recipe, 2, roles=ROLES[name])
-    found, notes = find_resumption(of_algorithm(a_recipe(tmp_path, "resume=auto"), name))
-    assert found is not None and notes == [f"resume: after step 2, from {checkpoint}"]
-    assert [found.role(role) for role in ROLES[name]] == [checkpoint / role for role in ROLES[name]]
+    resumption, notes = find_resumption(of_algorithm(a_recipe(tmp_path, "resume=auto"), name))
+    assert resumption is not None and notes == [f"resume: after step 2, from {checkpoint}"]
+    assert [resumption.role(role) for role in ROLES[name]] == [checkpoint / role for role in ROLES[name]]
 
 
 @pytest.mark.parametrize(
@@ -64,27 +64,29 @@ def test_a_role_that_is_no_longer_trained_is_refused_unless_it_is_accepted(tmp_p
     assert refusal(a_recipe(tmp_path, "resume=auto")) == [heading, lines["critic"], lines["cost_critic"]]
     assert refusal(of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")) == [heading, lines["cost_critic"]]
     accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles.cost_critic]")
-    check_accepted(accepting)
+    check_accepted(accepting.checkpoint.accept, accepting.algorithm)
     assert refusal(accepting) == [heading, lines["critic"]]
     assert find_resumption(of_algorithm(accepting, "ppo"))[0] is not None
     accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles]")
-    check_accepted(accepting)
+    check_accepted(accepting.checkpoint.accept, accepting.algorithm)
     assert find_resumption(accepting)[0] is not None
 
 
 @pytest.mark.parametrize(
-    ("role", "found", "expected"), [("actor", "a value head", "logits"), ("critic", "logits", "a value head")]
+    ("role", "ending", "expected"), [("actor", "a value head", "logits"), ("critic", "logits", "a value head")]
 )
-def test_a_role_that_ends_otherwise_is_named(tmp_path: Path, role: str, found: str, expected: str) -> None:
+def test_a_role_that_ends_otherwise_is_named(tmp_path: Path, role: str, ending: str, expected: str) -> None:
     """A checkpoint as an import of a model with a head makes it, which is of no run."""
     recipe = of_algorithm(a_recipe(tmp_path), "ppo")
     checkpoint = make_checkpoint(recipe, 2, roles=ROLES["ppo"])
     manifest = read_manifest(checkpoint)
-    changed = {name: dataclasses.replace(facts, value_head=role == "actor") for name, facts in manifest.roles.items()}
+    changed = {
+        name: dataclasses.replace(summary, value_head=role == "actor") for name, summary in manifest.roles.items()
+    }
     for name in changed:
         shutil.rmtree(checkpoint / name)
         write_role(checkpoint, name, value_head=role == "actor")
     (checkpoint / "driver.json").unlink()
     write_manifest(checkpoint, describe(checkpoint, 2, roles=changed))
     resuming = of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")
-    assert refusal(resuming) == [f"resume: {checkpoint}: the {role} ends in {found}, expected {expected}"]
+    assert refusal(resuming) == [f"resume: {checkpoint}: the {role} ends in {ending}, expected {expected}"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import ROOT
+from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
 DEMO = "launch/recipes/demo.yaml"
@@ -30,11 +30,12 @@ def test_the_last_line_says_whether_the_run_can_start(
 ) -> None:
     words = ["doctor", DEMO, f"run_dir={tmp_path}", *overrides]
     done = subprocess.run(
-        [sys.executable, "-m", "hybridflow", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [warm_python(), "-m", "hybridflow", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == code, done.stdout + done.stderr
     said, wrong = done.stdout.splitlines(), done.stderr.splitlines()
-    assert said[0].startswith("1 host alike in all ")
-    assert 'NCCL_SOCKET_IFNAME="=lo" (interface lo)' in said[2]
-    assert said[3:] == ([] if code else [f"{DEMO}: nothing wrong found", "the run can start"])
-    assert len(wrong) == len(errors) and all(line.startswith(each) for line, each in zip(wrong, errors, strict=True))
+    assert said[0].startswith("sandbox: ")
+    assert said[1].startswith("1 host alike in all ")
+    assert 'NCCL_SOCKET_IFNAME="=lo" (interface lo)' in said[3]
+    assert said[4:] == ([] if code else [f"{DEMO}: nothing wrong found", "the run can start"])
+    assert len(wrong) == len(errors) and all(line.startswith(error) for line, error in zip(wrong, errors, strict=True))

@@ -29,7 +29,8 @@ def lines(path: Path, *rows: dict[str, Any]) -> str:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("own model")
     chat = ("model.create.tokenizer=chat", "model.create.config.vocab_size=103")
-    create_model(a_recipe(directory, *chat, "model.create.config.max_position_embeddings=600"), directory, seed=1)
+    model = a_recipe(directory, *chat, "model.create.config.max_position_embeddings=600").model
+    create_model(model, directory, seed=1)
     return directory
 
 

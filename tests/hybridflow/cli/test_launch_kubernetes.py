@@ -27,25 +27,25 @@ ROLES = ["--role", "train=2", "--role", "rollout=1", "--role", "reward=1"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """What the command prints."""
+    """Return the output of the command."""
     assert main(["launch", "kubernetes", *words, "--dry-run"]) == code
-    told = capsys.readouterr()
-    return told.err if code else told.out
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
 
 
 def objects(text: str) -> dict[str, dict[str, Any]]:
-    """By their kind."""
-    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+    """Return the objects by their kind."""
+    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
 
 
 def groups(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of pods, the head's first."""
+    """Return the groups of pods, the head's first."""
     cluster = job["spec"]["rayClusterSpec"]
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
 
 
 def check_job(job: dict[str, Any], config_map: dict[str, Any], account: dict[str, Any]) -> None:
-    """What KubeRay's operator refuses beyond the schema, and what a run needs of it."""
+    """Check what KubeRay's operator refuses beyond the schema, and what a run needs of it."""
     assert errors(job) == [] and errors(config_map) == [] and errors(account) == []
     assert len(job["metadata"]["name"]) <= 47
     spec = job["spec"]
@@ -59,8 +59,8 @@ def check_job(job: dict[str, Any], config_map: dict[str, Any], account: dict[str
         container = pod["containers"][0]
         assert pod["serviceAccountName"] == account["metadata"]["name"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
-        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
-        volumes = {each["name"]: each for each in pod["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert volumes[mounts["/etc/hybridflow"]]["configMap"]["name"] == config_map["metadata"]["name"]
         assert "persistentVolumeClaim" in volumes[mounts[container["workingDir"]]]
@@ -76,8 +76,8 @@ def _ray_version() -> str:
 
 
 def test_files_that_are_edited_by_hand() -> None:
-    found = [yaml.safe_load(path.read_text()) for path in sorted(FILES.glob("*.yaml"))]
-    by_kind = {each["kind"]: each for each in found}
+    loaded = [yaml.safe_load(path.read_text()) for path in sorted(FILES.glob("*.yaml"))]
+    by_kind = {manifest["kind"]: manifest for manifest in loaded}
     assert set(by_kind) == {"ServiceAccount", "ConfigMap", "RayJob"}
     check_job(by_kind["RayJob"], by_kind["ConfigMap"], by_kind["ServiceAccount"])
     job = by_kind["RayJob"]
@@ -97,38 +97,38 @@ def test_the_recipe_of_the_files_fits_their_nodes(tmp_path: Path) -> None:
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     words = [DEMO, *GIVEN, *ROLES, "--namespace", "team", "--max-restarts", "7", "--cpu-slots", "16"]
-    found = objects(
+    by_kind = objects(
         printed(capsys, *words, "name=My_Run", *APART, "checkpoint.on_stop_s=300", "checkpoint.save_interval=9")
     )
-    job = found["RayJob"]
-    check_job(job, found["ConfigMap"], found["ServiceAccount"])
-    assert {each["metadata"]["namespace"] for each in found.values()} == {"team"}
+    job = by_kind["RayJob"]
+    check_job(job, by_kind["ConfigMap"], by_kind["ServiceAccount"])
+    assert {manifest["metadata"]["namespace"] for manifest in by_kind.values()} == {"team"}
     assert job["metadata"]["name"] == "hybridflow-my-run"
     assert job["spec"]["backoffLimit"] == 7
     assert (
         job["spec"]["entrypoint"] == "hybridflow train /etc/hybridflow/recipe.yaml placement.cluster=auto resume=auto"
     )
     head, train, rollout, reward = groups(job)
-    assert [(each["groupName"], each["replicas"]) for each in (train, rollout, reward)] == [
+    assert [(group["groupName"], group["replicas"]) for group in (train, rollout, reward)] == [
         ("train", 1),
         ("rollout", 1),
         ("reward", 1),
     ]
-    assert [each["labels"][ROLE_LABEL] for each in (head, train, rollout, reward)] == [
+    assert [group["labels"][ROLE_LABEL] for group in (head, train, rollout, reward)] == [
         "train",
         "train",
         "rollout",
         "reward",
     ]
     gpus = [
-        each["template"]["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for each in groups(job)
+        group["template"]["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for group in groups(job)
     ]
     assert gpus == ["8", "8", "8", None]
-    for each in groups(job):
-        assert each["rayStartParams"] == {"num-cpus": "16"}
-        assert each["template"]["spec"]["terminationGracePeriodSeconds"] > 300
-        assert each["template"]["spec"]["containers"][0]["image"] == "registry.example/hf:1"
-        claims = [volume.get("persistentVolumeClaim") for volume in each["template"]["spec"]["volumes"]]
+    for group in groups(job):
+        assert group["rayStartParams"] == {"num-cpus": "16"}
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > 300
+        assert group["template"]["spec"]["containers"][0]["image"] == "registry.example/hf:1"
+        claims = [volume.get("persistentVolumeClaim") for volume in group["template"]["spec"]["volumes"]]
         assert {"claimName": "shared"} in claims
 
 
@@ -136,9 +136,9 @@ def test_the_recipe_is_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     derived = tmp_path / "derived.yaml"
     derived.write_text(f"base: {DEMO}\nname: derived\ntrain: {{optimizer: {{lr: 1e-5}}}}\n")
     overrides = [*APART, 'reward.functions=[{name: a, path: "it\'s.py:score"}]', "seed=7"]
-    found = objects(printed(capsys, str(derived), *GIVEN, *ROLES, *overrides))
+    by_kind = objects(printed(capsys, str(derived), *GIVEN, *ROLES, *overrides))
     copied = tmp_path / "copied.yaml"
-    copied.write_text(found["ConfigMap"]["data"]["recipe.yaml"])
+    copied.write_text(by_kind["ConfigMap"]["data"]["recipe.yaml"])
     assert "base" not in yaml.safe_load(copied.read_text())
     assert load_recipe(copied) == load_recipe(derived, overrides)
 
@@ -183,14 +183,14 @@ def test_without_roles(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_refused(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = printed(capsys, DEMO, *GIVEN, *words, code=2)
-    assert told.startswith(f"hybridflow: {line}"), told
-    assert len(told.splitlines()) == 1
+    output = printed(capsys, DEMO, *GIVEN, *words, code=2)
+    assert output.startswith(f"hybridflow: {line}"), output
+    assert len(output.splitlines()) == 1
 
 
 def test_options_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    told = printed(capsys, DEMO, "--nodes", "1", code=2)
-    assert told.startswith("hybridflow: launch kubernetes: --image is missing: expected such as registry.example/")
+    output = printed(capsys, DEMO, "--nodes", "1", code=2)
+    assert output.startswith("hybridflow: launch kubernetes: --image is missing: expected such as registry.example/")
 
 
 def kubectl(directory: Path, script: str) -> None:
@@ -220,12 +220,12 @@ def test_objects_go_to_kubectl(
 def test_the_schemas_find_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     job = objects(printed(capsys, DEMO, *GIVEN))["RayJob"]
     for change in (
-        lambda each: each["spec"].update(backofLimit=1),
-        lambda each: each["spec"].update(backoffLimit="three"),
-        lambda each: each["spec"]["rayClusterSpec"]["authOptions"].update(mode="password"),
-        lambda each: each["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].pop("template"),
-        lambda each: groups(each)[1]["template"]["spec"]["containers"][0].update(imagePullPolice="Always"),
-        lambda each: each["metadata"].update(nam="x"),
+        lambda job: job["spec"].update(backofLimit=1),
+        lambda job: job["spec"].update(backoffLimit="three"),
+        lambda job: job["spec"]["rayClusterSpec"]["authOptions"].update(mode="password"),
+        lambda job: job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].pop("template"),
+        lambda job: groups(job)[1]["template"]["spec"]["containers"][0].update(imagePullPolice="Always"),
+        lambda job: job["metadata"].update(nam="x"),
     ):
         wrong = json.loads(json.dumps(job))
         change(wrong)

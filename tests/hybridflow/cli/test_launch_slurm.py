@@ -18,14 +18,14 @@ BEGIN, END = "# Settings of this job\n", "# End of settings\n"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """What the command prints."""
+    """Return the output of the command."""
     assert main(["launch", "slurm", *words, "--dry-run"]) == code
-    told = capsys.readouterr()
-    return told.err if code else told.out
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
 
 
 def options(script: str) -> list[str]:
-    """Of sbatch, as the script's own lines give them."""
+    """Return the options of sbatch that the script's own lines give."""
     return [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
@@ -42,10 +42,19 @@ def test_the_script_is_printed_with_all_options_filled_in(
     given += ["--interface", "eth0", "--role", "train=3", "--role", "rollout=1", "--cpu-slots", "2"]
     given += ["--max-restarts", "3", "--spares", "1"]
     script = printed(capsys, DEMO, *given, "name=a.b", "run_dir=my runs")
-    told = options(script)
-    wanted = ["job-name=hybridflow-a.b", "nodes=4", "gpus-per-node=8", "time=24:00:00", "partition=gpu", "account=team"]
-    assert [each for each in [*wanted, "no-kill", "requeue"] if told.count(each) != 1] == []
-    assert sum(each.startswith(("nodes=", "job-name=")) for each in told) == 2  # in place of the script's own
+    printed_options = options(script)
+    expected = [
+        "job-name=hybridflow-a.b",
+        "nodes=4",
+        "gpus-per-node=8",
+        "time=24:00:00",
+        "partition=gpu",
+        "account=team",
+    ]
+    assert [option for option in [*expected, "no-kill", "requeue"] if printed_options.count(option) != 1] == []
+    assert (
+        sum(option.startswith(("nodes=", "job-name=")) for option in printed_options) == 2
+    )  # in place of the script's own
     assert settings(script) == [
         f"directory={shlex.quote(str(tmp_path))}",
         f"python={sys.executable}",
@@ -59,10 +68,10 @@ def test_the_script_is_printed_with_all_options_filled_in(
 
 
 def test_all_else_is_the_script_of_the_repository(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script, own = printed(capsys, DEMO, "--nodes", "2"), SCRIPT.read_text()
+    script, repository_script = printed(capsys, DEMO, "--nodes", "2"), SCRIPT.read_text()
     assert "no-kill" not in options(script)
-    assert script.partition(END)[2] == own.partition(END)[2] != ""
-    assert script.splitlines()[0] == own.splitlines()[0] == "#!/usr/bin/env bash"
+    assert script.partition(END)[2] == repository_script.partition(END)[2] != ""
+    assert script.splitlines()[0] == repository_script.splitlines()[0] == "#!/usr/bin/env bash"
     if shutil.which("shellcheck") is not None:
         (tmp_path / "job").write_text(script)
         done = subprocess.run(["shellcheck", tmp_path / "job"], capture_output=True, text=True, timeout=60, check=False)

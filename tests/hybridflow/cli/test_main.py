@@ -177,7 +177,10 @@ def test_a_recipe_with_nothing_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
             "train.sequence_parallel=false",
             "train.layout on placement.actor: sequence_parallel=false with tp=2: expected true, because the model has",
         ),
-        ("train.layout.cp=2", "cp=2: expected 1, because training does not cut sequences over ranks yet"),
+        (
+            "train={dtype: float32, packing: false, layout: {cp: 2}}",
+            "train.packing=false with layout.cp=2: expected packing=true, because ranks share packed sequences",
+        ),
         (
             "train={dtype: bfloat16, optimizer: {precision_aware: true}}",
             "precision_aware=true needs Transformer Engine",
@@ -265,24 +268,24 @@ def test_a_model_with_one_weight_or_one_token_that_it_cannot_have(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     recipe = load_recipe(DEMO)
-    create_model(recipe, tmp_path / "model", seed=1)
-    own = ("model.create=null", f"model.path={tmp_path}/model")
-    assert check(capsys, DEMO, *own) == (0, [])
+    create_model(recipe.model, tmp_path / "model", seed=1)
+    of_model = ("model.create=null", f"model.path={tmp_path}/model")
+    assert check(capsys, DEMO, *of_model) == (0, [])
     weights = tmp_path / "model" / "model.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"lm_head.weight": torch.full_like(tensors["lm_head.weight"], torch.inf)}, weights)
-    code, lines = check(capsys, DEMO, *own)
+    code, lines = check(capsys, DEMO, *of_model)
     assert (code, len(lines)) == (2, 1)
     assert f"tensor lm_head.weight in {weights}: element [0, 0] is nan or infinite, expected finite" in lines[0]
 
     save_file(tensors, weights)
     tokenizer = tmp_path / "model" / "tokenizer.json"
-    facts = json.loads(tokenizer.read_text())
-    facts["model"]["vocab"]["+"] = 99  # as many tokens as before
-    tokenizer.write_text(json.dumps(facts))
-    code, lines = check(capsys, DEMO, *own)
+    tokenizer_json = json.loads(tokenizer.read_text())
+    tokenizer_json["model"]["vocab"]["+"] = 99  # as many tokens as before
+    tokenizer.write_text(json.dumps(tokenizer_json))
+    code, lines = check(capsys, DEMO, *of_model)
     assert (code, len(lines)) == (2, 1)
-    vocabulary = initial_spec(recipe).vocab_size
+    vocabulary = initial_spec(recipe.model).vocab_size
     assert f"model: prompt 0 has token id 99 and the model's vocab_size is {vocabulary}; expected a" in lines[0]
 
 
@@ -376,12 +379,16 @@ def test_export_and_import_are_told_what_was_asked_for(
     monkeypatch.setattr(hf, "export_checkpoint", exported)
     monkeypatch.setattr(hf, "import_checkpoint", lambda *given: calls.append(given))
     assert checkpoint(capsys, "export", directory, out) == (0, [f"exported the actor to {out}: float32, 1.50 MB"], [])
-    options = ("--role", "critic", "--dtype", "float32", "--max-shard-gb", "0.5", "--no-verify")
+    options = ("--role", "critic", "--dtype", "float32", "--precision", "fp8", "--max-shard-gb", "0.5", "--no-verify")
     assert checkpoint(capsys, "export", *options, directory, out)[0] == 0
     assert checkpoint(capsys, "import", "model", out) == (0, [f"imported model into {out}"], [])
     assert calls == [
-        (directory, out, {"role": "actor", "dtype": None, "max_shard_bytes": 5e9, "verify": True}),
-        (directory, out, {"role": "critic", "dtype": "float32", "max_shard_bytes": 5e8, "verify": False}),
+        (directory, out, {"role": "actor", "dtype": None, "precision": None, "max_shard_bytes": 5e9, "verify": True}),
+        (
+            directory,
+            out,
+            {"role": "critic", "dtype": "float32", "precision": "fp8", "max_shard_bytes": 5e8, "verify": False},
+        ),
         (Path("model"), out),
     ]
 
@@ -420,6 +427,7 @@ def test_a_failure_while_exporting(
         ["checkpoint", "inspect", "here", "there"],
         ["checkpoint", "export", "here"],
         ["checkpoint", "export", "here", "there", "--dtype", "int8"],
+        ["checkpoint", "export", "here", "there", "--precision", "int8"],
         ["checkpoint", "export", "here", "there", "--max-shard-gb", "0"],
         ["checkpoint", "export", "here", "there", "--max-shard-gb", "five"],
         ["--track_metrics", "checkpoint", "inspect", "here"],

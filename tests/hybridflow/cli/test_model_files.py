@@ -28,15 +28,15 @@ JSON_FILES = (
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def complete_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "whole"
-    create_model(load_recipe(DEMO), directory, seed=0)
+    create_model(load_recipe(DEMO).model, directory, seed=0)
     return directory
 
 
 @pytest.fixture
-def model(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+def model(complete_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(complete_model, tmp_path / "model"))
 
 
 def refusal(model: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,9 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+import yaml
 
+from engine3d.models import model_spec
+from engine3d.models.experts.routes import RouteFormat
 from hybridflow.cli.main import main
 from hybridflow.cli.samples import marked
+from tests.support import tiny_families
 from tests.support.stored_samples import learned_from, make_run, samples_of, store
 
 
@@ -34,7 +39,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def ids(text: str) -> list[int]:
-    return [int(found) for found in re.findall(r"  sample (\d+)  ", text)]
+    return [int(sample) for sample in re.findall(r"  sample (\d+)  ", text)]
 
 
 def test_the_newest_step_is_shown_with_texts_and_rewards(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +58,18 @@ def test_the_newest_step_is_shown_with_texts_and_rewards(made: Path, capsys: pyt
         "2 of the 8 samples of step 3; --limit 8 shows all",
     ]
     assert ids(shown(capsys, made)) == list(range(24, 32))
+
+
+def test_an_episode_is_shown_turn_by_turn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = samples_of([("0+3=", "1 +2 =3"), ("0+3=", "3 a")], [1.0, 0.0], first=32)
+    mask = torch.ones(len(batch.response_mask), dtype=torch.bool)
+    mask[[1, 2, 4, 5]] = False
+    store(run, learned_from(4, batch.replace(response_mask=mask)))
+    lines = shown(capsys, run, "--step", 4).splitlines()
+    assert "8 tokens, 4 of them not the policy's" in lines[0]
+    assert lines[1:6] == ["prompt   | 0+3=", "policy   | 1", "observed |  +", "policy   | 2", "observed |  ="]
+    assert lines[6] == "policy   | 3<eos>"
+    assert lines[-1] == "response | 3 a<eos>"
 
 
 def test_samples_are_chosen_by_step_reward_group_and_id(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,3 +154,34 @@ def test_texts_of_very_many_words_are_compared_by_lines() -> None:
     assert ("[-line 1500 of many\n-]", "red") in before and ("{+line x of many\n+}", "green") in after
     assert marked("a b", "a b") == ([("a b", "")], [("a b", "")])
     assert marked("", "a") == ([], [("{+a+}", "green")])
+
+
+def test_routes_are_checked_against_the_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*options: object) -> str:
+        assert main(["samples", str(run), "--routes", *map(str, options)]) == 2
+        return capsys.readouterr().err
+
+    assert "its recipe names no model" in refused()
+    config = tiny_families.CONFIGS["deepseek_v3"]
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"name": "small", "model": {"create": {"config": config}}}))
+    assert "step 1 has no routes, expected those of a run with rollout.engine.routes=true" in refused("--step", 1)
+    format = RouteFormat.of(model_spec(config).sizes)
+    samples = samples_of([("1+2=", "3 a"), ("1+2=", "3")], [0.0, 1.0])
+    experts = torch.arange(4, dtype=torch.uint8).repeat(len(samples.tokens), len(format.layers))
+    experts[samples.sequence_lengths.cumsum(0) - 1] = format.missing
+    experts[1] = format.missing
+    store(run, learned_from(1, samples.replace(routes=experts)))
+    tokens, columns = len(samples.tokens) - 2, 4 * len(format.layers)
+    assert shown(capsys, run, "--routes", "--step", 1).strip() == (
+        f"step 1  2 samples  {tokens} tokens with routes of {len(format.layers)} layers x 4 experts, "
+        f"{1 / tokens:.2%} missing  {(tokens + 2) * columns / 1e6:.2f} MB"
+    )
+    for entry, error in ((8, "name expert 8, expected 0 to 7"), (1, "name expert 1 twice, expected 4 different ones")):
+        wrong = experts.clone()
+        wrong[int(samples.sequence_lengths[0]) + 2, 2] = entry
+        store(run, learned_from(1, samples.replace(routes=wrong)))
+        text = refused("--step", 1)
+        assert "step 1, sample 1: routes of token 2, layer 1" in text and error in text
+    store(run, learned_from(1, samples.replace(routes=experts[:, :3])))
+    assert "step 1, sample 0: routes have shape" in refused("--step", 1)
+    assert "--routes is of all samples of a step" in refused("--diff")

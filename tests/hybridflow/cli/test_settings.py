@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,8 @@ def test_a_setting_has_type_default_and_meaning(capsys: pytest.CaptureFixture[st
 def test_a_prefix_shows_its_section(capsys: pytest.CaptureFixture[str]) -> None:
     section = shown(capsys, "train.optimizer")
     names = re.findall(r"^\S+", section, re.MULTILINE)
-    fields = Recipe.model_fields["train"].annotation.model_fields["optimizer"].annotation.model_fields
+    train: Any = Recipe.model_fields["train"].annotation
+    fields = train.model_fields["optimizer"].annotation.model_fields
     assert names == ["train.optimizer", *(f"train.optimizer.{name}" for name in fields)]
     assert "Adam with decoupled weight decay" in section
     assert shown(capsys, "train.optimizer.") == section
@@ -59,7 +61,7 @@ def test_unknown_names_are_explained(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_setting_of_a_recipe_is_there_with_a_meaning() -> None:
     settings = all_settings()
-    paths = [each.path for each in settings]
+    paths = [setting.path for setting in settings]
     assert len(paths) == len(set(paths)) > 300
-    assert all(each.meaning for each in settings)
+    assert all(setting.meaning for setting in settings)
     assert {"algorithm.name", "train.layout.tp", "reference.train.dtype", "rollout.engine.tp"} <= set(paths)

@@ -27,16 +27,16 @@ def test_a_run_is_resumed_by_its_own_recipe(tmp_path: Path, monkeypatch: pytest.
     moved = tmp_path / "elsewhere" / "2026"
     moved.parent.mkdir()
     (tmp_path / "small").rename(moved)
-    found: list[Recipe] = []
+    recipes: list[Recipe] = []
 
     def run_recipe(recipe: Recipe) -> int:
-        found.append(recipe)
+        recipes.append(recipe)
         return 0
 
     monkeypatch.setattr(train, "_run_recipe", run_recipe)
     monkeypatch.chdir(moved.parent)
     assert main(["resume", "2026", "trainer.steps=200"]) == 0
-    [recipe] = found
+    [recipe] = recipes
     assert recipe.directory == moved and recipe.seed == 5 and recipe.trainer.steps == 200
     assert recipe.resume == "auto" and recipe.checkpoint_directory == moved / "checkpoints"
 
@@ -46,16 +46,16 @@ def test_a_run_that_began_from_another_ones_checkpoint_is_resumed_from_it(
 ) -> None:
     earlier = make_checkpoint(a_recipe(tmp_path, "name=earlier"), 2)
     prepare(a_recipe(tmp_path, f"resume={earlier}")).lock.close()
-    found: list[Path | None] = []
+    checkpoints: list[Path | None] = []
 
     def run_recipe(recipe: Recipe) -> int:
         resumption, _ = find_resumption(recipe)
-        found.append(resumption.directory if resumption is not None else None)
+        checkpoints.append(resumption.directory if resumption is not None else None)
         return 0
 
     monkeypatch.setattr(train, "_run_recipe", run_recipe)
     assert main(["resume", str(tmp_path / "small")]) == 0
-    assert found == [earlier]
+    assert checkpoints == [earlier]
 
 
 def test_what_cannot_be_resumed_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,11 +144,11 @@ def test_status_says_what_ranks_are_at_and_which_are_silent(run: Path, capsys: p
     beat(run, "rollout", 0, "host-2", "")
     with hold(run, "run_dir/name"):
         assert main(["status", str(run)]) == 0
-    told = capsys.readouterr().out
-    assert "\nactor-2    on host-1: update for 1.2 min, 3 parts done, no heartbeat for 30 s; " in told
-    assert "\nrollout-0  on host-2: idle for 1.2 min; 0 s ago: " in told
-    assert "\nsglang-0   on host-2: 0 s ago: line 29 of sglang-0\n" in told
-    assert "\nhosts " not in told  # no launcher has started it
+    output = capsys.readouterr().out
+    assert "\nactor-2    on host-1: update for 1.2 min, 3 parts done, no heartbeat for 30 s; " in output
+    assert "\nrollout-0  on host-2: idle for 1.2 min; 0 s ago: " in output
+    assert "\nsglang-0   on host-2: 0 s ago: line 29 of sglang-0\n" in output
+    assert "\nhosts " not in output  # no launcher has started it
     assert main(["status", str(run)]) == 0
     assert "idle" not in capsys.readouterr().out  # of a run that has ended
 
@@ -207,7 +207,7 @@ def test_what_a_terminal_would_obey_is_shown(run: Path, capsys: pytest.CaptureFi
 def test_logs_are_followed_until_the_run_has_ended(run: Path) -> None:
     log, late = run / "logs" / "actor-0.log", run / "logs" / "critic-0.log"
     with hold(run, "run_dir/name"):
-        command = [sys.executable, "-m", "hybridflow", "logs", run, "--follow", "--lines", "1", "--rank", "0"]
+        command = [sys.executable, "-m", "hybridflow", "logs", str(run), "--follow", "--lines", "1", "--rank", "0"]
         following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert following.stdout is not None
         first = sorted(following.stdout.readline() for _ in range(3))
@@ -227,7 +227,7 @@ def test_logs_are_followed_until_the_run_has_ended(run: Path) -> None:
 
 def test_logs_are_followed_until_their_reader_is_gone(run: Path) -> None:
     with hold(run, "run_dir/name"):
-        command = [sys.executable, "-m", "hybridflow", "logs", run, "--follow", "--lines", "1", "--role", "critic"]
+        command = [sys.executable, "-m", "hybridflow", "logs", str(run), "--follow", "--lines", "1", "--role", "critic"]
         following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         assert following.stdout is not None and following.stderr is not None
         log = run / "logs" / "critic-0.log"
@@ -243,7 +243,7 @@ def test_logs_are_followed_until_their_reader_is_gone(run: Path) -> None:
 
 def test_a_rank_of_a_host_that_comes_later_is_followed_too(run: Path) -> None:
     with hold(run, "run_dir/name"):
-        command = [sys.executable, "-m", "hybridflow", "logs", run, "--follow", "--lines", "1", "--host", "host-1"]
+        command = [sys.executable, "-m", "hybridflow", "logs", str(run), "--follow", "--lines", "1", "--host", "host-1"]
         following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         time.sleep(0.5)
         beat(run, "actor", 2, "host-1", "update")
@@ -253,7 +253,7 @@ def test_a_rank_of_a_host_that_comes_later_is_followed_too(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["status", "{run}/none"], "hybridflow: no such directory: {run}/none; expected that of a run"),
         (["status", "{run}/logs"], "hybridflow: no recipe.yaml in {run}/logs; expected the directory of a run"),
@@ -261,10 +261,12 @@ def test_a_rank_of_a_host_that_comes_later_is_followed_too(run: Path) -> None:
         (["logs", "{run}", "--lines", "-1"], "hybridflow: --lines -1: expected at least 0"),
     ],
 )
-def test_what_is_wrong_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+def test_what_is_wrong_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
     assert main([word.format(run=run) for word in words]) == 2
     error = capsys.readouterr().err
-    assert told.format(run=run) in error and error.count("\n") == 1
+    assert expected.format(run=run) in error and error.count("\n") == 1
 
 
 def test_a_damaged_phase_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,15 +27,15 @@ def written(directory: Path, text: str) -> Path:
 
 
 def test_each_actor_is_a_recipe_of_its_own(tmp_path: Path) -> None:
-    found = load_recipes(IPPO, [f"run_dir={tmp_path}", "seed=5", "actors.adder.train.optimizer.lr=0.5"])
-    assert list(found) == ["adder", "brief"]
-    adder, brief = found.values()
+    recipes = load_recipes(IPPO, [f"run_dir={tmp_path}", "seed=5", "actors.adder.train.optimizer.lr=0.5"])
+    assert list(recipes) == ["adder", "brief"]
+    adder, brief = recipes.values()
     assert (adder.directory, brief.directory) == (tmp_path / "ippo/adder", tmp_path / "ippo/brief")
     assert (adder.seed, brief.seed) == (5, 2)
     assert (adder.train.optimizer.lr, brief.train.optimizer.lr) == (0.5, 3.0e-4)
     assert adder.train.layout != brief.train.layout
     assert adder.placement.actor != brief.placement.actor
-    assert [each.name for each in brief.reward.functions] == ["arithmetic", "length"] if brief.reward else False
+    assert [function.name for function in brief.reward.functions] == ["arithmetic", "length"] if brief.reward else False
     assert load_recipes(IPPO, [f"run_dir={tmp_path}"], "brief") == {"brief": brief}
     assert load_one_recipe(IPPO, [f"run_dir={tmp_path}"], "brief") == brief
 

@@ -30,8 +30,8 @@ def _table(*rows: tuple[int | None, int]) -> SamplingTable:
 
 def test_the_first_row_holds_that_a_prompt_is_not_longer_than() -> None:
     table = _table((64, 32), (256, 512))
-    found = [table.for_prompt(tokens).max_new_tokens for tokens in (1, 64, 65, 256, 257)]
-    assert found == [32, 32, 512, 512, 128]
+    limits = [table.for_prompt(tokens).max_new_tokens for tokens in (1, 64, 65, 256, 257)]
+    assert limits == [32, 32, 512, 512, 128]
     assert (table.longest_response, table.shortest_limit) == (512, 32)
     assert table.sequence_tokens(64) == 96
     assert {sampling.temperature for sampling in table.used} == {0.9}
@@ -49,8 +49,13 @@ def test_a_last_row_of_all_prompts_leaves_nothing_to_the_rest() -> None:
 
 def test_other_parameters_than_the_length_may_differ_that_change_no_log_prob() -> None:
     row = PromptSampling(prompt_tokens=8, stop_token_ids=(5,), stop=("END",), ignore_eos=True)
-    found = SamplingTable.of([row], REST).for_prompt(8)
-    assert (found.stop_token_ids, found.stop, found.ignore_eos, found.max_new_tokens) == ((5,), ("END",), True, 128)
+    sampling = SamplingTable.of([row], REST).for_prompt(8)
+    assert (sampling.stop_token_ids, sampling.stop, sampling.ignore_eos, sampling.max_new_tokens) == (
+        (5,),
+        ("END",),
+        True,
+        128,
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_prompts_and_responses_share_the_context_row_by_row() -> None:
 def test_prompts_to_learn_from_may_be_longer_than_those_of_an_evaluation() -> None:
     table = "[{prompt_tokens: 8, max_new_tokens: 12}, {max_new_tokens: 2}]"
     recipe = _recipe(table, "rollout.engine.context_length=20")
-    assert prompt_limit(recipe) == 16  # for rollout.sampling.max_new_tokens=4
+    assert prompt_limit(recipe.rollout, recipe.model, given=False) == 16  # for rollout.sampling.max_new_tokens=4
     assert training_limit(recipe.rollout, 16) == 18
     held_out = Prompts([Example("9", "1")], [[1] * 9])
     lengths = Lengths.of(recipe.rollout, recipe.sets, [[1] * 8, [1] * 15], {"eval": held_out})

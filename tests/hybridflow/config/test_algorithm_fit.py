@@ -22,6 +22,7 @@ RISING = [
     *FILES,
     f"data.files.train=[{EASY}, {{path: hard.jsonl, weight: [{{step: 1, weight: 0}}, {{step: 5, weight: 2}}]}}]",
 ]
+ROLLOUT_ROUTES, UPDATE_ROUTES = "train.routing_replay=rollout", "train.routing_replay=update"
 PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
 
 
@@ -78,6 +79,38 @@ PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
             "data.files.train: hard has a weight from step 5 on with algorithm.dynamic_sampling=true, where a step "
             "draws as many prompts as it needs; expected weights that do not change, or dynamic_sampling=false",
         ),
+        (
+            [ROLLOUT_ROUTES, "algorithm.name=pf_ppo", "warmup=null"],
+            "train.routing_replay=rollout with algorithm.name=pf_ppo, which was not tried; expected none",
+        ),
+        (
+            [ROLLOUT_ROUTES, "algorithm={name: dpo, pairs: group}", "warmup=null"],
+            "train.routing_replay=rollout with algorithm.name=dpo, which was not tried; expected none",
+        ),
+        (
+            [UPDATE_ROUTES, "warmup=null", "trainer.mini_batches=1", "trainer.epochs=1"],
+            "train.routing_replay=update with one update a step, whose own routes are those of the old log-probs; "
+            "expected trainer.mini_batches or epochs above 1, rollout, or none",
+        ),
+        (
+            [UPDATE_ROUTES, "warmup=null", *AHEAD],
+            "train.routing_replay=update with trainer.max_staleness=1, where the ratio is to the engines' log-probs: "
+            "there are no routes of the trainer's; expected rollout, an algorithm.correction, or none",
+        ),
+        (
+            [UPDATE_ROUTES, "warmup=null", "algorithm.correction={against: rollout}", *AHEAD],
+            "train.routing_replay=update with algorithm.correction, which needs no log-probs of the policy before the "
+            "step: there are no routes of them; expected rollout, or none",
+        ),
+        (
+            [UPDATE_ROUTES, "warmup=null", "trainer.epochs=2", "rollout.engine.routes=true"],
+            "train.routing_replay=update with rollout.engine.routes=true, whose routes nobody would read; expected "
+            "rollout, or false",
+        ),
+        (
+            ["algorithm.kl_coef=0.1", "reference.train.routing_replay=rollout"],
+            "reference.train.routing_replay=rollout: expected none, because this model has its own routes",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], message: str) -> None:
@@ -103,10 +136,21 @@ def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], 
         ["algorithm.name=kl_cov", *AHEAD],
         ["algorithm={name: kl_cov, correction: {against: rollout}}", *AHEAD],
         ["algorithm={name: kl_cov, correction: {weights: token}}", *AHEAD, "trainer.epochs=2"],
+        [ROLLOUT_ROUTES, "warmup=null", *AHEAD],
+        [UPDATE_ROUTES, "warmup=null", "trainer.epochs=2"],
+        [UPDATE_ROUTES, "warmup=null", "algorithm.correction={weights: token}", *AHEAD],
     ],
 )
 def test_what_goes_together_is_not(overrides: list[str]) -> None:
     load_recipe(DEMO, overrides)
+
+
+def test_engines_return_routes_where_they_are_replayed_by_the_actor_alone() -> None:
+    recipe = load_recipe(DEMO, [ROLLOUT_ROUTES, "warmup=null", "algorithm.kl_coef=0.1"])
+    assert recipe.has_routes and recipe.train_config("actor").routing_replay == "rollout"
+    assert recipe.train_config("reference").routing_replay == "none"
+    assert load_recipe(DEMO, ["rollout.engine.routes=true"]).has_routes
+    assert not load_recipe(DEMO).has_routes
 
 
 def test_a_policy_that_would_never_learn_in_one_pass_over_the_data_is_refused_by_check(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,8 +64,8 @@ def a_recipe(name: str, *overrides: str) -> Recipe:
 def test_what_means_nothing_is_refused_in_one_line(name: str, override: str, line: str) -> None:
     with pytest.raises(SettingsError) as caught:
         a_recipe(name, override)
-    [found] = caught.value.lines
-    assert line in found
+    [message] = caught.value.lines
+    assert line in message
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto"])
@@ -102,8 +103,8 @@ def test_check_looks_at_the_pairs(tmp_path: Path) -> None:
         check_recipe(with_pairs(tmp_path, GOOD * 64 + same))
     [line] = caught.value.lines
     assert line.startswith(f"{tmp_path}/p.jsonl:65: the better and the worse response are the same; expected two that")
-    told = check_recipe(with_pairs(tmp_path, GOOD * 64 + same, "data.pairs.same_responses=drop"))
-    assert told == [
+    notes = check_recipe(with_pairs(tmp_path, GOOD * 64 + same, "data.pairs.same_responses=drop"))
+    assert notes == [
         "data: 1 of 65 training pairs have the same response twice and are left out; the first is "
         f"{tmp_path}/p.jsonl:65",
         "evaluation.eval: the model learns from 256 of its 256 prompts too",
@@ -125,8 +126,8 @@ def test_check_looks_at_the_pairs(tmp_path: Path) -> None:
 def test_check_names_the_line_of_a_pair_that_cannot_serve(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         check_recipe(with_pairs(tmp_path, GOOD * 64 + line))
-    [found] = caught.value.lines
-    assert message in found
+    [refused] = caught.value.lines
+    assert message in refused
 
 
 def test_check_refuses_fewer_pairs_than_ranks_share(tmp_path: Path) -> None:
@@ -140,9 +141,10 @@ def test_check_refuses_fewer_pairs_than_ranks_share(tmp_path: Path) -> None:
 
 def test_one_actor_learns_from_pairs_beside_one_with_engines(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
-    own = {"algorithm": {"name": "dpo"}, "rollout": None, "placement": {"actor": "cpu:2", "rollout": None}}
-    own |= {"evaluation": {"eval": {"samples": 1, "temperature": 0.0}}, "train": {"layout": {"ep": 1}}}
-    actors = {"paired": own, "rewarded": {"placement": {"actor": "cpu:0-1", "rollout": "cpu:0"}}}
+    of_one_actor: dict[str, Any] = {"algorithm": {"name": "dpo"}, "rollout": None}
+    of_one_actor |= {"placement": {"actor": "cpu:2", "rollout": None}}
+    of_one_actor |= {"evaluation": {"eval": {"samples": 1, "temperature": 0.0}}, "train": {"layout": {"ep": 1}}}
+    actors = {"paired": of_one_actor, "rewarded": {"placement": {"actor": "cpu:0-1", "rollout": "cpu:0"}}}
     path.write_text(f"base: {DEMO}\nrun_dir: {tmp_path}\nactors: {json.dumps(actors)}\n")
     recipes = load_recipes(path)
     assert [recipe.algorithm.needs_engines for recipe in recipes.values()] == [False, True]

@@ -31,11 +31,11 @@ def refusal(*overrides: str) -> str:
 
 
 def test_a_set_takes_its_rewards_and_its_limit_from_the_run() -> None:
-    own = (
+    other_reward = (
         "evaluation.own={data: {path: o.jsonl}, samples: 8, temperature: 0.6, max_new_tokens: 9, interval: 3, "
         "before_train: false, sampling: {top_p: 0.95}, reward: {functions: [{name: exact, path: arithmetic}]}}"
     )
-    sets = recipe("evaluation.eval.temperature=0.5", "evaluation.sums.interval=7", own).sets
+    sets = recipe("evaluation.eval.temperature=0.5", "evaluation.sums.interval=7", other_reward).sets
     assert list(sets) == ["eval", "sums", "own"]
     sums, other = sets["sums"], sets["own"]
     assert (sums.scorer, other.scorer) == ("reward", "evaluation.own")
@@ -47,9 +47,9 @@ def test_a_set_takes_its_rewards_and_its_limit_from_the_run() -> None:
     ]  # fmt: skip
     assert [step for step in range(11) if other.due(step, 10)] == [3, 6, 9, 10]
     assert [step for step in range(11) if sums.due(step, 10)] == [0, 7, 10]
-    functions = recipe(own).all_functions
+    functions = recipe(other_reward).all_functions
     assert list(functions) == ["reward", "evaluation.own"] and functions["evaluation.own"].functions[0].name == "exact"
-    assert list(recipe(own).functions) == ["reward"]  # what steps and streams score with
+    assert list(recipe(other_reward).functions) == ["reward"]  # what steps and streams score with
 
 
 def test_the_set_eval_is_there_where_the_data_hold_out_prompts() -> None:

@@ -15,10 +15,10 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 
 DEMO = "launch/recipes/demo.yaml"
-SETTINGS = {".".join(path) for path in _paths(Recipe)} | {each.path for each in all_settings()}
+SETTINGS = {".".join(path) for path in _paths(Recipe)} | {setting.path for setting in all_settings()}
 
 
-def told(key: str, value: str = "1") -> str:
+def text_of_unknown(key: str, value: str = "1") -> str:
     with pytest.raises(SettingsError) as error:
         load_recipe(DEMO, [f"{key}={value}"])
     [line] = error.value.lines
@@ -31,8 +31,8 @@ def told(key: str, value: str = "1") -> str:
 
 def named(text: str) -> list[str]:
     """The settings that a text says something is."""
-    found = re.match(r"here it is ([\w.]+(?: and [\w.]+)*)(?=;|$| \()", text)
-    return found[1].replace("evaluation.eval.", "evaluation.NAME.").split(" and ") if found else []
+    match = re.match(r"here it is ([\w.]+(?: and [\w.]+)*)(?=;|$| \()", text)
+    return match[1].replace("evaluation.eval.", "evaluation.NAME.").split(" and ") if match else []
 
 
 def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
@@ -56,7 +56,7 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
     [
         ("trainer.total_epochs", "here it is trainer.epochs_of_data; trainer.epochs are passes over each rollout"),
         ("reshard_mode", "absent: how weights get to the engines follows from placement"),
-        ("async_rollout", "here it is rollout.stream and trainer.max_staleness; engines go on while"),
+        ("async_rollout", "here it is rollout.stream and trainer.max_staleness; engines generate while"),
         ("rollout.async_rollout", "here it is rollout.stream and trainer.max_staleness"),
         ("data.train_batch_size", "here it is trainer.prompts_per_step"),
         (
@@ -64,11 +64,11 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
             "here it is data.files.train; a list of {path: ..., prompt: ..., answer: ...}, with data.s",
         ),
         ("data.prompt_key", "here it is data.files.train; each source has prompt, the name of a column"),
-        ("data.max_prompt_length", "here it is data.files.max_prompt_tokens; data.overlong_prompts is of those that"),
+        ("data.max_prompt_length", "here it is data.files.max_prompt_tokens; data.overlong_prompts treats prompts"),
         ("data.max_response_length", "here it is rollout.sampling.max_new_tokens"),
         ("data.filter_overlong_prompts", "here it is data.overlong_prompts; drop"),
         ("data.truncation", "here it is data.overlong_prompts; drop, cut_left, cut_right, cut_middle, or refuse"),
-        ("data.shuffle", "absent: prompts are always drawn in an order of their own, by data.seed"),
+        ("data.shuffle", "absent: prompts are always drawn in random order, by data.seed"),
         ("data.return_raw_chat", "absent: messages are always rendered"),
         ("data.apply_chat_template_kwargs", "here it is data.files.chat.arguments"),
         ("data.reward_fn_key", "absent: a reward function gets any column for which it has a parameter of that name"),
@@ -80,7 +80,7 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("--metadata-key", "absent: a reward function gets any column"),
         ("--apply-chat-template", "here it is data.files.chat.texts; user"),
         ("--apply-chat-template-kwargs", "here it is data.files.chat.arguments"),
-        ("--rollout-shuffle", "absent: prompts are always drawn in an order of their own"),
+        ("--rollout-shuffle", "absent: prompts are always drawn in random order"),
         ("rollout.rollout_max_prompt_len", "here it is data.files.max_prompt_tokens"),
         (
             "data.val_files",
@@ -96,6 +96,12 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("trainer.eval_sampling", "here it is evaluation.eval.sampling; evaluation.NAME has the same"),
         ("trainer.eval_prompts", "here it is evaluation.eval.prompts; evaluation.NAME has the same"),
         ("trainer.eval_beside", "here it is trainer.async_evaluation"),
+        ("train.one_step_experts", "here it is train.fused_experts"),
+        ("reference.train.one_step_experts", "here it is train.fused_experts"),
+        ("rollout.lend", "here it is rollout.lease"),
+        ("rollout.lend_after_s", "here it is rollout.lease_after_s"),
+        ("train.expert_copies", "here it is train.copy_engine_dispatcher"),
+        ("train.expert_rows_ahead", "here it is train.predicted_expert_capacity"),
         ("use_vllm", "absent, because SGLang generates"),
         ("rollout.use_vllm", "absent, because SGLang generates"),
         ("fsdp_config", "absent, because Megatron-Core trains"),
@@ -106,12 +112,12 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("algorithm.tau_neg", "here it is algorithm.gate_temperature_negative"),
         ("kl_cov_ratio", "here it is algorithm.kl_cov_fraction"),
         ("max_ent_coef", "here it is algorithm.entropy_coef_max"),
-        ("trainer.n_gpus_per_node", "absent, because placement says on which devices each role is"),
+        ("trainer.n_gpus_per_node", "absent, because placement assigns devices to roles"),
         ("rollout.n_samples_per_prompt", "did you mean rollout.samples_per_prompt?"),
         ("--num-rollout", "here it is trainer.steps"),
         ("init_kl_coef", "here it is algorithm.kl_coef"),
-        ("rollout.max_turns", "absent: a response is one turn"),
-        ("world_size", "absent, because placement says"),
+        ("rollout.max_turns", "here it is environment"),
+        ("world_size", "absent, because placement assigns"),
         ("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.optim.lr: here it is train.optimizer.lr"),
         ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.n: here it is rollout.samples_per_prompt"),
         ("critic.optim.lr", "critic.optim.lr: here it is critic.train.optimizer.lr"),
@@ -119,7 +125,7 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("train.seq_len", "here it is rollout.engine.context_length"),
         ("train.sequence_packing", "here it is train.packing"),
         ("adaptive_sampling", "here it is rollout.adaptive_sampling; rows of prompt_tokens and max_new_tokens"),
-        ("rollout.engine.dp", "absent: the layout is repeated on all of a role's devices"),
+        ("rollout.engine.dp", "absent: dp follows from a role's devices and train.layout"),
         ("grpo.num_prompts_per_step", "grpo.num_prompts_per_step: here it is trainer.prompts_per_step"),
         ("policy.generation.backend", "policy.generation.backend: absent, because SGLang generates"),
         ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_min: here it is algorithm.clip_low"),
@@ -144,7 +150,7 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
     ],
 )
 def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
-    assert text in told(key)
+    assert text in text_of_unknown(key)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +220,9 @@ def test_what_is_told_of_an_unknown_setting_of_the_api(setting: str, text: str) 
         PPOConfig(**{setting: 1})
     [line] = error.value.lines
     assert line.startswith(f"PPOConfig: unknown key {setting}: {text}")
+
+
+def test_the_former_name_of_train_on_leads_to_it() -> None:
+    with pytest.raises(SettingsError) as error:
+        load_recipe(DEMO, ["data.files.chat.learn=last"])
+    assert error.value.lines[-1].endswith("unknown key data.files.chat.learn: here it is data.files.chat.train_on")

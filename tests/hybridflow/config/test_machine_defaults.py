@@ -34,25 +34,25 @@ def test_without_a_placement_all_of_the_machine_is_taken(
     dtype: str,
     memory: float,
 ) -> None:
-    found = loaded(tmp_path, monkeypatch, gpus, **given)
-    assert (found.placement.actor, found.placement.rollout) == (devices, devices)
-    assert (found.train.dtype, found.rollout.engine.dtype) == (dtype, dtype)
-    assert found.rollout.engine.mem_fraction_static == memory
-    assert found.placement.shared_gpus == bool((given.get("placement") or {}).get("shared_gpus"))
+    recipe = loaded(tmp_path, monkeypatch, gpus, **given)
+    assert (recipe.placement.actor, recipe.placement.rollout) == (devices, devices)
+    assert (recipe.train.dtype, recipe.rollout.engine.dtype) == (dtype, dtype)
+    assert recipe.rollout.engine.mem_fraction_static == memory
+    assert recipe.placement.shared_gpus == bool((given.get("placement") or {}).get("shared_gpus"))
 
 
 def test_what_the_recipe_says_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = {"mem_fraction_static": 0.5}
-    found = loaded(tmp_path, monkeypatch, 2, train={"dtype": "float32"}, rollout={"engine": engine})
-    assert (found.train.dtype, found.rollout.engine.dtype) == ("float32", "float32")
-    assert found.rollout.engine.mem_fraction_static == 0.5
+    recipe = loaded(tmp_path, monkeypatch, 2, train={"dtype": "float32"}, rollout={"engine": engine})
+    assert (recipe.train.dtype, recipe.rollout.engine.dtype) == ("float32", "float32")
+    assert recipe.rollout.engine.mem_fraction_static == 0.5
     placed = loaded(tmp_path, monkeypatch, 2, placement={"actor": "cpu:0", "rollout": "cpu:1"})
     assert placed.train.dtype == "bfloat16"
 
 
 def test_without_engines_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = loaded(tmp_path, monkeypatch, 0, algorithm={"name": "kto"}, reward=None)
-    assert (found.placement.actor, found.placement.rollout) == ("cpu:0", None)
+    recipe = loaded(tmp_path, monkeypatch, 0, algorithm={"name": "kto"}, reward=None)
+    assert (recipe.placement.actor, recipe.placement.rollout) == ("cpu:0", None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from engine3d.errors import UserError
 from hybridflow.checkpoint.compatibility import changes, contradictions
 from hybridflow.cli.main import main
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError, settings_yaml
+from hybridflow.config.yaml_loader import SettingsError, public_settings, settings_yaml
 from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.trainer.run_setup import prepare
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint, refusal
@@ -25,8 +25,8 @@ def test_passes_over_the_data_are_whole_steps(tmp_path: Path, passes: str, promp
     counted = recipe.for_prompts(prompts)
     assert counted.trainer.steps == steps == counted.phase_steps["train"]
     # What is written of the one or the other is read as the same recipe.
-    for each in (recipe, counted):
-        (tmp_path / "recipe.yaml").write_text(settings_yaml(each))
+    for planned in (recipe, counted):
+        (tmp_path / "recipe.yaml").write_text(settings_yaml(planned))
         assert load_recipe(tmp_path / "recipe.yaml") == recipe
     assert load_recipe(DEMO).for_prompts(prompts).trainer.steps == 120
 
@@ -50,15 +50,18 @@ def test_a_run_has_one_length(overrides: list[str], line: str) -> None:
 
 @pytest.mark.parametrize("setting", ["offload", "precision_aware"])
 def test_a_warm_up_has_no_other_place_for_the_optimizers_state(setting: str) -> None:
-    own, of_training = f"warmup.optimizer.{setting}=true", ["train.dtype=bfloat16", f"train.optimizer.{setting}=true"]
+    of_warmup, of_training = (
+        f"warmup.optimizer.{setting}=true",
+        ["train.dtype=bfloat16", f"train.optimizer.{setting}=true"],
+    )
     with pytest.raises(SettingsError) as caught:
-        load_recipe(DEMO, [own])
+        load_recipe(DEMO, [of_warmup])
     [line] = caught.value.lines
     assert line.endswith(
         f"warmup.optimizer.{setting}=True with train.optimizer.{setting}=False, by which the state of both lies; "
         "expected none of its own"
     )
-    assert load_recipe(DEMO, [*of_training, own]).warmup is not None
+    assert load_recipe(DEMO, [*of_training, of_warmup]).warmup is not None
 
 
 def test_a_warm_up_keeps_the_way_of_the_optimizers_state() -> None:
@@ -114,12 +117,12 @@ def test_prompts_without_room_are_counted_and_said(
 
 
 def test_prompts_without_room_are_refused_by_default_and_never_all_dropped(tmp_path: Path) -> None:
-    room = ["warmup=null", "rollout.engine.context_length=8"]
+    overrides = ["warmup=null", "rollout.engine.context_length=8"]
     data = lines_of(tmp_path, "10+1=", "10+11=")
     with pytest.raises(UserError, match="has 5 tokens, expected 1 to 4"):
-        check_recipe(load_recipe(DEMO, [*room, data.replace("POLICY", "refuse")]))
+        check_recipe(load_recipe(DEMO, [*overrides, data.replace("POLICY", "refuse")]))
     with pytest.raises(UserError, match="overlong_prompts=drop leaves no training prompt: all 2 have more than 4"):
-        check_recipe(load_recipe(DEMO, [*room, data.replace("POLICY", "drop")]))
+        check_recipe(load_recipe(DEMO, [*overrides, data.replace("POLICY", "drop")]))
 
 
 def test_what_rewards_cannot_do_with_the_data_is_found_before_anything_starts(
@@ -148,13 +151,25 @@ def test_older_checkpoints_refused_long_prompts(tmp_path: Path) -> None:
     del saved["data"]["overlong_prompts"], saved["trainer"]["epochs_of_data"]
     inputs: dict[str, str] = {}
     assert contradictions(recipe, checkpoint / "model", ["actor"], saved, inputs) == []
-    assert changes(recipe, saved) == []
-    assert changes(a_recipe(tmp_path, "trainer.async_evaluation=true"), saved) == []  # which changes no result
-    [other] = contradictions(a_recipe(tmp_path, "data.overlong_prompts=drop"), checkpoint / "model", [], saved, inputs)
-    assert str(other) == "data.overlong_prompts: refuse in the checkpoint, drop in the recipe"
+    assert changes(public_settings(recipe), saved) == []
+    other = a_recipe(tmp_path, "trainer.async_evaluation=true")
+    assert changes(public_settings(other), saved) == []  # which changes no result
+    [differs] = contradictions(
+        a_recipe(tmp_path, "data.overlong_prompts=drop"), checkpoint / "model", [], saved, inputs
+    )
+    assert str(differs) == "data.overlong_prompts: refuse in the checkpoint, drop in the recipe"
     assert "data.overlong_prompts: " in refusal(a_recipe(tmp_path, "resume=auto", "data.overlong_prompts=drop"))[1]
     longer = a_recipe(tmp_path, "trainer.steps=null", "trainer.epochs_of_data=3")
-    assert [str(change) for change in changes(longer, saved)] == [
+    assert [str(change) for change in changes(public_settings(longer), saved)] == [
         "trainer.epochs_of_data: null in the checkpoint, 3.0 in the recipe",
         "trainer.steps: 120 in the checkpoint, nothing in the recipe",
     ]
+
+
+def test_replay_of_the_engines_routes_makes_engines_return_them() -> None:
+    assert not load_recipe(DEMO).has_routes
+    assert not load_recipe(DEMO, ["train.routing_replay=update"]).has_routes
+    for setting in ("train.routing_replay=rollout", "rollout.engine.routes=true"):
+        assert load_recipe(DEMO, [setting]).has_routes
+    with pytest.raises(SettingsError, match=r"rollout\.engine\.server_args\.chunked_prefill_size=-1 with routes=true"):
+        load_recipe(DEMO, ["train.routing_replay=rollout", "rollout.engine.server_args={chunked_prefill_size: -1}"])

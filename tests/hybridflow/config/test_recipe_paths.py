@@ -50,7 +50,7 @@ def test_every_path_starts_where_the_command_runs(
     assert read.data.jsonl is not None and read.reward is not None
     assert read.data.jsonl.train_path == here / "data/train.jsonl"
     assert read.data.jsonl.eval_path == here / "data/eval.jsonl"
-    assert [each.path for each in read.reward.functions] == [f"{here}/rewards/a.py:score", "package.b:score"]
+    assert [function.path for function in read.reward.functions] == [f"{here}/rewards/a.py:score", "package.b:score"]
     # What a run writes of its recipe means the same elsewhere.
     (tmp_path / "written.yaml").write_text(settings_yaml(read))
     monkeypatch.chdir(tmp_path)

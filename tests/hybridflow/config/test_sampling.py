@@ -29,8 +29,8 @@ _REFUSED = "draws tokens from another distribution than the policy's at the samp
 
 def test_everything_that_changes_the_distribution_is_here() -> None:
     assert OTHERS.keys() == NEUTRAL.keys()
-    own = {"temperature", "max_new_tokens", "stop_token_ids", "stop", "ignore_eos"}
-    assert SamplingConfig.model_fields.keys() == NEUTRAL.keys() | own
+    without_effect = {"temperature", "max_new_tokens", "stop_token_ids", "stop", "ignore_eos"}
+    assert SamplingConfig.model_fields.keys() == NEUTRAL.keys() | without_effect
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -78,6 +78,6 @@ def test_every_argument_of_sglang_that_could_change_a_draw_is_refused() -> None:
 
 
 def test_an_engine_is_told_all_of_them_so_that_no_default_of_a_model_counts() -> None:
-    told = sampling_parameters(Request(0, [3], SamplingConfig()), None)
-    assert {name: told[name] for name in NEUTRAL} == NEUTRAL
-    assert told["temperature"] == 1.0
+    parameters = sampling_parameters(Request(0, [3], SamplingConfig()), None)
+    assert {name: parameters[name] for name in NEUTRAL} == NEUTRAL
+    assert parameters["temperature"] == 1.0

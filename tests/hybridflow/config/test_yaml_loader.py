@@ -57,7 +57,7 @@ def errors(path: Path, *overrides: str) -> tuple[str, ...]:
 
 class Named(Settings):
     name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    place: AbsolutePath = Path("runs")
+    directory: AbsolutePath = Path("runs")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ class Named(Settings):
         ("name=a/b", "name = 'a/b': expected letters, digits, '.', '_' and '-', the first a letter or a digit"),
         (f"name={'a' * 300}", f"name = '{'a' * 56}...: expected at most 200 characters"),
         ("name=''", "name = '': expected at least 1 character"),
-        (f"place=/tmp/{'a/' * 2500}", "place: a path of 5,004 bytes, expected at most 4,000"),
-        (f"place=/tmp/{'é' * 150}", "place: a path with a name of 300 bytes, expected at most 255"),
+        (f"directory=/tmp/{'a/' * 2500}", "directory: a path of 5,004 bytes, expected at most 4,000"),
+        (f"directory=/tmp/{'é' * 150}", "directory: a path with a name of 300 bytes, expected at most 255"),
     ],
 )
 def test_names_and_paths_that_no_directory_can_have(tmp_path: Path, override: str, line: str) -> None:
@@ -199,9 +199,9 @@ def test_a_key_that_stands_twice_is_refused(recipe: Path) -> None:
     ("text", "line"), [("name: [\n", "2: "), ("- 1\n", "expected keys and values, found a list"), ("a:\n\tb: 1", "2: ")]
 )
 def test_what_is_not_a_mapping_in_yaml_is_refused(recipe: Path, text: str, line: str) -> None:
-    (found,) = errors_in(recipe, text)
-    assert found.startswith(str(recipe))
-    assert line in found
+    (message,) = errors_in(recipe, text)
+    assert message.startswith(str(recipe))
+    assert line in message
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -233,11 +233,11 @@ def test_a_file_stands_on_its_base(tmp_path: Path) -> None:
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    found = load_settings(Example, tmp_path / "top.yaml", ["optimizer.schedule=cosine"])
-    assert found.name == "middle"
-    assert found.optimizer == Optimizer(lr=2e-5, schedule="cosine", steps=3)
-    assert found.roles == {"actor": Role(devices="cpu:0"), "critic": Role(devices="cpu:1")}
-    assert found.stops == (Role(devices="cpu:3"),)
+    settings = load_settings(Example, tmp_path / "top.yaml", ["optimizer.schedule=cosine"])
+    assert settings.name == "middle"
+    assert settings.optimizer == Optimizer(lr=2e-5, schedule="cosine", steps=3)
+    assert settings.roles == {"actor": Role(devices="cpu:0"), "critic": Role(devices="cpu:1")}
+    assert settings.stops == (Role(devices="cpu:3"),)
     (tmp_path / "far/bottom.yaml").write_text("name: bottom\noptimizer:\n  steps: many\n")
     (line,) = errors(tmp_path / "top.yaml")
     assert line.startswith(f"{tmp_path}/far/bottom.yaml:3: optimizer.steps = 'many': ")

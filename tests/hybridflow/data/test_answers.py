@@ -71,9 +71,9 @@ def test_the_first_row_without_an_answer_is_known(
     tmp_path: Path, format: str, answers: list[Any], first: int, chat: PreTrainedTokenizerBase
 ) -> None:
     prompts = read(chat, write(tmp_path, format, answers))
-    ((counts, place),) = prompts.answer_counts()
+    ((counts, location),) = prompts.answer_counts()
     assert (counts.rows, counts.missing, counts.first_missing) == (len(answers), 1, first)
-    assert place.endswith(f"rows.jsonl:{first + 1}" if format == "jsonl" else f"rows.{format}, row {first}")
+    assert location.endswith(f"rows.jsonl:{first + 1}" if format == "jsonl" else f"rows.{format}, row {first}")
     left = read(chat, write(tmp_path, format, answers), where={"answer": {"present": True}})
     assert len(left) == len(answers) - 1 and left.answer_counts()[0][0].missing == 0
 
@@ -91,31 +91,31 @@ def test_a_nan_in_a_nested_column_is_null_and_half_floats_are_numbers(
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b", "c"], "reward_model": nested, "half": half}), path)
     examples = read(chat, path, answer="reward_model.ground_truth").examples
-    assert [each.answer for each in examples] == [None, None, 0.5]
-    assert [each.answer for each in read(chat, path, answer="half").examples] == [None, 1.5, 2.0]
+    assert [example.answer for example in examples] == [None, None, 0.5]
+    assert [example.answer for example in read(chat, path, answer="half").examples] == [None, 1.5, 2.0]
 
 
 def test_whole_numbers_that_pandas_has_written_as_floats_are_whole(
     tmp_path: Path, format: str, chat: PreTrainedTokenizerBase
 ) -> None:
     prompts = read(chat, write(tmp_path, format, [5.0, NAN, -3.0, 1e300, 0.0][:3]))
-    assert [each.answer for each in prompts.examples] == ["5", None, "-3"]
+    assert [example.answer for example in prompts.examples] == ["5", None, "-3"]
     assert not list(prompts.answers())
     prompts = read(chat, write(tmp_path, format, [5.0, 2.5, NAN]))
-    assert [each.answer for each in prompts.examples] == [5.0, 2.5, None]
+    assert [example.answer for example in prompts.examples] == [5.0, 2.5, None]
     assert list(prompts.answers()) == [2.5]
 
 
 def test_a_float_beyond_what_is_exact_stays_a_float(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
     prompts = read(chat, write(tmp_path, "jsonl", [5.0, 1e300]))
-    assert [each.answer for each in prompts.examples] == [5.0, 1e300]
+    assert [example.answer for example in prompts.examples] == [5.0, 1e300]
 
 
 def test_lines_of_json_in_memory_are_read_alike(tmp_path: Path) -> None:
     examples = read_jsonl(write(tmp_path, "jsonl", [5.0, NAN, 7]))
-    assert [each.answer for each in examples] == ["5", None, "7"]
-    assert examples[1].place.endswith("rows.jsonl:2")
-    assert [each.answer for each in read_jsonl(write(tmp_path, "jsonl", [5.0, 2.5]))] == [5.0, 2.5]
+    assert [example.answer for example in examples] == ["5", None, "7"]
+    assert examples[1].location.endswith("rows.jsonl:2")
+    assert [example.answer for example in read_jsonl(write(tmp_path, "jsonl", [5.0, 2.5]))] == [5.0, 2.5]
 
 
 def test_rows_may_lack_the_column_and_not_all_of_them(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
@@ -123,7 +123,7 @@ def test_rows_may_lack_the_column_and_not_all_of_them(tmp_path: Path, chat: PreT
     rows = [{"prompt": "a", "rm": None}, {"prompt": "b"}, {"prompt": "c", "rm": {"truth": "2"}}]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     prompts = read(chat, path, answer="rm.truth")
-    assert [each.answer for each in prompts.examples] == [None, None, "2"]
+    assert [example.answer for example in prompts.examples] == [None, None, "2"]
     assert prompts.answer_counts()[0][0].missing == 2
     with pytest.raises(UserError, match=r"a\.jsonl:1: no column 'rm\.true', only 'prompt', 'rm'"):
         read(chat, path, answer="rm.true")
@@ -136,4 +136,4 @@ def test_answers_that_say_that_there_is_none_are_counted_and_kept(
 ) -> None:
     prompts = read(chat, write(tmp_path, "jsonl", ["2", "proof", "NaN", "proof", "Proofs"]))
     assert prompts.answer_counts()[0][0].remarks == {"proof": 2, "NaN": 1}
-    assert [each.answer for each in prompts.examples] == ["2", "proof", "NaN", "proof", "Proofs"]
+    assert [example.answer for example in prompts.examples] == ["2", "proof", "NaN", "proof", "Proofs"]

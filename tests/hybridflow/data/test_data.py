@@ -111,12 +111,12 @@ def test_jsonl_examples_in_order_with_the_named_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["0.5", "[1, 2.5]", '{"unit": "m"}', "true", "null"])
-def test_an_answer_is_anything_that_json_has_but_one_to_learn_is_text(tmp_path: Path, answer: str) -> None:
+def test_an_answer_is_anything_that_json_has_but_one_to_train_on_is_text(tmp_path: Path, answer: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"prompt": "a", "answer": {answer}}}\n')
     [example] = read_jsonl(path)
     assert example.answer == example.fields["answer"] == json.loads(answer)
-    with pytest.raises(UserError, match=r":1: field 'answer' is .*, expected a string or an integer to learn"):
+    with pytest.raises(UserError, match=r":1: field 'answer' is .*, expected a string or an integer to train on"):
         read_jsonl(path, text_answers=True)
 
 
@@ -179,15 +179,15 @@ def test_every_prompt_exactly_once_an_epoch_across_batch_boundaries() -> None:
 
 
 def test_a_resumed_sampler_goes_on_exactly(tmp_path: Path) -> None:
-    whole = PromptSampler(13, seed=2).next(100)
+    uninterrupted = PromptSampler(13, seed=2).next(100)
     for position in range(0, 60, 7):
         before = PromptSampler(13, seed=2)
-        assert before.next(position) == whole[:position]
+        assert before.next(position) == uninterrupted[:position]
         (tmp_path / "state.json").write_text(json.dumps(before.state_dict()))
         after = PromptSampler(13, seed=2)
         after.next(random.Random(position).randrange(50))
         after.load_state_dict(json.loads((tmp_path / "state.json").read_text()))
-        assert after.next(100 - position) == whole[position:]
+        assert after.next(100 - position) == uninterrupted[position:]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
@@ -232,9 +232,9 @@ def test_a_tokenizer_is_the_one_that_transformers_finds(name: str, model_type: s
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
     if model_type is not None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    found, expected = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(found) is type(expected) and found.get_vocab() == expected.get_vocab()
-    assert found.encode("17+25=") == expected.encode("17+25=") == [4, 10, 13, 5, 8, 16]
+    loaded, expected = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is type(expected) and loaded.get_vocab() == expected.get_vocab()
+    assert loaded.encode("17+25=") == expected.encode("17+25=") == [4, 10, 13, 5, 8, 16]
 
 
 def test_encoding_prompts_and_answers(tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_prompts_that_are_too_long_by_policy(
 ) -> None:
     tokenizer = make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path)
     examples = [Example("1+2=", "3"), Example("10+2=", "12")]
-    found = fit_prompts(tokenizer, examples, max_tokens=4, policy=policy)
-    assert found == ([examples[index] for index in kept], tokens, 1)
+    fitted = fit_prompts(tokenizer, examples, max_tokens=4, policy=policy)
+    assert fitted == ([examples[index] for index in kept], tokens, 1)
     with pytest.raises(UserError, match=r"prompt 1 \('10\+2='\) has 5 tokens, expected 1 to 4"):
         fit_prompts(tokenizer, examples, max_tokens=4, policy="refuse")
 

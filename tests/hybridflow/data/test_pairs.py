@@ -37,14 +37,13 @@ def read(path: Path, text: str, *, unpaired: bool = False, **fields: Any) -> lis
     return read_pairs(path, config(path, **fields), unpaired=unpaired)
 
 
-def a_pair(prompt: Any, chosen: Any, rejected: Any, place: str = "p:1") -> Pair:
-    return Pair(prompt, chosen, rejected, place)
+def a_pair(prompt: Any, chosen: Any, rejected: Any, location: str = "p:1") -> Pair:
+    return Pair(prompt, chosen, rejected, location)
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, *pairs: Pair, **settings: Any) -> GivenResponses:
-    return encode_pairs(
-        tokenizer, pairs, **{"context": 12, "policy": "refuse", "same": "refuse", "unpaired": False} | settings
-    )
+    usual: dict[str, Any] = {"context": 12, "policy": "refuse", "same": "refuse", "unpaired": False}
+    return encode_pairs(tokenizer, pairs, **usual | settings)
 
 
 # Files
@@ -54,8 +53,8 @@ def test_pairs_in_order_with_the_named_fields_as_texts_or_tokens(tmp_path: Path)
     path = tmp_path / "p.jsonl"
     lines = [{"q": "1+1=", "good": "2", "bad": "3", "more": 0}, {"q": [5, 6], "good": [7], "bad": [8, 9]}]
     text = "\n\n".join(map(json.dumps, lines))
-    found = read(path, text, prompt_field="q", chosen_field="good", rejected_field="bad")
-    assert found == [a_pair("1+1=", "2", "3", f"{path}:1"), a_pair([5, 6], [7], [8, 9], f"{path}:3")]
+    pairs = read(path, text, prompt_field="q", chosen_field="good", rejected_field="bad")
+    assert pairs == [a_pair("1+1=", "2", "3", f"{path}:1"), a_pair([5, 6], [7], [8, 9], f"{path}:3")]
 
 
 @pytest.mark.parametrize(
@@ -119,25 +118,25 @@ def test_pairs_of_files_and_supervised_examples_of_their_better_responses(tmp_pa
 
 def test_pairs_of_messages_are_rendered_by_the_template(tmp_path: Path) -> None:
     tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
-    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    question = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     good, bad = ({"role": "assistant", "content": answer} for answer in "23")
     rows = [
-        {"prompt": asked, "chosen": [good], "rejected": [bad]},  # the responses alone,
-        {"prompt": asked, "chosen": [*asked, good], "rejected": [*asked, bad]},  # with the prompt before them,
-        {"prompt": None, "chosen": [*asked, good], "rejected": [*asked, bad]},  # and without a column of prompts
+        {"prompt": question, "chosen": [good], "rejected": [bad]},  # the responses alone,
+        {"prompt": question, "chosen": [*question, good], "rejected": [*question, bad]},  # with the prompt before them,
+        {"prompt": None, "chosen": [*question, good], "rejected": [*question, bad]},  # and without a column of prompts
     ]
     path = tmp_path / "pairs.parquet"
     pq.write_table(pa.Table.from_pylist(rows[:2]), path)
-    found = read_pairs(path, config(path), unpaired=False)
+    pairs = read_pairs(path, config(path), unpaired=False)
     conversations = tmp_path / "conversations.jsonl"
     conversations.write_text(json.dumps(rows[2]))
     implicit = config(path).model_copy(update={"prompt_field": None})
-    found += read_pairs(conversations, implicit, unpaired=False)
-    given = encode_pairs(tokenizer, found, context=60, policy="refuse", same="refuse", unpaired=False)
+    pairs += read_pairs(conversations, implicit, unpaired=False)
+    given = encode_pairs(tokenizer, pairs, context=60, policy="refuse", same="refuse", unpaired=False)
     prompt = "<|system|>Add.<|end|><|user|>1+1<|end|><|assistant|>"
-    assert [tokenizer.decode(each) for each in given.tokens] == [prompt] * 3
-    assert [[tokenizer.decode(each) for each in both] for both in given.responses] == [["2<|end|>", "3<|end|>"]] * 3
-    [cut] = encode_pairs(tokenizer, found[:1], context=13, policy="cut_left", same="refuse", unpaired=False).tokens
+    assert [tokenizer.decode(tokens) for tokens in given.tokens] == [prompt] * 3
+    assert [[tokenizer.decode(tokens) for tokens in both] for both in given.responses] == [["2<|end|>", "3<|end|>"]] * 3
+    [cut] = encode_pairs(tokenizer, pairs[:1], context=13, policy="cut_left", same="refuse", unpaired=False).tokens
     assert tokenizer.decode(cut) == prompt.replace("1+1", "+1")
 
 
@@ -154,8 +153,8 @@ def test_calls_of_tools_in_pairs_have_their_own_arguments_from_every_format(tmp_
     pq.write_table(pa.Table.from_pylist(rows), path)
     lines = read(tmp_path / "p.jsonl", "\n".join(map(json.dumps, rows)))
     columns = read_pairs(path, config(path), unpaired=False)
-    assert [(each.prompt, each.chosen, each.rejected) for each in columns] == [
-        (each.prompt, each.chosen, each.rejected) for each in lines
+    assert [(pair.prompt, pair.chosen, pair.rejected) for pair in columns] == [
+        (pair.prompt, pair.chosen, pair.rejected) for pair in lines
     ]
     [pair] = read(tmp_path / "p.jsonl", json.dumps(row("weather", city=None)))
     assert pair.chosen == row("weather", city=None)["chosen"]
@@ -164,17 +163,17 @@ def test_calls_of_tools_in_pairs_have_their_own_arguments_from_every_format(tmp_
 @pytest.mark.parametrize("generation_prompt", [True, False])
 def test_prompt_and_response_of_a_pair_are_the_tokens_of_the_whole(tmp_path: Path, generation_prompt: bool) -> None:
     tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
-    asked = [{"role": "user", "content": "1+1"}]
+    question = [{"role": "user", "content": "1+1"}]
     good, bad = ([{"role": "assistant", "content": answer}] for answer in "23")
     chat = ChatConfig(generation_prompt=generation_prompt)
-    found = encoded(tokenizer, a_pair(asked, good, bad), context=60, chat=chat)
-    for response, answer in zip(found.responses[0], "23", strict=True):
-        whole = f"<|user|>1+1<|end|><|assistant|>{answer}<|end|>"
-        assert found.tokens[0] + response == tokenizer.encode(whole, add_special_tokens=False)
+    given = encoded(tokenizer, a_pair(question, good, bad), context=60, chat=chat)
+    for response, answer in zip(given.responses[0], "23", strict=True):
+        complete = f"<|user|>1+1<|end|><|assistant|>{answer}<|end|>"
+        assert given.tokens[0] + response == tokenizer.encode(complete, add_special_tokens=False)
 
 
 def test_settings_of_chat_that_say_nothing_of_pairs_are_refused(tmp_path: Path) -> None:
-    for name, value in (("texts", "user"), ("learn", "last")):
+    for name, value in (("texts", "user"), ("train_on", "last")):
         with pytest.raises(ValueError, match=rf"chat\.{name}={value}, where .*; expected"):
             config(tmp_path / "p.jsonl", chat={name: value})
     tokenizer, chat = make_chat_tokenizer(tmp_path / "tokenizer"), ChatConfig(system="Add.")
@@ -185,8 +184,8 @@ def test_settings_of_chat_that_say_nothing_of_pairs_are_refused(tmp_path: Path) 
 
 def test_a_response_that_is_no_answer_to_its_prompt_is_refused(tmp_path: Path) -> None:
     tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
-    asked = [{"role": "user", "content": "1+1"}]
-    pair = Pair(asked, [{"role": "assistant", "content": "2"}, *asked], [1], "p.jsonl:1")
+    question = [{"role": "user", "content": "1+1"}]
+    pair = Pair(question, [{"role": "assistant", "content": "2"}, *question], [1], "p.jsonl:1")
     with pytest.raises(UserError, match=r"p.jsonl:1: a response of 2 messages, expected one of the assistant"):
         encode_pairs(tokenizer, [pair], context=60, policy="refuse", same="refuse", unpaired=False)
 
@@ -207,12 +206,12 @@ def test_arithmetic_pairs_are_of_the_task_s_problems_right_against_wrong() -> No
 
 
 def test_texts_end_with_the_end_and_tokens_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
-    found = encoded(tokenizer, a_pair("1+1=", "2", "13"), a_pair([5, 6], [7], [8, 9], "p:2"))
-    end, digits = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(["2", "1", "3"])
-    assert found.responses == [([digits[0], end], [digits[1], digits[2], end]), ([7], [8, 9])]
-    assert found.tokens == [tokenizer.encode("1+1="), [5, 6]]
-    assert found.rewards == [(1.0, 0.0), (1.0, 0.0)]
-    assert found.examples[0].answer == ["2", "13"]
+    given = encoded(tokenizer, a_pair("1+1=", "2", "13"), a_pair([5, 6], [7], [8, 9], "p:2"))
+    end, digits = tokenizer.eos_token_id, [tokenizer.convert_tokens_to_ids(digit) for digit in "213"]
+    assert given.responses == [([digits[0], end], [digits[1], digits[2], end]), ([7], [8, 9])]
+    assert given.tokens == [tokenizer.encode("1+1="), [5, 6]]
+    assert given.rewards == [(1.0, 0.0), (1.0, 0.0)]
+    assert given.examples[0].answer == ["2", "13"]
 
 
 def test_pairs_without_a_difference_are_refused_or_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -220,10 +219,10 @@ def test_pairs_without_a_difference_are_refused_or_left_out(tokenizer: PreTraine
     expected = "p:2: the better and the worse response are the same; expected two that differ, or "
     with pytest.raises(UserError, match=f"^{expected}data.pairs.same_responses=drop$"):
         encoded(tokenizer, *pairs)
-    found = encoded(tokenizer, *pairs, same="drop")
-    assert len(found) == len(found.responses) == len(found.rewards) == 1
-    assert found.alike == ["p:2", "p:3"]
-    assert pair_notes({"training": found}, tokenizer) == [
+    given = encoded(tokenizer, *pairs, same="drop")
+    assert len(given) == len(given.responses) == len(given.rewards) == 1
+    assert given.alike == ["p:2", "p:3"]
+    assert pair_notes({"training": given}, tokenizer) == [
         "data: 2 of 3 training pairs have the same response twice and are left out; the first is p:2"
     ]
     with pytest.raises(UserError, match=r"p:2: the better and .*, as in all 2 pairs; expected some that differ"):
@@ -238,9 +237,9 @@ def test_prompts_without_room_for_their_longest_response(
     tokenizer: PreTrainedTokenizerBase, policy: OverlongPolicy, kept: list[list[int]]
 ) -> None:
     pairs = [a_pair([3, 4, 5], [7], [8, 8]), a_pair([6], [7], [8], "p:2")]
-    found = encoded(tokenizer, *pairs, context=4, policy=policy)
-    assert found.tokens == kept and found.overlong == 1
-    assert len(found.responses) == len(kept)
+    given = encoded(tokenizer, *pairs, context=4, policy=policy)
+    assert given.tokens == kept and given.overlong == 1
+    assert len(given.responses) == len(kept)
     with pytest.raises(UserError, match="p:1: the prompt has 3 tokens and its longest response 2, expected at most 4"):
         encoded(tokenizer, *pairs, context=4)
 
@@ -256,11 +255,11 @@ def test_a_response_that_leaves_no_room_for_any_prompt_is_refused_or_dropped(
 
 def test_each_response_of_examples_is_beside_one_to_another_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     pairs = [a_pair([3], [7, 7, 7], None), a_pair([4, 4], [8], [9, 9], "p:2"), a_pair([4, 4], None, [6], "p:3")]
-    found = encoded(tokenizer, *pairs, context=4, unpaired=True)
+    given = encoded(tokenizer, *pairs, context=4, unpaired=True)
     # Those to prompt [4, 4] are beside the one to [3], which follows in a circle, and is cut where it does not fit.
-    assert found.tokens == [[3], [4, 4], [4, 4], [4, 4]]
-    assert found.responses == [([7, 7, 7], [8]), ([8], [7, 7]), ([9, 9], [7, 7]), ([6], [7, 7])]
-    assert found.rewards == [(1.0, 0.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert given.tokens == [[3], [4, 4], [4, 4], [4, 4]]
+    assert given.responses == [([7, 7, 7], [8]), ([8], [7, 7]), ([9, 9], [7, 7]), ([6], [7, 7])]
+    assert given.rewards == [(1.0, 0.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +280,7 @@ def test_examples_that_say_nothing_are_refused(
     tokenizer: PreTrainedTokenizerBase, pairs: list[tuple[Any, Any, Any]], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        encoded(tokenizer, *(a_pair(*each, f"p:{row}") for row, each in enumerate(pairs, start=1)), unpaired=True)
+        encoded(tokenizer, *(a_pair(*pair, f"p:{row}") for row, pair in enumerate(pairs, start=1)), unpaired=True)
 
 
 # Layouts of published pairs
@@ -314,8 +313,8 @@ def test_tools_of_pairs(tmp_path: Path) -> None:
     path, chat = tmp_path / "p.jsonl", make_chat_tokenizer(tmp_path / "tokenizer")
     said = {name: [{"role": "assistant", "content": name[0]}] for name in ("chosen", "rejected")}
     row = {"prompt": [{"role": "user", "content": "q"}], **said, "tools": [{"name": "add"}]}
-    found = encoded(chat, *read(path, json.dumps(row)), context=100)
-    assert pair_notes({"training": found}, chat) == [
+    given = encoded(chat, *read(path, json.dumps(row)), context=100)
+    assert pair_notes({"training": given}, chat) == [
         "data: 1 training pairs have tools in a column 'tools' that the prompts leave out; the setting tools of a "
         f"source (tools_field of pairs) renders them; the first is {path}:1"
     ]
@@ -323,14 +322,14 @@ def test_tools_of_pairs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.pairs\.tools_field is set, and the chat template does not read tools"):
         encoded(chat, *pairs, context=100)
     chat.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + str(chat.chat_template)
-    found = encoded(chat, *pairs, context=100)
-    assert chat.decode(found.tokens[0]) == '[{"name": "add"}]<|user|>q<|end|><|assistant|>'
-    assert chat.decode(found.responses[0][0]) == "c<|end|>" and not pair_notes({"training": found}, chat)
+    given = encoded(chat, *pairs, context=100)
+    assert chat.decode(given.tokens[0]) == '[{"name": "add"}]<|user|>q<|end|><|assistant|>'
+    assert chat.decode(given.responses[0][0]) == "c<|end|>" and not pair_notes({"training": given}, chat)
     with pytest.raises(UserError, match="field 'tools' has tools, and the prompt is no messages; expected them"):
         read(path, json.dumps({"prompt": "q", "chosen": "a", "rejected": "b", "tools": "[{}]"}), tools_field="tools")
 
 
 def test_a_response_that_ends_itself_has_no_second_end(tmp_path: Path) -> None:
     chat = make_chat_tokenizer(tmp_path)
-    found = encoded(chat, a_pair("q", "x<|end|>", "y"))
-    assert [chat.decode(tokens) for tokens in found.responses[0]] == ["x<|end|>", "y<|end|>"]
+    given = encoded(chat, a_pair("q", "x<|end|>", "y"))
+    assert [chat.decode(tokens) for tokens in given.responses[0]] == ["x<|end|>", "y<|end|>"]

@@ -20,20 +20,20 @@ def order(
 ) -> PromptOrder:
     """Sources a, b, ... of so many prompts; a weight is a number or pairs of step and weight."""
     sources, begin = [], 0
-    for place, size in enumerate(sizes):
-        given = weights[place] if weights else ()
+    for number, size in enumerate(sizes):
+        given = weights[number] if weights else ()
         steps = given if isinstance(given, tuple) else ((1, given),)
-        weight = tuple(WeightFrom(step=step, weight=each) for step, each in steps)
-        sources.append(SourceOrder("abcdef"[place], begin, begin + size, weight))
+        weight = tuple(WeightFrom(step=step, weight=share) for step, share in steps)
+        sources.append(SourceOrder("abcdef"[number], begin, begin + size, weight))
         begin += size
     curriculum = DifficultyConfig(**difficulty) if difficulty else None
     return PromptOrder(begin, seed, tuple(sources), per_step, curriculum)
 
 
 def shares(drawn: Sequence[int], given: PromptOrder) -> list[int]:
-    """How many are of each source."""
-    found = Counter(next(s.label for s in given.sources if s.begin <= index < s.end) for index in drawn)
-    return [found[source.label] for source in given.sources]
+    """Counts of draws by source."""
+    counts = Counter(next(s.label for s in given.sources if s.begin <= index < s.end) for index in drawn)
+    return [counts[source.label] for source in given.sources]
 
 
 # One source
@@ -69,8 +69,8 @@ def test_shares_are_those_of_the_weights_after_any_number_of_draws(weights: tupl
     given = order([7, 5, 11], weights)
     drawn, counts = given.sampler().next(3000), [0, 0, 0]
     for position, index in enumerate(drawn, start=1):
-        [place] = [place for place, source in enumerate(given.sources) if source.begin <= index < source.end]
-        counts[place] += 1
+        [number] = [number for number, source in enumerate(given.sources) if source.begin <= index < source.end]
+        counts[number] += 1
         for count, weight in zip(counts, weights, strict=True):
             assert abs(count - position * weight / sum(weights)) < len(weights)
 
@@ -118,23 +118,23 @@ def test_weights_change_at_their_steps() -> None:
 
 def test_draws_do_not_depend_on_how_many_are_asked_for_at_a_time() -> None:
     given = order([7, 5, 11], (((1, 1), (4, 5)), ((1, 2), (6, 0)), 1), per_step=5)
-    whole, sampler, generator = given.sampler().next(300), given.sampler(), random.Random(0)
-    parts: list[int] = []
-    while len(parts) < 300:
-        parts += sampler.next(generator.randrange(1, 12))
-    assert parts[:300] == whole
+    uninterrupted, sampler, generator = given.sampler().next(300), given.sampler(), random.Random(0)
+    draws: list[int] = []
+    while len(draws) < 300:
+        draws += sampler.next(generator.randrange(1, 12))
+    assert draws[:300] == uninterrupted
 
 
 def test_a_resumed_sampler_goes_on_exactly_at_every_position() -> None:
     given = order([3, 5, 4], (((1, 1), (4, 5)), ((1, 2), (6, 0), (9, 1)), 0.3), per_step=4)
-    whole, sampler = given.sampler().next(120), given.sampler()
+    uninterrupted, sampler = given.sampler().next(120), given.sampler()
     for position in range(100):
         state = json.loads(json.dumps(sampler.state_dict()))
         after = given.sampler()
         after.next(position % 7)
         after.load_state_dict(state)
         assert after.position == position
-        assert after.next(20) == whole[position : position + 20]
+        assert after.next(20) == uninterrupted[position : position + 20]
         sampler.next(1)
 
 
@@ -217,11 +217,11 @@ def test_a_curriculum_by_difficulty_resumes_at_every_position() -> None:
             sampler.measured(rates[position])
         return drawn
 
-    whole, sampler = play(given.sampler(), 0, 160), given.sampler()
+    uninterrupted, sampler = play(given.sampler(), 0, 160), given.sampler()
     for position in range(120):
         after = given.sampler()
         after.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
-        assert play(after, position, position + 25) == whole[position : position + 25]
+        assert play(after, position, position + 25) == uninterrupted[position : position + 25]
         assert after.epoch == after.position // 15
         play(sampler, position, position + 1)
 

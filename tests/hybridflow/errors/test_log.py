@@ -1,4 +1,4 @@
-"""What is told where, and from which level on."""
+"""Streams of log lines, by level."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_progress_is_on_stdout_and_the_rest_on_stderr(capsys: pytest.CaptureFixt
     log.debug("nothing")
     log.info("start 1.0 s  100 % of %s")
     log.warning("a file could not be removed")
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("start 1.0 s  100 % of %s\n", "hybridflow: a file could not be removed\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("start 1.0 s  100 % of %s\n", "hybridflow: a file could not be removed\n")
 
 
 def test_only_what_is_as_grave_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,8 +34,8 @@ def test_only_what_is_as_grave_is_told(capsys: pytest.CaptureFixture[str]) -> No
 def test_an_unknown_level_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     set_level("loud")
     log.info("one")
-    told = capsys.readouterr()
-    assert told.out == "one\n"
-    assert told.err == (
+    captured = capsys.readouterr()
+    assert captured.out == "one\n"
+    assert captured.err == (
         "hybridflow: HYBRIDFLOW_LOG_LEVEL=loud: expected one of DEBUG, INFO, WARNING, ERROR; INFO is taken\n"
     )

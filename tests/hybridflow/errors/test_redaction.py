@@ -60,13 +60,13 @@ def test_secrets_do_not_reach_what_a_run_writes() -> None:
     assert SECRET not in written and f"api_key: {REDACTED}" in written
     manifest = public_settings(recipe)
     assert SECRET not in str(manifest)
-    assert changes(with_secret("another"), manifest) == []
+    assert changes(public_settings(with_secret("another")), manifest) == []
 
 
 def test_a_recipe_without_its_secrets_asks_for_them(tmp_path: Path) -> None:
-    facts = public_settings(with_secret(SECRET))
+    public = public_settings(with_secret(SECRET))
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(facts))
+    path.write_text(yaml.safe_dump(public))
     with pytest.raises(SettingsError) as caught:
         load_settings(Recipe, path)
     assert [line.removeprefix(f"{path}: ") for line in caught.value.lines] == [

@@ -52,8 +52,8 @@ OF_PPO = {
 
 
 def test_the_console_shows_the_share_of_each_held_out_set_that_passes() -> None:
-    figures = {"eval/aime/reward_mean": 0.3, "eval/aime/mean@16": 0.25, "eval/aime/mean@16_low": 0.2}
-    record = Record("eval", 40, {"eval/accuracy": 0.5} | figures | {"eval/sums/mean@1": 1.0})
+    values = {"eval/aime/reward_mean": 0.3, "eval/aime/mean@16": 0.25, "eval/aime/mean@16_low": 0.2}
+    record = Record("eval", 40, {"eval/accuracy": 0.5} | values | {"eval/sums/mean@1": 1.0})
     assert console_line(record, None, None) == "eval 40  accuracy 0.500  aime mean@16 0.250  sums mean@1 1.000"
 
 
@@ -74,11 +74,11 @@ def test_a_line_of_a_file_has_all_figures() -> None:
 
 def _all_of(reader: int) -> bytes:
     """Read what was written to a pseudo-terminal whose other end is closed: it comes in parts and ends with EIO."""
-    parts = []
+    chunks = []
     with os.fdopen(reader, "rb", buffering=0) as file, contextlib.suppress(OSError):
-        while part := file.read(100_000):
-            parts.append(part)
-    return b"".join(parts)
+        while chunk := file.read(100_000):
+            chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _on_terminal(

@@ -74,10 +74,10 @@ def test_wilson_against_published_values() -> None:
 
 def test_the_interval_of_a_mean_is_of_prompts_and_not_of_responses() -> None:
     values = [0.0, 0.5, 1.0, 0.25]
-    found = over_prompts(values, proportion=True)
+    estimate = over_prompts(values, proportion=True)
     error = statistics.stdev(values) / 2
-    assert found.value == pytest.approx(0.4375)
-    assert (found.low, found.high) == pytest.approx((0.4375 - 1.959964 * error, 0.4375 + 1.959964 * error))
+    assert estimate.value == pytest.approx(0.4375)
+    assert (estimate.low, estimate.high) == pytest.approx((0.4375 - 1.959964 * error, 0.4375 + 1.959964 * error))
     assert over_prompts([0.0, 0.0, 1.0], proportion=True).high == pytest.approx(wilson(1, 3)[1])
     assert over_prompts([3.0], proportion=False).low is None
     assert over_prompts([-1.0, 1.0], proportion=False).low == pytest.approx(-1.959964)  # no share: not cut at 0
@@ -94,29 +94,29 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
         for _ in range(60):
             chance = generator.choice((0.0, 1.0, 0.5))
             groups.append(group(*(float(generator.random() < chance) for _ in range(4))))
-        found = estimates(groups, 4, votes=False)["mean@4"]
-        assert found.low is not None and found.high is not None
-        covered += found.low <= 0.5 <= found.high
+        estimate = estimates(groups, 4, votes=False)["mean@4"]
+        assert estimate.low is not None and estimate.high is not None
+        covered += estimate.low <= 0.5 <= estimate.high
     assert 0.92 <= covered / 400 <= 0.98
 
 
 def test_all_figures_of_two_prompts() -> None:
     groups = [group(1.0, 0.0, 0.5, 1.0, votes=[1, 2, 2, 1]), group(0.0, 0.0, 0.0, 2.0, votes=[None, 3, 3, 4])]
-    found = estimates(groups, 4, votes=True)
-    assert list(found) == figure_names(4, votes=True)
-    assert {name: each.value for name, each in found.items()} == pytest.approx(
+    by_name = estimates(groups, 4, votes=True)
+    assert list(by_name) == figure_names(4, votes=True)
+    assert {name: estimate.value for name, estimate in by_name.items()} == pytest.approx(
         {"reward_mean": (0.625 + 0.5) / 2, "mean@4": 0.375, "pass@1": 0.375, "pass@2": (5 / 6 + 0.5) / 2}
         | {"pass@4": 1.0, "maj@4": 0.5}
     )
-    assert found["mean@4"].value == found["pass@1"].value
-    assert {"pass@2_low", "pass@2", "pass@2_high"} <= with_intervals(found).keys()
+    assert by_name["mean@4"].value == by_name["pass@1"].value
+    assert {"pass@2_low", "pass@2", "pass@2_high"} <= with_intervals(by_name).keys()
 
 
 def test_responses_without_a_score_are_left_out_and_are_not_wrong() -> None:
     groups = [group(1.0, 1.0), group(0.0), []]
-    found = estimates(groups, 2, votes=True)
-    assert found["mean@2"].value == 0.5 and found["mean@2"].prompts == 2
-    assert found["pass@2"].value == 1.0 and found["pass@2"].prompts == 1
+    by_name = estimates(groups, 2, votes=True)
+    assert by_name["mean@2"].value == 0.5 and by_name["mean@2"].prompts == 2
+    assert by_name["pass@2"].value == 1.0 and by_name["pass@2"].prompts == 1
     with pytest.raises(ValueError, match="no prompts"):
         estimates([[], []], 2, votes=False)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybridflow.metrics.timeline import Span, Timeline
+from hybridflow.metrics.timeline import Timeline, TimelineSpan
 
 
 def test_the_last_spans_are_kept_in_the_order_of_their_beginnings() -> None:
     timeline = Timeline(most_spans=3)
-    spans = [Span("actor", 0, "update", float(second), second + 0.5) for second in range(4)]
+    spans = [TimelineSpan("actor", 0, "update", float(second), second + 0.5) for second in range(4)]
     timeline.record([spans[0], spans[3]])
     timeline.record([spans[2], spans[1]])
     assert timeline.spans == (spans[1], spans[2], spans[3])
@@ -20,8 +20,8 @@ def test_the_last_spans_are_kept_in_the_order_of_their_beginnings() -> None:
 
 def test_the_file_has_a_process_for_each_role_and_a_thread_for_each_rank(tmp_path: Path) -> None:
     timeline = Timeline()
-    timeline.record([Span("critic", 1, "values", 10.5, 12.0), Span("actor", 0, "update", 10.0, 10.25)])
-    timeline.record([Span("critic", 0, "values", 11.0, 11.5)])
+    timeline.record([TimelineSpan("critic", 1, "values", 10.5, 12.0), TimelineSpan("actor", 0, "update", 10.0, 10.25)])
+    timeline.record([TimelineSpan("critic", 0, "values", 11.0, 11.5)])
     path = tmp_path / "timeline.json"
     timeline.write(path)
     events = json.loads(path.read_text())["traceEvents"]

@@ -77,13 +77,13 @@ def test_a_run_of_mlflow_resumes_under_its_identifier(run: Path, tmp_path: Path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     write(metrics(mlflow={"tracking_uri": uri, "experiment": "sums", "tags": {"a": "b"}}), run)
     client = mlflow.MlflowClient(tracking_uri=uri)
-    [found] = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
-    assert (found.info.run_name, found.info.status, found.data.tags["a"]) == ("run", "FINISHED", "b")
-    assert found.data.params["trainer.steps"] == "4"
-    history = client.get_metric_history(found.info.run_id, "train/loss")
-    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 0.25)]
-    assert client.get_metric_history(found.info.run_id, "eval/pass_8")[0].step == 2
-    assert client.get_metric_history(found.info.run_id, "sft/loss")[0].value == 2.0
+    [tracked] = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert (tracked.info.run_name, tracked.info.status, tracked.data.tags["a"]) == ("run", "FINISHED", "b")
+    assert tracked.data.params["trainer.steps"] == "4"
+    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
+    assert client.get_metric_history(tracked.info.run_id, "eval/pass_8")[0].step == 2
+    assert client.get_metric_history(tracked.info.run_id, "sft/loss")[0].value == 2.0
     with pytest.raises(UserError, match=r"metrics\.mlflow: refuses to begin: "):
         Metrics(metrics(mlflow={"tracking_uri": "nonsense://x"}), tmp_path / "other")
 

@@ -51,7 +51,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(directory: Path) -> Iterator[Any]:
-    """What one start of a run wrote: LevelDB's log format, in which wandb keeps its messages."""
+    """Return the records that one start of a run wrote: LevelDB's log format, in which wandb keeps its messages."""
     from wandb.proto import wandb_internal_pb2
 
     [file] = directory.glob("*.wandb")
@@ -107,7 +107,7 @@ def test_each_phase_has_its_own_steps_and_a_resumed_run_goes_on(tmp_path: Path) 
     time.sleep(1.1)  # wandb names a start by the second
     with Metrics(ONLY_WANDB, run, resume_from_step=2) as log:
         log.log(3, {"train/loss": 0.125})
-    identity, again = (next(each.run for each in records(start) if each.HasField("run")) for start in starts(run))
+    identity, again = (next(record.run for record in records(start) if record.HasField("run")) for start in starts(run))
     assert identity.run_id == again.run_id == (run / "wandb" / "run-id").read_text().strip()
     assert (identity.project, identity.display_name) == ("hybridflow", "run")
     assert history(starts(run)[1])[-1]["train/step"] == "3"
@@ -176,7 +176,7 @@ def test_project_entity_tags_and_mode_are_those_of_the_recipe(tmp_path: Path, mo
     with Metrics(ONLY_WANDB.model_copy(update={"wandb": wandb}), tmp_path / "run") as log:
         log.log(1, {"train/loss": 0.5})
     [start] = starts(tmp_path / "run")
-    run = next(each.run for each in records(start) if each.HasField("run"))
+    run = next(record.run for record in records(start) if record.HasField("run"))
     assert (run.project, run.entity, list(run.tags)) == ("sums", "team", ["a", "b"])
 
 

@@ -1,9 +1,10 @@
-"""What `hybridflow data` says of a recipe."""
+"""Report of `hybridflow data` on a recipe."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,12 @@ def recipe(tmp_path: Path) -> Path:
     rows = [{"prompt": [message(f"{number}+1=?")], "answer": number + 1, "level": 1} for number in range(1, 4)]
     rows += [rows[0] | {"level": 2}, rows[0] | {"prompt": [message("1" * 80)]}]
     said = [message("1+1"), message("2", "assistant"), message("2"), message("3", "assistant")]
-    for name, some in {"train": rows, "sft": [{"prompt": said}], "test": [{"prompt": "1+1=", "answer": 2}]}.items():
+    files: dict[str, list[dict[str, Any]]] = {
+        "train": rows,
+        "sft": [{"prompt": said}],
+        "test": [{"prompt": "1+1=", "answer": 2}],
+    }
+    for name, some in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     path = tmp_path / "recipe.yaml"
     path.write_text(f"""

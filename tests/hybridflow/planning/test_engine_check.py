@@ -1,4 +1,4 @@
-"""What would fail only once processes have started, and is found before."""
+"""Failures of engines that are found before processes start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.models import model_spec
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.served import check_deterministic
+from engine3d.rollout.served import check_deterministic, check_input_blocks
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import create_model, initial_spec
@@ -28,9 +28,9 @@ from hybridflow.planning.engine_check import (
     hosts_of_engine,
 )
 from hybridflow.planning.model_check import check_model
-from hybridflow.planning.placement_check import check_apart, lent_engines
+from hybridflow.planning.placement_check import check_apart, leased_engines
 from hybridflow.planning.recipe_check import check_recipe
-from tests.support.tiny_families import CONFIGS
+from tests.support.tiny_families import CONFIGS, FP8_CONFIGS
 
 DEMO = "launch/recipes/demo.yaml"
 
@@ -52,26 +52,27 @@ def refusal(call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("role", ["reward_model", "cost_model"])
 def test_a_model_that_scores_has_a_head(tmp_path: Path, role: str) -> None:
-    create_model(a_recipe(), tmp_path / "language", seed=0)
+    create_model(a_recipe().model, tmp_path / "language", seed=0)
     costs = ["algorithm={name: safe_rlhf}", "cost.functions=[{name: length, path: length}]"] if "cost" in role else []
     recipe = a_recipe(f"{role}.path={tmp_path}/language", *costs)
-    line = refusal(lambda: check_model(recipe, role, initial_spec(recipe)))
+    line = refusal(lambda: check_model(recipe.models[role], role, recipe.algorithm, initial_spec(recipe.model)))
     assert line.startswith(
         f"{role}.path: {tmp_path}/language: no tensor score.weight, expected a model with a value head"
     )
     critic = a_recipe("algorithm={name: ppo}", f"critic.path={tmp_path}/language")
-    spec, notes = check_model(critic, "critic", initial_spec(critic))
+    spec, notes = check_model(critic.critic, "critic", critic.algorithm, initial_spec(critic.model))
     assert spec is not None and spec.value_head and notes == []  # it begins with a head of zeros
 
 
 @pytest.mark.parametrize("role", ["reference", "critic"])
 def test_files_of_any_model_get_the_notes_of_the_actors(tmp_path: Path, role: str) -> None:
-    create_model(a_recipe(), tmp_path / "language", seed=0)
+    create_model(a_recipe().model, tmp_path / "language", seed=0)
     config = tmp_path / "language" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     recipe = a_recipe("algorithm={name: ppo, kl_coef: 0.1}", f"{role}.path={tmp_path}/language")
     ignored = "config.json names a quantisation (fp8), and the weights are not quantised: it is ignored"
-    assert check_model(recipe, role, initial_spec(recipe))[1] == [f"{role}.path: {ignored}"]
+    _, notes = check_model(recipe.models[role], role, recipe.algorithm, initial_spec(recipe.model))
+    assert notes == [f"{role}.path: {ignored}"]
     assert f"{role}.path: {ignored}" in check_recipe(recipe)
 
 
@@ -138,31 +139,46 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
     recipe = a_recipe(f"rollout.engine.tp={tp}")
     assert hosts_of_engine(devices, tp) == hosts
     if line is None:
-        check_engine_nodes(recipe.rollout, devices)
+        check_engine_nodes(recipe.rollout, devices, "none")
     else:
-        assert line in refusal(lambda: check_engine_nodes(recipe.rollout, devices))
+        assert line in refusal(lambda: check_engine_nodes(recipe.rollout, devices, "none"))
 
 
 @pytest.mark.parametrize(
-    "setting", ["rollout.weights.rolling=true", "rollout.lend=true", "rollout.stream.engine_restarts=2"]
+    "setting",
+    [
+        "rollout.weights.rolling=true",
+        "rollout.lease=true",
+        "rollout.stream.engine_restarts=2",
+        "rollout.engine.routes=true",
+        "train.routing_replay=rollout",
+    ],
 )
 def test_what_was_not_tried_with_engines_over_several_nodes_is_refused(setting: str) -> None:
     recipe = a_recipe("rollout.stream={}", setting, "trainer.max_staleness=1", "rollout.engine.tp=2")
-    check_engine_nodes(recipe.rollout, [Device(0, "cpu", index) for index in range(4)])
-    line = refusal(lambda: check_engine_nodes(recipe.rollout, [Device(index, "cpu", 0) for index in range(4)]))
+
+    def check(devices: list[Device]) -> None:
+        check_engine_nodes(recipe.rollout, devices, recipe.train.routing_replay)
+
+    check([Device(0, "cpu", index) for index in range(4)])
+    line = refusal(lambda: check([Device(index, "cpu", 0) for index in range(4)]))
     assert line.startswith(f"{setting} with engines over 2 nodes each, which was not tried; expected")
 
 
-def test_engines_with_a_device_of_a_model_are_lent() -> None:
+def test_engines_with_a_device_of_a_model_are_leased() -> None:
     devices = {role: [Device(0, "cpu", slot) for slot in slots] for role, slots in LENT.items()}
-    recipe = a_recipe("rollout.stream={}", "rollout.lend=true", "rollout.engine.tp=2", "algorithm.kl_coef=0.1")
-    assert lent_engines(recipe, devices) == (0, 2)  # of the actor, and of the reference
-    assert lent_engines(a_recipe("rollout.engine.tp=2", "algorithm.kl_coef=0.1"), devices) == ()
-    check_apart(recipe, devices)
-    assert "no model has a device to lend" in refusal(lambda: check_apart(recipe, devices | {"rollout": APART}))
-    line = refusal(lambda: check_apart(a_recipe("rollout.stream={}", "rollout.engine.tp=2"), devices))
+    recipe = a_recipe("rollout.stream={}", "rollout.lease=true", "rollout.engine.tp=2", "algorithm.kl_coef=0.1")
+    models = ("actor", "reference")
+    assert leased_engines(recipe.rollout, models, devices) == (0, 2)  # of the actor, and of the reference
+    assert leased_engines(a_recipe("rollout.engine.tp=2").rollout, models, devices) == ()
+    check_apart(recipe.trainer, recipe.rollout, models, devices)
+    apart = devices | {"rollout": APART}
+    line = refusal(lambda: check_apart(recipe.trainer, recipe.rollout, models, apart))
+    assert "no model has a device to lease" in line
+    other = a_recipe("rollout.stream={}", "rollout.engine.tp=2")
+    line = refusal(lambda: check_apart(other.trainer, other.rollout, ("actor",), devices))
     assert "placement.actor both on cpu:1 of node 0" in line and line.endswith(
-        "or rollout.stream with rollout.lend=true"
+        "or rollout.stream with rollout.lease=true"
     )
 
 
@@ -178,10 +194,10 @@ def test_models_beside_the_actor_read_its_tokens(tmp_path: Path) -> None:
     for directory, characters in ((actor, "0123"), (same, "01234"), (other, "0132"), (fewer, "012")):
         make_character_tokenizer(characters, directory)
     file = same / "tokenizer.json"
-    facts = json.loads(file.read_text())
-    assert facts["added_tokens"][0]["content"] == "<pad>"
-    del facts["model"]["vocab"]["<pad>"]  # an added token may have another name there
-    file.write_text(json.dumps(facts | {"added_tokens": []}))
+    tokenizer_json = json.loads(file.read_text())
+    assert tokenizer_json["added_tokens"][0]["content"] == "<pad>"
+    del tokenizer_json["model"]["vocab"]["<pad>"]  # an added token may have another name there
+    file.write_text(json.dumps(tokenizer_json | {"added_tokens": []}))
     check_same_tokens("reward_model", same, actor)
     check_same_tokens("reward_model", tmp_path, actor)  # without a tokenizer
     line = f"reward_model.path: {other} has another tokenizer than the actor: '2' is token 5 of the actor and 6 there"
@@ -222,3 +238,52 @@ def test_a_cluster_that_answers(ray_cluster: None) -> None:
     import ray
 
     check_cluster_answers(ray.get_runtime_context().gcs_address, limit_s=60.0)
+
+
+FP8 = "launch/recipes/fp8.yaml"
+
+
+def test_engines_in_fp8_are_recommended_a_correction() -> None:
+    line = (
+        "rollout.engine.precision=fp8 without algorithm.correction: the engines draw from another policy than the one "
+        "that is trained; expected a correction such as {weights: token}"
+    )
+    assert line not in check_recipe(load_recipe(FP8))
+    assert line in check_recipe(load_recipe(FP8, ["algorithm.correction=null"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.weights.share=true"], "engine.precision=fp8 with weights.share: engines hold other bytes than the"),
+        (["rollout.stream={}"], "engine.precision=fp8 with stream: it was not tried; expected null"),
+        (["train.routing_replay=rollout"], "rollout.engine.precision=fp8 was not tried with routes=true"),
+        (
+            ["model.create.config.moe_intermediate_size=96"],
+            "rollout.engine.precision=fp8 with tp=1 ep=1: a rank has 96 rows of gate and up of an expert",
+        ),
+        (
+            ["model.create.config.moe_intermediate_size=384", "train.layout={etp: 2}"],
+            "fp8: layout etp=2 cuts model.layers.0.mlp.experts.0.gate_proj.weight within a block of 128 x 128 (a rank "
+            "has rows 0 to 192), expected etp=1",
+        ),
+    ],
+)
+def test_recipes_whose_engines_cannot_be_in_fp8(overrides: list[str], message: str) -> None:
+    assert message in refusal(lambda: check_recipe(load_recipe(FP8, overrides)))
+
+
+def test_kernels_of_engines_in_fp8_quantise_inputs_in_groups() -> None:
+    engine = load_recipe(FP8).rollout.engine
+    spec = model_spec(FP8_CONFIGS["qwen3_moe"])
+    message = "rollout.engine.precision=fp8 on GPUs: hidden_size=192, expected a multiple of 128"
+    assert refusal(lambda: check_input_blocks(spec, engine)).startswith(message)
+    check_input_blocks(model_spec(FP8_CONFIGS["qwen3_moe"] | {"hidden_size": 256}), engine)
+    check_input_blocks(spec, engine.model_copy(update={"precision": None}))
+
+
+def test_engines_in_fp8_are_on_one_node_each() -> None:
+    rollout = load_recipe(FP8, ["rollout.engine.tp=2"]).rollout
+    check_engine_nodes(rollout, [Device(0, "cpu", index) for index in range(2)], "none")
+    line = refusal(lambda: check_engine_nodes(rollout, [Device(index, "cpu", 0) for index in range(2)], "none"))
+    assert line.startswith("rollout.engine.precision=fp8 with engines over 2 nodes each, which was not tried; expected")

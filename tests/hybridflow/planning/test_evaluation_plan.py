@@ -1,4 +1,4 @@
-"""What `hybridflow evaluate` finds out before it starts anything: whose weights, which sets, and where results go."""
+"""Plan of `hybridflow evaluate` before anything starts: weights, sets, and directory of results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of_sums(directory: Path) -> Path:
 
 
 def a_run(directory: Path, *overrides: str) -> Recipe:
-    """With a checkpoint of its second step, and one set."""
+    """Make a run with a checkpoint of its second step, and one set."""
     recipe = a_recipe(directory, f"evaluation.sums.data.path={rows_of_sums(directory)}", "trainer.steps=4", *overrides)
     make_checkpoint(recipe, 2)
     (recipe.directory / "recipe.yaml").write_text(settings_yaml(recipe))
@@ -38,7 +38,7 @@ def a_run(directory: Path, *overrides: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """Of a run with checkpoints of two steps, of which the first is the best."""
+    """Make the recipe of a run with checkpoints of two steps, of which the first is the best."""
     directory = tmp_path_factory.mktemp("evaluated")
     rows = rows_of_sums(directory)
     keep = "checkpoint.keep_best={metric: eval/sums/pass@1}"
@@ -58,23 +58,23 @@ def plan(recipe: Recipe, *sets: str, **settings: object) -> EvaluationPlan:
 
 def test_of_a_run_the_last_checkpoint_is_taken_or_the_best_or_a_step(recipe: Recipe) -> None:
     root = recipe.checkpoint_directory
-    for wanted, step in ((None, 4), ("last", 4), ("best", 2), ("2", 2)):
-        found = plan(recipe, "sums", checkpoint=wanted)
-        assert (found.checkpoint, found.step) == (step_directory(root, step), step)
-        assert found.directory == recipe.directory / "evaluate" / f"step-{step:08d}"
-        assert found.recipe.model.path == found.checkpoint / "model"  # type: ignore[operator]
-        assert list(found.recipe.sets) == ["sums"] and not found.recipe.trains
+    for requested, step in ((None, 4), ("last", 4), ("best", 2), ("2", 2)):
+        planned = plan(recipe, "sums", checkpoint=requested)
+        assert (planned.checkpoint, planned.step) == (step_directory(root, step), step)
+        assert planned.directory == recipe.directory / "evaluate" / f"step-{step:08d}"
+        assert planned.recipe.model.path == planned.checkpoint / "model"  # type: ignore[operator]
+        assert list(planned.recipe.sets) == ["sums"] and not planned.recipe.trains
     assert list(plan(recipe).recipe.sets) == ["eval", "sums", "others"]
     assert plan(recipe, out=recipe.run_dir / "out").directory == recipe.run_dir / "out"
 
 
 def test_an_evaluation_may_lack_the_figure_by_which_its_run_chose_the_best(tmp_path: Path) -> None:
     keep = "checkpoint.keep_best={metric: eval/sums/pass@4}"
-    drawn = [f"evaluation.sums.{each}" for each in ("samples=4", "temperature=1", "interval=1")]
+    drawn = [f"evaluation.sums.{setting}" for setting in ("samples=4", "temperature=1", "interval=1")]
     recipe = a_run(tmp_path, keep, *drawn, "warmup=null")
     greedy = ["evaluation.sums.samples=1", "evaluation.sums.temperature=0"]
-    found = plan_evaluation(recipe.directory, [], greedy)
-    assert found.step == 2 and found.recipe.sets["sums"].settings.samples == 1
+    planned = plan_evaluation(recipe.directory, [], greedy)
+    assert planned.step == 2 and planned.recipe.sets["sums"].settings.samples == 1
 
 
 def test_an_actor_of_several_is_evaluated_by_its_own_recipe(tmp_path: Path) -> None:
@@ -82,17 +82,17 @@ def test_an_actor_of_several_is_evaluated_by_its_own_recipe(tmp_path: Path) -> N
     recipe = load_recipes(IPPO, [f"run_dir={tmp_path}", *SMALL, *sets])["adder"]
     make_checkpoint(recipe, 2)
     (recipe.directory / "recipe.yaml").write_text(settings_yaml(recipe))
-    found = plan(recipe)
-    assert (found.recipe.actor, found.step) == ("adder", 2)
-    assert found.directory == tmp_path / "ippo/adder/evaluate/step-00000002"
+    planned = plan(recipe)
+    assert (planned.recipe.actor, planned.step) == ("adder", 2)
+    assert planned.directory == tmp_path / "ippo/adder/evaluate/step-00000002"
 
 
 def test_a_model_is_measured_on_the_sets_of_a_recipe(recipe: Recipe, tmp_path: Path) -> None:
-    create_model(recipe, tmp_path / "model", seed=1)
+    create_model(recipe.model, tmp_path / "model", seed=1)
     kept = recipe.directory / "recipe.yaml"
-    found = plan_evaluation(tmp_path / "model", ["sums"], [f"run_dir={tmp_path}"], recipe=kept)
-    assert (found.checkpoint, found.step, found.recipe.model.path) == (None, 0, tmp_path / "model")
-    assert found.directory == tmp_path / "small-evaluate" and found.weights == str(tmp_path / "model")
+    planned = plan_evaluation(tmp_path / "model", ["sums"], [f"run_dir={tmp_path}"], recipe=kept)
+    assert (planned.checkpoint, planned.step, planned.recipe.model.path) == (None, 0, tmp_path / "model")
+    assert planned.directory == tmp_path / "small-evaluate" and planned.weights == str(tmp_path / "model")
     with pytest.raises(UserError, match="is a HuggingFace directory, expected --recipe RECIPE, which has the sets"):
         plan_evaluation(tmp_path / "model", ["sums"])
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -31,7 +31,7 @@ def sums(path: Path, count: int = 6) -> str:
 def encoded(tmp_path: Path, *overrides: str) -> tuple[Recipe, dict[str, Prompts]]:
     recipe = load_recipe(DEMO, overrides)
     (tmp_path / "tokenizer").mkdir()
-    return recipe, encode_sets(recipe, initial_tokenizer(recipe, tmp_path / "tokenizer")[0])
+    return recipe, encode_sets(recipe, initial_tokenizer(recipe.model, tmp_path / "tokenizer")[0])
 
 
 def test_the_prompts_of_a_set_are_the_first_of_its_files(tmp_path: Path) -> None:
@@ -42,14 +42,17 @@ def test_the_prompts_of_a_set_are_the_first_of_its_files(tmp_path: Path) -> None
 
 
 def test_the_cache_has_room_for_the_responses_of_a_set(tmp_path: Path) -> None:
-    settings = [f"evaluation.sums.{each}" for each in ("samples=200", "temperature=1", "max_new_tokens=50")]
+    settings = [f"evaluation.sums.{setting}" for setting in ("samples=200", "temperature=1", "max_new_tokens=50")]
     recipe, sets = encoded(tmp_path, sums(tmp_path / "sums.jsonl"), *settings, "rollout.engine.max_total_tokens=null")
-    without = cache_tokens(recipe, Lengths.of(recipe.rollout, recipe.sets, [[1] * 6], {"eval": sets["eval"]}), 1, "cpu")
+    rollout, groups = recipe.rollout, recipe.groups_in_flight
+    without = cache_tokens(
+        rollout, groups, Lengths.of(rollout, recipe.sets, [[1] * 6], {"eval": sets["eval"]}), 1, "cpu"
+    )
     lengths = Lengths.of(recipe.rollout, recipe.sets, [[1] * 6], {"sums": sets["sums"]})
-    assert [(each.prompts, each.samples, each.sequence) for each in lengths.sets] == [(6, 200, 54)]
+    assert [(of_set.prompts, of_set.samples, of_set.sequence) for of_set in lengths.sets] == [(6, 200, 54)]
     assert lengths.longest_sequence == 54
     requests = recipe.rollout.engine.max_running_requests
-    assert cache_tokens(recipe, lengths, 1, "cpu") >= requests * 54 > without
+    assert cache_tokens(rollout, groups, lengths, 1, "cpu") >= requests * 54 > without
 
 
 def test_a_set_of_no_prompts_that_fit_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.support.runs import DEMO
 
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
 ONE_GPU = str(RECIPES / "h200-1gpu.yaml")
+FEW_PROMPTS = ("data.arithmetic.train_size=512", "data.arithmetic.sft_size=512")
 NODES = ("--nodes", "1", "--gpus-per-node", "1")
 FIRST = {"rollout": [Device(0, "cuda", 0)]}
 
@@ -58,9 +59,9 @@ def use(monkeypatch: pytest.MonkeyPatch, reader: MakeReader) -> None:
     monkeypatch.setattr(nvml, "NvmlReader", reader)
 
 
-def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
-    """What the command says on stderr, one line, or on stdout where nothing is wrong."""
-    assert main(["check", ONE_GPU, *arguments]) == code
+def output_of(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    """Return the command's output on stderr, one line, or on stdout where nothing is wrong."""
+    assert main(["check", ONE_GPU, *FEW_PROMPTS, *arguments]) == code
     said = capsys.readouterr()
     assert said.err.count("\n") == (1 if code else 0)
     return said.err if code else said.out
@@ -68,10 +69,10 @@ def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
 
 @pytest.mark.usefixtures("four_gpus")
 def test_without_transformer_engine_there_is_one_line_more(capsys: pytest.CaptureFixture[str]) -> None:
-    warning, nothing = told(capsys, 0).splitlines()
+    warning, nothing = output_of(capsys, 0).splitlines()
     assert warning.startswith("train: Transformer Engine is absent; Megatron-Core's own layers take its place")
     assert warning.endswith("-r requirements-gpu.txt") and "nothing wrong" in nothing
-    assert "Transformer Engine" not in told(capsys, 0, *NODES)
+    assert "Transformer Engine" not in output_of(capsys, 0, *NODES)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -79,17 +80,17 @@ def test_gpus_whose_experts_take_more_steps_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FourGpus, "has_transformer_engine", True)
-    assert "one_step_experts" not in told(capsys, 0)
+    assert "fused_experts" not in output_of(capsys, 0)
     use(monkeypatch, Ampere)
-    assert told(capsys, 0).startswith(
-        "train.one_step_experts: GPU 0 of this machine has compute capability 8.0, and one step needs 9.x; "
+    assert output_of(capsys, 0).startswith(
+        "train.fused_experts: GPU 0 of this machine has compute capability 8.0, and fused experts need 9.x; "
     )
-    assert "one_step_experts" not in told(capsys, 0, "train.one_step_experts=false")
+    assert "fused_experts" not in output_of(capsys, 0, "train.fused_experts=false")
     two = ("placement.actor=cuda:0-1", "train.layout={ep: 2}", "train.megatron={moe_token_dispatcher_type: allgather}")
-    for setting in ("train.expert_copies=true", "train.expert_rows_ahead=true"):
-        line = f"{setting} needs experts in one step; GPU 0 of this machine has compute capability 8.0"
-        assert line in told(capsys, 2, *two, setting)
-    assert "one_step_experts" not in told(capsys, 0, *NODES)
+    for setting in ("train.copy_engine_dispatcher=true", "train.predicted_expert_capacity=true"):
+        line = f"{setting} needs fused experts; GPU 0 of this machine has compute capability 8.0"
+        assert line in output_of(capsys, 2, *two, setting)
+    assert "fused_experts" not in output_of(capsys, 0, *NODES)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -99,12 +100,14 @@ def test_a_gpu_in_use_is_refused_on_this_machine_alone(
     use(monkeypatch, Taken)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     second = ("placement.actor=cuda:1", "placement.rollout=cuda:1")
-    assert "GPU 1 (nvidia-smi: 3) of this machine has 47.2 of 150.8 GB in use by others" in told(capsys, 2, *second)
-    told(capsys, 0)
-    told(capsys, 0, *second, "placement.shared_gpus=true")
-    told(capsys, 0, *second, "--nodes", "1", "--gpus-per-node", "4")
-    told(capsys, 0, *second, "placement.cluster=auto")
-    told(capsys, 0, "placement.reward=cuda:1")  # calls functions, and takes none of its memory
+    assert "GPU 1 (nvidia-smi: 3) of this machine has 47.2 of 150.8 GB in use by others" in output_of(
+        capsys, 2, *second
+    )
+    output_of(capsys, 0)
+    output_of(capsys, 0, *second, "placement.shared_gpus=true")
+    output_of(capsys, 0, *second, "--nodes", "1", "--gpus-per-node", "4")
+    output_of(capsys, 0, *second, "placement.cluster=auto")
+    output_of(capsys, 0, "placement.reward=cuda:1")  # calls functions, and takes none of its memory
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -112,7 +115,7 @@ def test_where_nvml_says_nothing_nothing_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, Absent)
-    told(capsys, 0, "rollout.engine.attention_backend=fa3")
+    output_of(capsys, 0, "rollout.engine.attention_backend=fa3")
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -121,9 +124,9 @@ def test_a_library_that_the_engine_imports_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    assert f"placement.rollout: {module} is absent, without which" in (line := told(capsys, 2))
+    assert f"placement.rollout: {module} is absent, without which" in (line := output_of(capsys, 2))
     assert f"pip install {package}\n" in line
-    told(capsys, 0, *NODES)
+    output_of(capsys, 0, *NODES)
     requirements = (RECIPES.parents[1] / "requirements.lock").read_text().splitlines()
     assert any(requirement.startswith(f"{package}==") for requirement in requirements)
 
@@ -132,15 +135,15 @@ def test_a_library_that_the_engine_imports_is_named(
 def test_flash_attention_3_needs_its_library(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told(capsys, 0, "rollout.engine.attention_backend=fa3")
+    output_of(capsys, 0, "rollout.engine.attention_backend=fa3")
     (tmp_path / "sgl_kernel").mkdir()
     (tmp_path / "sgl_kernel" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sgl_kernel", raising=False)
-    line = told(capsys, 2, "rollout.engine.attention_backend=fa3")
+    line = output_of(capsys, 2, "rollout.engine.attention_backend=fa3")
     assert "rollout.engine.attention_backend=fa3: the installed sgl_kernel has no flash_ops library" in line
-    told(capsys, 0, "rollout.engine.attention_backend=flashinfer")
-    line = told(capsys, 2, "rollout.engine.cascade_attention=true")
+    output_of(capsys, 0, "rollout.engine.attention_backend=flashinfer")
+    line = output_of(capsys, 2, "rollout.engine.cascade_attention=true")
     assert "rollout.engine.cascade_attention=true: the installed sgl_kernel has no flash_ops" in line
     assert line.endswith("expected sglang-kernel as in requirements.lock, or false\n")
 
@@ -175,14 +178,14 @@ def test_models_that_no_gpu_has_room_for_are_refused_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = "GPU 0 of node 0: 19.2 GB in phase update of actor on a GPU of 16.0 GB (actor weights 1.9, "
-    assert refused in told(capsys, 2, *NODES, "--gpu-gb", "16")
-    assert refused in told(capsys, 2, "--gpu-gb", "16")
-    told(capsys, 0, *NODES, "--gpu-gb", "20")  # enough for short responses
-    told(capsys, 0, *NODES)  # of unknown size
+    assert refused in output_of(capsys, 2, *NODES, "--gpu-gb", "16")
+    assert refused in output_of(capsys, 2, "--gpu-gb", "16")
+    output_of(capsys, 0, *NODES, "--gpu-gb", "20")  # enough for short responses
+    output_of(capsys, 0, *NODES)  # of unknown size
     use(monkeypatch, Small)
-    assert refused in told(capsys, 2)
-    told(capsys, 0, *NODES)
-    told(capsys, 0, "placement.actor=cpu:0", "placement.rollout=cpu:0")
+    assert refused in output_of(capsys, 2)
+    output_of(capsys, 0, *NODES)
+    output_of(capsys, 0, "placement.actor=cpu:0", "placement.rollout=cpu:0")
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -191,11 +194,11 @@ def test_host_memory_is_checked_on_this_machine_also_where_its_gpus_say_nothing(
 ) -> None:
     offload = "train.optimizer.offload=true"
     use(monkeypatch, Absent)
-    told(capsys, 0, offload)
-    assert "GB of host memory, page-locked, on a node of 1.0 GB (" in told(capsys, 2, offload, "--host-gb", "1")
+    output_of(capsys, 0, offload)
+    assert "GB of host memory, page-locked, on a node of 1.0 GB (" in output_of(capsys, 2, offload, "--host-gb", "1")
     monkeypatch.setattr(recipe_check, "machine_bytes", lambda: 10**9)
-    assert "on a node of 1.0 GB (" in told(capsys, 2, offload)
-    told(capsys, 0, offload, *NODES)  # of unknown size
+    assert "on a node of 1.0 GB (" in output_of(capsys, 2, offload)
+    output_of(capsys, 0, offload, *NODES)  # of unknown size
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -220,12 +223,12 @@ class Full(CudaPlatform):
 
 def test_what_models_and_engines_need_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "platform", Full())
-    recipe, flash = load_recipe(DEMO), load_recipe(DEMO, FLASH)
+    plain, flash = (load_recipe(DEMO, overrides).megatron_roles for overrides in ((), FLASH))
     both, apart = {"actor": GPU, "rollout": GPU}, {"actor": GPU, "rollout": CPU}
-    assert list(needed_modules(recipe, both, every=True)) == ["transformer_engine.pytorch", "sgl_kernel", "flashinfer"]
+    assert list(needed_modules(plain, both, every=True)) == ["transformer_engine.pytorch", "sgl_kernel", "flashinfer"]
     assert list(needed_modules(flash, apart, every=True)) == ["transformer_engine.pytorch", "flash_attn.cute"]
     assert list(needed_modules(flash, both, every=False)) == ["flash_attn.cute"]
-    assert needed_modules(recipe, both, every=False) == {}
+    assert needed_modules(plain, both, every=False) == {}
     assert needed_modules(flash, {"actor": CPU, "rollout": CPU}, every=True) == {}
 
 
@@ -245,7 +248,7 @@ def test_an_installed_library_that_cannot_be_imported_is_named(tmp_path: Path, m
     monkeypatch.setattr(gpu_check, "platform", Full())
     monkeypatch.setattr(gpu_check, "first_failure", lambda modules: (modules[0], reason))
     with pytest.raises(UserError) as caught:
-        check_imports(load_recipe(DEMO, FLASH), {"actor": GPU, "rollout": GPU}, every=False)
+        check_imports(load_recipe(DEMO, FLASH).megatron_roles, {"actor": GPU, "rollout": GPU}, every=False)
     assert str(caught.value) == (
         f"train.megatron.attention_backend=flash: flash_attn.cute cannot be imported here ({reason}); expected "
         "flash-attn-4 and nvidia-cutlass-dsl as in requirements.lock, or attention_backend=auto"

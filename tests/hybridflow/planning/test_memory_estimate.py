@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec
+from engine3d.models.precision import scale_shape
 from hybridflow.cli.main import main
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning import memory_estimate
 from hybridflow.planning.memory_estimate import recipe_ledger, recipe_specs
-from hybridflow.planning.memory_ledger import GpuMemory, Ledger
+from hybridflow.planning.memory_ledger import GpuMemory, MemoryLedger
 from hybridflow.planning.placement_check import planned_devices
-from hybridflow.planning.prompt_check import check_prompts
+from hybridflow.planning.prompt_check import encoded_prompts
 from hybridflow.planning.sample_memory import Lengths, SetLengths, cache_tokens
+from tests.support.ledgers import equal_engines_once
 
 pytestmark = pytest.mark.slow
 
@@ -33,11 +38,22 @@ EXPERTS = L * E * 3 * H * F
 DENSE = L * ((2 * HEADS + 2 * GROUPS) * D * H + E * H + 2 * H + 2 * D) + 2 * V * H + H
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_ledgers() -> Iterator[None]:
+    with equal_engines_once():
+        yield
+
+
 def _recipe(name: str, *overrides: str) -> Recipe:
     return load_recipe(RECIPES / name, overrides)
 
 
-def _ledger(name: str, *overrides: str, nodes: Sequence[Node] = FOUR, gpu_gb: float = 150.0) -> Ledger:
+def _actor(name: str) -> ModelSpec:
+    recipe = _recipe(name)
+    return recipe_specs(recipe.model, recipe.models)["actor"]
+
+
+def _ledger(name: str, *overrides: str, nodes: Sequence[Node] = FOUR, gpu_gb: float = 150.0) -> MemoryLedger:
     return recipe_ledger(_recipe(name, *overrides), nodes, gpu_gb)
 
 
@@ -48,13 +64,31 @@ def test_the_large_recipe_fits_its_gpus() -> None:
     assert max(map(gpu.total, gpu.phases)) < 0.9 * 150.7e9, "the ledger may be 7 % wrong"
 
 
+def test_the_recipe_of_long_sequences_fits_eight_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "qwen3-235b-a22b-128k-64xh200.yaml"
+    assert main(["check", str(RECIPES / name), "--gpu-gb", "141", "--host-gb", "2000"]) == 0
+    assert capsys.readouterr().out.endswith("nothing wrong found\n")
+    ledger = _ledger(name, nodes=[Node(f"node {number}", gpus=8, cpu_slots=0) for number in range(8)], gpu_gb=141.0)
+    ledger.check()
+    assert list(dict.fromkeys(gpu.stages["actor"] for gpu in ledger.gpus)) == [(8, (stage,)) for stage in range(8)]
+    layers = [len(chunk) for stage in range(8) for chunk in _actor(name).rules.rank_layers(Layout(pp=8), stage)]
+    for gpu in ledger.gpus:
+        _, [stage] = gpu.stages["actor"]
+        kept = {phase.name: phase for phase in gpu.phases}["update of actor"].items["activations"]
+        # Of each micro-batch in flight the input of every layer, for an eighth of its tokens.
+        assert kept == (8 - stage) * layers[stage] * 132096 // 8 * 4096 * 2
+        assert max(map(gpu.total, gpu.phases)) < 0.93 * 141e9
+
+
 def test_memory_into_which_other_ranks_copy_is_there_for_good() -> None:
     recipe = "qwen3-30b-a3b-4xh200.yaml"
-    [without], [with_copies] = (_ledger(recipe, f"train.expert_copies={copied}").gpus for copied in ("false", "true"))
+    [without], [with_copies] = (
+        _ledger(recipe, f"train.copy_engine_dispatcher={copied}").gpus for copied in ("false", "true")
+    )
     name = "actor copies of experts' tokens"
     assert name not in without.always
     assert with_copies.always[name] == 3 * 4 * 11275 * H * 2  # three halves of four ranks' tokens in bf16
-    assert with_copies.always == without.always | {name: with_copies.always[name]}
+    assert with_copies.always == {**without.always, name: with_copies.always[name]}
 
 
 # The large recipe with what takes the least memory in training, and the optimizer's state on the GPU.
@@ -62,7 +96,7 @@ LEAST = (
     "train.recompute=full",
     "train.micro_batch_tokens=16384",
     "train.optimizer.offload=false",
-    "train.expert_copies=false",
+    "train.copy_engine_dispatcher=false",
     "train.fused_query_key=false",
 )
 # With engines whose ranks share the attention of all requests, and read prompts and see them as SGLang does.
@@ -101,13 +135,13 @@ def test_a_group_with_attention_of_its_own_has_the_cache_of_its_requests() -> No
         (gpu,) = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, *TOGETHER, *overrides).gpus
         return gpu, {phase.name: phase for phase in gpu.phases}["rollout"].items
 
-    (cut, cut_items), (own, own_items) = rollout_of(), rollout_of("rollout.engine.attention_dp=4")
+    (cut, cut_items), (separate, own_items) = rollout_of(), rollout_of("rollout.engine.attention_dp=4")
     # A quarter of the tokens, with the keys of all four groups of heads.
     assert own_items == cut_items
-    assert own.cache_tokens == cut.cache_tokens
+    assert separate.cache_tokens == cut.cache_tokens
     # Queries and keys of all groups of heads, which the trainer has group by group; else the trainer's memory.
-    assert own.always["engine weights"] == 2 * L * H * (HEADS + 2 * GROUPS) * D
-    assert own.always["engine workspace"] < cut.always["engine workspace"] - 2 * V * 4 * 700  # of fewer logits
+    assert separate.always["engine weights"] == 2 * L * H * (HEADS + 2 * GROUPS) * D
+    assert separate.always["engine workspace"] < cut.always["engine workspace"] - 2 * V * 4 * 700  # of fewer logits
 
 
 def test_tables_of_what_requests_share_are_counted() -> None:
@@ -123,12 +157,12 @@ def test_tables_of_what_requests_share_are_counted() -> None:
 
 def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
     ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", "rollout.engine.max_total_tokens=524288")
-    room = 524288 // ledger.sequence_tokens
+    fitting = 524288 // ledger.sequence_tokens
     assert 1024 < ledger.sequence_tokens < 1100  # a short prompt, and the longest response
-    assert f"KV cache of 524,288 tokens: {room} of 1024 requests at once" in ledger.lines()[0]
+    assert f"KV cache of 524,288 tokens: {fitting} of 1024 requests at once" in ledger.lines()[0]
     few = _ledger(
         "qwen3-30b-a3b-4xh200.yaml",
-        f"rollout.engine.max_running_requests={room}",
+        f"rollout.engine.max_running_requests={fitting}",
         "rollout.engine.max_total_tokens=524288",
     )
     assert few.lines()[0].endswith("KV cache of 524,288 tokens")
@@ -137,8 +171,8 @@ def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
 def test_as_many_graphs_are_counted_as_an_engine_captures() -> None:
     """It is told to run one request more (see SPARE_REQUESTS), and a batch of 9 has a graph beside that of 8."""
     eight, nine = (
-        _ledger("qwen3-30b-a3b-4xh200.yaml", *TOGETHER, f"rollout.engine.max_running_requests={most}", *own)
-        for most, own in ((8, []), (9, ["rollout.engine.server_args.cuda_graph_max_bs_decode=9"]))
+        _ledger("qwen3-30b-a3b-4xh200.yaml", *TOGETHER, f"rollout.engine.max_running_requests={most}", *overrides)
+        for most, overrides in ((8, []), (9, ["rollout.engine.server_args.cuda_graph_max_bs_decode=9"]))
     )
     assert eight.gpus[0].always["engine workspace"] == nine.gpus[0].always["engine workspace"]
 
@@ -191,7 +225,7 @@ def test_of_an_optimizer_in_host_memory_an_update_takes_a_few_parts_to_the_gpu()
 
 def test_a_state_that_returns_beside_a_rollout_is_on_the_gpu_until_then(capsys: pytest.CaptureFixture[str]) -> None:
     overlap = "train.optimizer.overlap_offload=true"
-    [waits], [overlaps] = (_ledger("qwen3-30b-a3b-4xh200.yaml", *each).gpus for each in ((), (overlap,)))
+    [waits], [overlaps] = (_ledger("qwen3-30b-a3b-4xh200.yaml", *overrides).gpus for overrides in ((), (overlap,)))
     state = sum(_ledger("qwen3-30b-a3b-4xh200.yaml").hosts[0].items.values()) // 4
     for before, after in zip(waits.phases, overlaps.phases, strict=True):
         more = {"actor optimizer on its way": state} if after.name == "rollout" else {}
@@ -226,6 +260,18 @@ def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.
     assert "phase update of actor" in capsys.readouterr().err
 
 
+def test_routes_are_in_the_memory_of_their_node() -> None:
+    """A byte for each of a token's experts of each layer, on the ranks that send responses."""
+    for attention_dp in (1, 4):
+        overrides = (*LEAST, *TOGETHER, f"rollout.engine.attention_dp={attention_dp}", "rollout.engine.routes=true")
+        ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *overrides)
+        assert len(ledger.gpus) == 1
+        [host] = ledger.hosts
+        assert host.items == {"routes": ledger.gpus[0].cache_tokens * L * 8}
+        assert not host.page_locked and "max_total_tokens, or train.routing_replay=none" in host.less
+        assert "routes 0.8" in "\n".join(ledger.lines())
+
+
 @pytest.mark.parametrize(
     ("overrides", "less"),
     [
@@ -257,16 +303,16 @@ def test_a_container_has_what_its_control_group_may_take(name: str, no_limit: st
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
 def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, whole = _recipe(name), _ledger(name)
+    recipe, with_engines = _recipe(name), _ledger(name)
     monkeypatch.setattr(memory_estimate, "serving_by_rank", lambda *_: pytest.fail("an engine was asked"))
-    devices = planned_devices(recipe, FOUR)
+    devices = planned_devices(recipe.device_maps, recipe.placement, FOUR)
     assert devices is not None
-    tokens = check_prompts(recipe, (specs := recipe_specs(recipe))["actor"]).sequence
+    tokens = encoded_prompts(recipe, (specs := recipe_specs(recipe.model, recipe.models))["actor"]).lengths.sequence
     models = memory_estimate.foresee(
-        recipe, devices, specs, gpu_bytes=whole.gpu_bytes, sequence_tokens=tokens, with_engines=False
+        recipe, devices, specs, gpu_bytes=with_engines.gpu_bytes, sequence_tokens=tokens, with_engines=False
     )
     theirs = {"engine weights", "KV cache", "prompts", "engine workspace", "communicators", "driver", "libraries"}
-    for gpu, less in zip(whole.gpus, models.gpus, strict=True):
+    for gpu, less in zip(with_engines.gpus, models.gpus, strict=True):
         assert less.always == {name: size for name, size in gpu.always.items() if name not in theirs}
         for phase, left in zip(gpu.phases, less.phases, strict=True):
             items = {name: size for name, size in left.items.items() if size}
@@ -317,7 +363,8 @@ def test_cpu_slots_and_their_host_are_shown_and_checked(tmp_path: Path, capsys: 
     shown = capsys.readouterr().out.splitlines()
     # All held-out prompts, four samples each, of at most 6 tokens and 4 more, and not what the machine has room for.
     lengths = Lengths(prompt=6, response=4, sets=(SetLengths(prompts=256, samples=4, sequence=10),))
-    tokens = cache_tokens(_recipe("demo.yaml", "rollout.engine.max_total_tokens=null"), lengths, 1, "cpu")
+    recipe = _recipe("demo.yaml", "rollout.engine.max_total_tokens=null")
+    tokens = cache_tokens(recipe.rollout, recipe.groups_in_flight, lengths, 1, "cpu")
     assert re.match(rf"CPU slot 0 of node 0: at most \d\.\d GB in .*, KV cache of {tokens:,} tokens$", shown[0])
     assert any(line.startswith("CPU slot 1 of node 0: at most 0.") for line in shown)
     assert re.match(r"node 0: \d\.\d GB of host memory: processes", shown[-2])
@@ -354,6 +401,19 @@ def test_a_size_is_a_number_above_0(size: str, capsys: pytest.CaptureFixture[str
     assert f"--host-gb: expected a number above 0 and at most 1e+09, found {size}" in error and error.count("\n") == 1
 
 
+def test_weights_in_fp8_take_a_byte_in_the_engine_and_next_to_the_actors() -> None:
+    (before,) = _ledger("h200-1gpu.yaml", "rollout.weights.share=false").gpus
+    (after,) = _ledger("h200-1gpu.yaml", "rollout.weights.share=false", "rollout.engine.precision=fp8").gpus
+    spec = _actor("h200-1gpu.yaml")
+    tensors = [tensor.shape for tensor in spec.hf_tensors.values() if tensor.fp8]
+    values = sum(map(prod, tensors))
+    quantised = values + 4 * sum(prod(scale_shape(shape)) for shape in tensors)
+    assert after.always["actor weights in fp8"] == quantised < 1.001 * values
+    assert before.always["engine weights"] - after.always["engine weights"] == 2 * values - quantised
+    same = {name: size for name, size in before.always.items() if name != "engine weights"}
+    assert same.items() <= after.always.items() and len(after.always) == len(before.always) + 1
+
+
 def test_a_model_that_is_offloaded_is_there_in_its_own_phases_only() -> None:
     stays = _ledger("h200-1gpu-ppo.yaml")
     released = ("rollout.engine.release_weights=true", "rollout.weights.share=false")
@@ -368,8 +428,8 @@ def test_a_model_that_is_offloaded_is_there_in_its_own_phases_only() -> None:
     assert weights[0] > there.always.get("engine weights", 0) and not any(weights[1:])
     for phase in away.phases:
         [role] = [role for role in ("actor", "critic", "reference", "rollout") if role in phase.name]
-        found = {name: size for name, size in phase.items.items() if name in moved}
-        assert found == {name: size for name, size in there.always.items() if name in moved and role in name}
+        sizes = {name: size for name, size in phase.items.items() if name in moved}
+        assert sizes == {name: size for name, size in there.always.items() if name in moved and role in name}
     assert leaves.hosts[0].items == {
         "reference between its turns": there.always["reference weights"],
         "critic between its turns": there.always["critic weights"] + there.always["critic optimizer"],
@@ -425,11 +485,11 @@ def test_a_judge_has_its_devices_to_itself(tmp_path: Path) -> None:
 
 
 def test_nothing_is_foreseen_of_a_quantized_judge(tmp_path: Path) -> None:
-    """Whose weights take what the method says, of which nothing is known here."""
+    """Refuse to predict memory of quantized weights, whose size depends on a method that is not known here."""
     stored = a_judge(tmp_path / "stored", quantization_config={"quant_method": "fp8"})
     plain = a_judge(tmp_path / "plain")
-    asked = ("quantization: fp8", "kv_cache_dtype: fp8_e5m2")
-    for given in (stored, *([*plain, f"judge.engine.server_args={{{each}}}"] for each in asked)):
+    arguments = ("quantization: fp8", "kv_cache_dtype: fp8_e5m2")
+    for given in (stored, *([*plain, f"judge.engine.server_args={{{argument}}}"] for argument in arguments)):
         judge = _recipe("qwen3-30b-a3b-4xh200.yaml", *given).judge
         assert judge is not None and memory_estimate._served_judge(judge) is None
     judge = _recipe("qwen3-30b-a3b-4xh200.yaml", *plain).judge

@@ -41,7 +41,7 @@ TEACHER_ENGINE = [
 
 
 def a_model(directory: Path, *overrides: str) -> Path:
-    """Of another size and family than the demo's, unless the overrides say otherwise."""
+    """Make a model of another size and family than the demo's, unless the overrides say otherwise."""
     run = prepare(load_recipe(DEMO, [f"run_dir={directory}", DENSE, "train.layout={ep: 1}", *overrides]))
     with run.lock:
         return run.model_directory
@@ -89,15 +89,15 @@ def test_a_teacher_has_the_students_vocabulary_and_tokens(tmp_path: Path) -> Non
 
 def test_no_more_tokens_are_compared_than_there_are(tmp_path: Path) -> None:
     path = f"teacher.path={a_model(tmp_path, 'name=dense')}"
-    found = refusal([path, "algorithm.divergence_in=loss", "algorithm.top_k=33"])
-    assert found == "algorithm.top_k=33 of a vocabulary of 32 tokens, expected at most as many"
+    line = refusal([path, "algorithm.divergence_in=loss", "algorithm.top_k=33"])
+    assert line == "algorithm.top_k=33 of a vocabulary of 32 tokens, expected at most as many"
 
 
 def foreseen(recipe: Recipe, devices: dict[str, tuple[Device, ...]]) -> str:
     ledger = foresee(
         recipe,
         devices,
-        recipe_specs(recipe),
+        recipe_specs(recipe.model, recipe.models),
         gpu_bytes=None,
         host_bytes=16 << 30,
         sequence_tokens=12,
@@ -169,8 +169,8 @@ def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) 
     assert refusal([*given, "placement.teacher=cpu:1-2"]) == (
         "placement.teacher and placement.actor are both on cpu:1 of node 0, expected devices of its own for the teacher"
     )
-    found = refusal([*given, "teacher.engine.tp=2", "placement.teacher=cpu:2-4"])
-    assert found.startswith("placement.teacher: 3 devices for engines of teacher.engine.tp=2, expected a multiple")
+    line = refusal([*given, "teacher.engine.tp=2", "placement.teacher=cpu:2-4"])
+    assert line.startswith("placement.teacher: 3 devices for engines of teacher.engine.tp=2, expected a multiple")
     assert refusal([*given, "teacher.engine.tp=8", "placement.teacher=cpu:2-9"]).startswith("teacher.engine.tp=8")
     assert "context_length=65, expected at most the model" in refusal([*given, "teacher.engine.context_length=65"])
     wider = a_model(tmp_path, "name=wider", "model.create.config.vocab_size=40")

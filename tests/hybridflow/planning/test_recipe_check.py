@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine3d.checkpoint.verify import damaged_shard
 from hybridflow.config.actors import load_recipes
+from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.planning.recipe_check import check_actors, check_recipe
 from tests.support.resumable import a_recipe, make_checkpoint
@@ -31,10 +33,23 @@ def test_a_dry_run_returns_the_resumption_and_reads_shards_once(
     assert check_recipe(recipe) == []  # the run itself logs it
 
 
+def test_a_role_of_observations_that_the_template_escapes_is_refused(tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.write_text(
+        "{%- for message in messages -%}<|{{ message.role }}|>"
+        "{{ message.content | tojson if message.role == 'tool' else message.content }}<|end|>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+    )
+    changed = ["environment.role=tool", f"data.files.chat.template={template}", f"run_dir={tmp_path}/run"]
+    recipe = load_recipe(ROOT / "launch/recipes/game.yaml", changed)
+    with pytest.raises(SettingsError, match=r"environment\.role=tool: the chat template escapes quotes"):
+        check_recipe(recipe)
+
+
 IPPO = ROOT / "launch/recipes/algorithms/ippo.yaml"
 
 
-def refused(directory: Path, *overrides: str, **options: int) -> list[str]:
+def refused(directory: Path, *overrides: str, **options: Any) -> list[str]:
     recipes = load_recipes(IPPO, [f"run_dir={directory}", *overrides])
     with pytest.raises(SettingsError) as error:
         check_actors(recipes, **options)

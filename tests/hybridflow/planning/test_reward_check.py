@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine3d.errors import UserError
 from hybridflow.cli.main import main
+from hybridflow.environments.config import EnvironmentConfig
+from hybridflow.planning.reward_check import check_environment
 from tests.support.resumable import DEMO
 
 NEEDED = "def reward(generated_texts, answers): return [0.0] * len(generated_texts)"
@@ -94,3 +98,22 @@ def test_an_evaluation_set_is_looked_at_too(tmp_path: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert "evaluation.held_out: reward 'own' needs a reference answer, and 1 of 2 evaluation.held_out rows" in error
     assert f"the first is {tmp_path}/held_out.jsonl:1" in error
+
+
+def test_rows_without_test_cases_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers: list[Any] = [["assert f(1) == 2"], {"inputs": ["1"], "outputs": []}, "4"]
+    function = {"name": "code", "path": "code", "arguments": {"sandbox": {"isolation": "none"}}}
+    assert main(checked(tmp_path, answers, function)) == 2
+    assert (
+        "reward 'code' needs test cases, and 2 of the first 3 training rows have none; the first is "
+        f"{tmp_path}/rows.jsonl:2: 1 inputs and 0 outputs, expected as many, one at least"
+    ) in capsys.readouterr().err
+
+
+def test_an_environment_is_checked_in_a_notebook_too() -> None:
+    async def cell(name: str) -> None:
+        check_environment(EnvironmentConfig(path=f"hybridflow.environments.guess:{name}"))
+
+    asyncio.run(cell("Guess"))
+    with pytest.raises(UserError, match="has no function 'Missing'"):
+        asyncio.run(cell("Missing"))

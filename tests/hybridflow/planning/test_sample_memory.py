@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from engine3d.errors import UserError
 from engine3d.rollout.cache import tokens_needed
 from hybridflow.cli.main import main
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
-from hybridflow.planning.sample_memory import Lengths, SetLengths, cache_tokens, store_notes
+from hybridflow.planning.sample_memory import Lengths, SetLengths, cache_tokens, check_kept_routes, store_notes
 
 DEMO = Path(__file__).parents[3] / "launch" / "recipes" / "demo.yaml"
 LENGTHS = Lengths(prompt=20, response=12, sets=(SetLengths(prompts=10, samples=4, sequence=42),))
@@ -48,20 +49,22 @@ def needed(requests: int, sequence_tokens: int, page_tokens: int = 1) -> int:
 def test_a_cache_holds_the_requests_of_a_step_or_of_an_evaluation(
     overrides: list[str], engines: int, expected: int
 ) -> None:
-    assert cache_tokens(recipe(*overrides), LENGTHS, engines, "cpu") == expected
+    given = recipe(*overrides)
+    assert cache_tokens(given.rollout, given.groups_in_flight, LENGTHS, engines, "cpu") == expected
 
 
 def test_a_request_has_pages_of_its_own_and_one_more() -> None:
     assert needed(1, 32) == 2 * 33 + 1 + 8
     assert needed(3, 65, 64) == 4 * (2 + 1) * 64 + 64 + 8
-    assert cache_tokens(recipe(), LENGTHS, 1, "cuda") == needed(512, 32, 64)
+    given = recipe()
+    assert cache_tokens(given.rollout, given.groups_in_flight, LENGTHS, 1, "cuda") == needed(512, 32, 64)
 
 
 def test_lengths_are_of_the_longest(tmp_path: Path) -> None:
     held_out = Prompts([Example("9", "1")], [[1] * 9])
-    found = Lengths.of(recipe().rollout, recipe().sets, [[1] * 3, [1] * 7], {"eval": held_out})
-    assert found == Lengths(prompt=7, response=4, sets=(SetLengths(prompts=1, samples=4, sequence=13),))
-    assert (found.sequence, found.longest_sequence) == (11, 13)
+    lengths = Lengths.of(recipe().rollout, recipe().sets, [[1] * 3, [1] * 7], {"eval": held_out})
+    assert lengths == Lengths(prompt=7, response=4, sets=(SetLengths(prompts=1, samples=4, sequence=13),))
+    assert (lengths.sequence, lengths.longest_sequence) == (11, 13)
     assert Lengths.of(recipe().rollout, recipe().sets, [[1]], {}).longest_sequence == 5
 
 
@@ -81,6 +84,15 @@ def test_a_step_that_may_outgrow_the_store_is_told() -> None:
     assert notes("samples.keep_mb=4") == [line]
     assert notes("samples.keep_mb=5") == notes("samples.keep_mb=null") == notes("samples.store=false") == notes() == []
     assert notes("samples.store=false", tokens=10**9) == []
+    of_routes = store_notes(load_recipe(DEMO, [*STEP, "samples.keep_mb=4"]).samples, 1000, 1000, 384)
+    assert "1,000 samples of up to 1,000 tokens may take 389 MB" in of_routes[0]
+
+
+def test_kept_samples_have_no_routes() -> None:
+    check_kept_routes(0, routes=True)
+    check_kept_routes(5, routes=False)
+    with pytest.raises(UserError, match=r"replay_buffer_size=5 was not tried with rollout\.engine\.routes=true"):
+        check_kept_routes(5, routes=True)
 
 
 def test_a_check_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +107,10 @@ def test_a_check_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         (["samples.keep_mb=0"], "samples.keep_mb = 0: expected at least 1"),
         (["samples.store=false", "samples.keep_mb=5"], "samples: keep_mb=5 with store=false, which keeps nothing"),
         (["samples.store=false", "samples.keep_mb=null"], "samples: keep_mb=null with store=false"),
-        (["trainer.rollout_data_dir=x"], "here it is samples.store; in samples/ of the run's directory"),
+        (
+            ["trainer.rollout_data_dir=x"],
+            "here it is samples.store; hybridflow samples shows samples/ of the run's directory",
+        ),
     ],
 )
 def test_settings_that_contradict(overrides: list[str], line: str) -> None:

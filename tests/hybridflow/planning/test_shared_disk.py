@@ -1,4 +1,4 @@
-"""What a run on hosts that share no disk is refused, and what it is not."""
+"""Refusals of a run on hosts that share no disk."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_each_setting_is_named_with_the_hosts_that_would_have_to_share(
 
 def test_what_the_driver_makes_is_for_all() -> None:
     files = list(shared_files(load_recipe(DEMO, ["warmup=null"])))
-    found = refusals(files, {"actor": on(0), "rollout": on(2), "reward": on(2)}, HOSTS, lambda _: [1, 2])
-    assert [line.partition(": ")[0] for line in found] == ["model.create"]
-    assert "which is another directory on host-2 than on host-0; expected model.path, or run_dir on a disk" in found[0]
+    lines = refusals(files, {"actor": on(0), "rollout": on(2), "reward": on(2)}, HOSTS, lambda _: [1, 2])
+    assert [line.partition(": ")[0] for line in lines] == ["model.create"]
+    assert "which is another directory on host-2 than on host-0; expected model.path, or run_dir on a disk" in lines[0]
 
 
 def test_checkpoints_may_lie_where_all_see_them() -> None:

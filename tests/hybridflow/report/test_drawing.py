@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hybridflow.cli.main import main
 from hybridflow.metrics.config import MetricsConfig
@@ -18,8 +19,12 @@ from hybridflow.report.page import svg
 from hybridflow.report.plots import Band, Bar, BarPlot, LanePlot, Layer, Line, LinePlot
 
 
+def _arange(*bounds: float) -> NDArray[np.float64]:
+    return np.arange(*bounds, dtype=np.float64)
+
+
 def line_plot(*values: float, **more: Any) -> LinePlot:
-    line = Line("<line>", np.arange(1.0, len(values) + 1), np.asarray(values))
+    line = Line("<line>", _arange(1.0, len(values) + 1), np.asarray(values))
     return LinePlot(**{"name": "a", "title": "A", "y_label": "<unit>", "lines": (line,)} | more)
 
 
@@ -78,7 +83,7 @@ def test_any_numbers_can_be_drawn(values: tuple[float, ...], logarithmic: bool) 
 
 def test_what_is_not_finite_is_a_gap() -> None:
     values, low = np.asarray([1, 2, math.nan, math.inf, 3, 4.0]), np.asarray([0, math.nan, 0, 0, 0, 0])
-    drawing = draw(line_plot(lines=(Line("a", np.arange(6.0), values, low, np.full(6, 9.0)),)))
+    drawing = draw(line_plot(lines=(Line("a", _arange(6.0), values, low, np.full(6, 9.0)),)))
     [path], [dots], [area] = (paths(drawing, kind) for kind in ("line", "dots", "range"))
     assert path.count("M") == 2 and len(points(path)) == 4
     assert dots.count("M") == 4
@@ -86,9 +91,7 @@ def test_what_is_not_finite_is_a_gap() -> None:
 
 
 def test_an_axis_from_zero_and_the_areas_of_lines_and_bands() -> None:
-    line = Line(
-        "a", np.arange(3.0), np.asarray([4.0, 5.0, 6.0]), np.asarray([-1.0, 4.0, 5.0]), np.asarray([7, 8, 10.0])
-    )
+    line = Line("a", _arange(3.0), np.asarray([4.0, 5.0, 6.0]), np.asarray([-1.0, 4.0, 5.0]), np.asarray([7, 8, 10.0]))
     drawing = draw(line_plot(lines=(line,), from_zero=True))
     assert drawing.axes.ys == (0.0, pytest.approx(10.8))
     assert max(y for _, y in points(paths(drawing, "range")[0])) == drawing.axes.box[3]  # no lower than the axis
@@ -144,7 +147,7 @@ def test_lanes_and_labels_beyond_the_colours() -> None:
 
 
 def test_lines_beyond_the_colours_are_dashed() -> None:
-    lines = tuple(Line(f"line {number}", np.arange(2.0), np.arange(2.0) + number) for number in range(SERIES + 1))
+    lines = tuple(Line(f"line {number}", _arange(2.0), _arange(2.0) + number) for number in range(SERIES + 1))
     text = svg(draw(line_plot(lines=lines), legend=True))
     assert len(re.findall(r'class="line" style="[^"]*stroke: var\(--series-0\)', text)) == 2
     assert len(re.findall(r'class="line" style="[^"]*stroke-dasharray: 5 2"', text)) == 1

@@ -25,8 +25,8 @@ def measured(*passing: int) -> dict[str, float]:
     groups = [
         [ScoredResponse(float(row < count), row < count, int(row < count)) for row in range(4)] for count in passing
     ]
-    figures = with_intervals(estimates(groups, 4, votes=True)) | {metrics.SET_PROMPTS: len(passing)}
-    return {metrics.of_set("aime", name): value for name, value in figures.items()}
+    values = with_intervals(estimates(groups, 4, votes=True)) | {metrics.SET_PROMPTS: len(passing)}
+    return {metrics.of_set("aime", name): value for name, value in values.items()}
 
 
 @pytest.fixture
@@ -62,12 +62,12 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 
 def test_the_table_has_the_first_the_highest_and_the_last_value(run: Path) -> None:
-    head, *found = rows(page(run), "Evaluation")
+    head, *body = rows(page(run), "Evaluation")
     assert head == ["set", "prompts", "figure", "first", "highest", "last"]
-    assert [(row[0], row[1], row[2]) for row in found] == [
+    assert [(row[0], row[1], row[2]) for row in body] == [
         ("aime", "3", "reward_mean"), ("", "", "mean@4"), ("", "", "pass@4"), ("", "", "maj@4")
     ]  # fmt: skip
-    first, highest, last = found[1][3:]
+    first, highest, last = body[1][3:]
     assert first.startswith("0.083 [0.000, 0.247] (step 0)")
     assert highest.startswith("0.833 [") and highest.endswith("(step 10)")
     assert last.startswith("0.583 [") and last.endswith("(step 20)")
@@ -85,15 +85,15 @@ def test_the_table_has_what_is_measured_of_preferences(tmp_path: Path) -> None:
 
 
 def test_a_set_has_a_curve_with_its_intervals(run: Path) -> None:
-    found = {plot.name: plot for section in sections(read_run(run)) for plot in section.plots}
-    plot = found["evaluation-aime"]
+    by_name = {plot.name: plot for section in sections(read_run(run)) for plot in section.plots}
+    plot = by_name["evaluation-aime"]
     assert isinstance(plot, LinePlot)
     assert [line.label for line in plot.lines] == ["mean@4", "pass@4", "maj@4"]
     line = plot.lines[0]
     assert line.x.tolist() == [0, 10, 20] and line.low is not None and line.high is not None
     assert (line.low < line.y).all() and (line.y < line.high).all()
     assert "95 % confidence intervals" in plot.note
-    assert [each.label for each in found["accuracy"].lines] == ["eval/accuracy"]  # type: ignore[attr-defined]
+    assert [line.label for line in by_name["accuracy"].lines] == ["eval/accuracy"]  # type: ignore[attr-defined]
 
 
 def test_the_best_checkpoint_is_named(run: Path) -> None:
@@ -101,11 +101,11 @@ def test_the_best_checkpoint_is_named(run: Path) -> None:
 
 
 def test_responses_of_two_steps_stand_side_by_side(run: Path) -> None:
-    head, *found = rows(page(run), "Responses to held-out prompts")
+    head, *body = rows(page(run), "Responses to held-out prompts")
     assert head == ["set aime: prompt", "answer", "step 0", "step 20"]
-    assert [row[:2] for row in found] == [["prompt 0", "0"], ["prompt 2", "2"]]
-    assert found[0][2] == "&lt;b&gt;0&lt;/b&gt; 0\n<small>reward 1; 0 of 4 pass</small>"
-    assert found[1][3] == "&lt;b&gt;20&lt;/b&gt; 2\n<small>no reward; 3 of 4 pass</small>"
+    assert [row[:2] for row in body] == [["prompt 0", "0"], ["prompt 2", "2"]]
+    assert body[0][2] == "&lt;b&gt;0&lt;/b&gt; 0\n<small>reward 1; 0 of 4 pass</small>"
+    assert body[1][3] == "&lt;b&gt;20&lt;/b&gt; 2\n<small>no reward; 3 of 4 pass</small>"
     head, *_ = rows(page(run, "--steps", "10", "20"), "Responses to held-out prompts")
     assert head[2:] == ["step 10", "step 20"]
 

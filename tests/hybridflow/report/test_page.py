@@ -21,7 +21,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.metrics.device_samples import DeviceFile, DeviceSample
 from hybridflow.metrics.logger import Metrics
-from hybridflow.metrics.timeline import Span, Timeline
+from hybridflow.metrics.timeline import Timeline, TimelineSpan
 from hybridflow.report.choice import sections
 from hybridflow.report.over_time import timeline_plots
 from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot, bucketed
@@ -41,14 +41,14 @@ FILES = MetricsConfig(console=False, csv=False, tensorboard=False)
 
 
 class Page(HTMLParser):
-    """What a page holds: the facts, and of each figure its texts and what it says to those who do not see it."""
+    """Content of a page: its summary, and of each plot its texts and its description for those who do not see it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.title = ""
-        self.facts: dict[str, str] = {}
+        self.summary: dict[str, str] = {}
         self.headings: list[str] = []
-        self.figures: dict[str, dict[str, Any]] = {}
+        self.plots_by_name: dict[str, dict[str, Any]] = {}
         self.attributes: list[tuple[str, str, str]] = []
         self._open: list[str] = []
         self._figure: dict[str, Any] = {}
@@ -59,7 +59,7 @@ class Page(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         self.attributes += [(tag, name, value) for name, value in given.items()]
         if tag == "figure":
-            self._figure = self.figures[given["id"]] = {
+            self._figure = self.plots_by_name[given["id"]] = {
                 "texts": [],
                 "caption": "",
                 "note": "",
@@ -92,7 +92,7 @@ class Page(HTMLParser):
         elif where == "dt":
             self._fact = data
         elif where == "dd":
-            self.facts[self._fact] = data
+            self.summary[self._fact] = data
         elif where == "figcaption":
             self._figure["caption"] += data
         elif where == "p" and self._figure:
@@ -126,7 +126,7 @@ def stored(name: str, tmp_path: Path) -> Path:
 
 
 def test_a_timeline_of_calls_too_short_to_be_seen() -> None:
-    spans = [Span("actor", 0, "update", begin, begin + 1e-6) for begin in (0.0, 1e6)]
+    spans = [TimelineSpan("actor", 0, "update", begin, begin + 1e-6) for begin in (0.0, 1e6)]
     assert list(timeline_plots(spans)) == []
 
 
@@ -163,8 +163,8 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
     page = report(directory)
     assert page.title == "a <run>: run report"
     assert page.headings == ["Learning", "Optimisation", "Speed and memory"]
-    assert list(page.figures) == ["rewards", "losses", "step-times", "throughput"]
-    assert page.facts == {
+    assert list(page.plots_by_name) == ["rewards", "losses", "step-times", "throughput"]
+    assert page.summary == {
         "Steps": "5 of 20",
         "Records": "sft 1, train 5, eval 1",
         "Reward, first and last step": "0.1 → 0.5",
@@ -177,17 +177,19 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
         "Placement": "actor cpu:0-1",
         "Seed": "7",
     }
-    rewards = page.figures["rewards"]
+    rewards = page.plots_by_name["rewards"]
     assert rewards["caption"] == "Rewards"
     assert rewards["role"] == "img"
     assert rewards["alt"] == "Rewards by step: reward/mean from 0.1 to 0.5, lowest 0.1, highest 0.5"
     assert {"reward", "step"} <= set(rewards["texts"])
     assert rewards["legend"] == ["mean ± standard deviation of the samples", "mean of all samples ", "reward/mean"]
-    assert {"s", "generation", "rewards", "everything else", "whole step"} <= set(page.figures["step-times"]["texts"])
+    assert {"s", "generation", "rewards", "everything else", "whole step"} <= set(
+        page.plots_by_name["step-times"]["texts"]
+    )
 
 
 def test_a_correction_has_its_plots_beside_the_mismatch(tmp_path: Path) -> None:
-    figures = {
+    plots_by_name = {
         metrics.MISMATCH_LOGPROB_MEAN: 1e-6,
         metrics.CORRECTION_KL_K3: 1e-3,
         metrics.CORRECTION_CHI_SQUARE_SEQUENCE: 0.2,
@@ -197,11 +199,11 @@ def test_a_correction_has_its_plots_beside_the_mismatch(tmp_path: Path) -> None:
     }
     with Metrics(FILES, tmp_path) as log:
         for number in (1, 2):
-            log.log(number, {name: number * value for name, value in figures.items()})
-    found = plots(tmp_path)
-    assert list(found).index("correction-divergence") == list(found).index("mismatch") + 1
+            log.log(number, {name: number * value for name, value in plots_by_name.items()})
+    by_name = plots(tmp_path)
+    assert list(by_name).index("correction-divergence") == list(by_name).index("mismatch") + 1
     for name, drawn in (("correction-divergence", 2), ("correction-weights", 3)):
-        plot = found[name]
+        plot = by_name[name]
         assert isinstance(plot, LinePlot) and len(plot.lines) == drawn
 
 
@@ -215,7 +217,7 @@ def test_the_band_is_one_standard_deviation_around_the_mean(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "figures"),
+    ("name", "expected"),
     [
         ("algorithms/ppo", {"value-losses", "reference-kl", "kl-coefficient", "entropy", "mismatch", "memory"}),
         ("algorithms/remax", {"rewards", "accuracy", "warmup-loss", "gradient-norm", "response-length", "step-times"}),
@@ -225,11 +227,11 @@ def test_the_band_is_one_standard_deviation_around_the_mean(tmp_path: Path) -> N
         ("h200-2gpu-ppo", {"timeline", "value-losses", "step-times"}),
     ],
 )
-def test_the_stored_runs(tmp_path: Path, name: str, figures: set[str]) -> None:
+def test_the_stored_runs(tmp_path: Path, name: str, expected: set[str]) -> None:
     directory = stored(name, tmp_path)
     page = report(directory)
-    assert figures <= set(page.figures)
-    for figure in page.figures.values():
+    assert expected <= set(page.plots_by_name)
+    for figure in page.plots_by_name.values():
         assert figure["alt"] and figure["caption"] and figure["paths"] and len(figure["texts"]) > 3, figure["caption"]
 
 
@@ -278,7 +280,7 @@ def test_a_first_step_that_compiles_does_not_flatten_the_others(tmp_path: Path) 
     plot = plots(tmp_path)["step-times"]
     assert isinstance(plot, BarPlot)
     assert plot.limit == pytest.approx(1.15)
-    assert "↑ 60" in report(tmp_path).figures["step-times"]["texts"]
+    assert "↑ 60" in report(tmp_path).plots_by_name["step-times"]["texts"]
 
 
 def test_what_is_not_finite_is_counted_and_left_out(tmp_path: Path) -> None:
@@ -287,10 +289,10 @@ def test_what_is_not_finite_is_counted_and_left_out(tmp_path: Path) -> None:
         log.log(2, {metrics.TRAIN_LOSS: math.nan, metrics.TRAIN_ENTROPY: math.nan})
         log.log(3, {metrics.TRAIN_LOSS: -math.inf})
         log.log(4, {metrics.TRAIN_LOSS: 4.0})
-    figures = report(tmp_path).figures
-    assert figures["losses"]["alt"] == "Loss of the actor by step: train/loss from 1 to 4, lowest 1, highest 4"
-    assert figures["losses"]["note"] == "2 values are not finite and not shown."
-    assert "entropy" not in figures
+    plots_by_name = report(tmp_path).plots_by_name
+    assert plots_by_name["losses"]["alt"] == "Loss of the actor by step: train/loss from 1 to 4, lowest 1, highest 4"
+    assert plots_by_name["losses"]["note"] == "2 values are not finite and not shown."
+    assert "entropy" not in plots_by_name
     assert "<td><code>train/entropy</code></td><td>not finite</td><td>2</td>" in (tmp_path / "report.html").read_text()
 
 
@@ -302,8 +304,11 @@ def test_what_does_not_change_has_no_panel(tmp_path: Path) -> None:
             log.log(number, step(number) | constant | clipped)
         log.log(5, {metrics.of_set(metrics.EVAL, "accuracy"): 0.75}, phase="eval")
     page = report(tmp_path)
-    assert not {"staleness", "kl-coefficient", "entropy", "accuracy"} & set(page.figures)
-    assert page.figures["clip-fraction"]["legend"] == ["ratio above the upper bound ", metrics.TRAIN_CLIP_FRACTION_HIGH]
+    assert not {"staleness", "kl-coefficient", "entropy", "accuracy"} & set(page.plots_by_name)
+    assert page.plots_by_name["clip-fraction"]["legend"] == [
+        "ratio above the upper bound ",
+        metrics.TRAIN_CLIP_FRACTION_HIGH,
+    ]
     text = (tmp_path / "report.html").read_text()
     assert "5 metrics without a plot: constant, or measured once" in text
     for name, value, count in (
@@ -319,7 +324,7 @@ def test_what_does_not_change_has_no_panel(tmp_path: Path) -> None:
 def test_a_run_of_one_step_has_a_page_without_lines(tmp_path: Path) -> None:
     with Metrics(FILES, tmp_path) as log:
         log.log(1, step(1))
-    assert list(report(tmp_path).figures) == ["step-times"]
+    assert list(report(tmp_path).plots_by_name) == ["step-times"]
 
 
 def test_sections_are_linked(tmp_path: Path) -> None:
@@ -354,18 +359,18 @@ def test_the_first_line_is_the_outcome_and_the_facts_name_the_starts(
     with hold(tmp_path, "run_dir/name"):
         assert _outcome_of(tmp_path) == "Running: step 5 of 20, end."
     page = report(tmp_path)
-    assert page.facts["Parameters"] == "30.5 billion, 3.3 billion for a token"
-    assert page.facts["Command"] == "hybridflow train '<recipe>.yaml'"
-    assert (page.facts["Commit"], page.facts["Versions"]) == ("abc with changes", "torch 2.11.0")
-    assert page.facts["Resumed"].startswith("after step 4, 2")
+    assert page.summary["Parameters"] == "30.5 billion, 3.3 billion for a token"
+    assert page.summary["Command"] == "hybridflow train '<recipe>.yaml'"
+    assert (page.summary["Commit"], page.summary["Versions"]) == ("abc with changes", "torch 2.11.0")
+    assert page.summary["Resumed"].startswith("after step 4, 2")
     text = (tmp_path / "report.html").read_text()
     assert "<details><summary>Recipe</summary><pre>name: &lt;/script&gt;&lt;b&gt;\n" in text
 
 
 def _outcome_of(directory: Path) -> str:
     report(directory)
-    [found] = re.findall(r'<p class="outcome">(.*?)</p>', (directory / "report.html").read_text(), re.DOTALL)
-    return str(found)
+    [outcome] = re.findall(r'<p class="outcome">(.*?)</p>', (directory / "report.html").read_text(), re.DOTALL)
+    return str(outcome)
 
 
 def test_points_are_data_that_cannot_end_their_element(tmp_path: Path) -> None:
@@ -399,10 +404,10 @@ def test_figures_of_other_scales_and_equal_ones_do_not_hide_each_other(tmp_path:
                 },
             )
     page = report(tmp_path)
-    assert list(page.figures) == [
+    assert list(page.plots_by_name) == [
         *("losses", "clip-fraction", "approximate-kl", "value-losses", "cost-value-losses", "explained-variance")
     ]
-    assert page.figures["losses"]["note"] == "train/policy_loss is nearly the same."
+    assert page.plots_by_name["losses"]["note"] == "train/policy_loss is nearly the same."
     drawn = {name: [line.label for line in plot.lines] for name, plot in plots(tmp_path).items()}  # type: ignore[attr-defined]
     assert drawn["clip-fraction"] == [metrics.TRAIN_CLIP_FRACTION_LOW, metrics.TRAIN_CLIP_FRACTION_HIGH]
     assert drawn["approximate-kl"] == [metrics.TRAIN_KL_K1, metrics.TRAIN_KL_K3]
@@ -410,8 +415,8 @@ def test_figures_of_other_scales_and_equal_ones_do_not_hide_each_other(tmp_path:
     with Metrics(FILES, tmp_path / "other") as log:
         for number in range(1, 6):
             log.log(number, {metrics.TRAIN_LOSS: 40.0 / number, metrics.TRAIN_POLICY_LOSS: 0.1 * number})
-    figures = report(tmp_path / "other").figures
-    assert [figure["caption"] for figure in figures.values()] == [
+    plots_by_name = report(tmp_path / "other").plots_by_name
+    assert [figure["caption"] for figure in plots_by_name.values()] == [
         *("Loss of the actor", "Loss of the actor: train/policy_loss")
     ]
 
@@ -420,7 +425,7 @@ def test_sources_of_equal_rewards_are_one_line(tmp_path: Path) -> None:
     with Metrics(FILES, tmp_path) as log:
         for number in range(1, 6):
             log.log(number, {f"data/{source}/reward_mean": number / 10 for source in ("easy", "hard")})
-    assert report(tmp_path).figures["rewards-by-source"]["note"] == "data/hard/reward_mean is nearly the same."
+    assert report(tmp_path).plots_by_name["rewards-by-source"]["note"] == "data/hard/reward_mean is nearly the same."
     [line] = plots(tmp_path)["rewards-by-source"].lines  # type: ignore[attr-defined]
     assert line.label == "data/easy/reward_mean"
 
@@ -436,7 +441,7 @@ def test_a_run_on_cpus_has_nothing_of_gpus(tmp_path: Path) -> None:
     text = (directory / "report.html").read_text()
     assert "memory/critic_host_mem_mb" in text and not re.search(r"GPU|gpu", text)
     (directory / "recipe.yaml").write_text(recipe.replace("cpu:0-1", "cuda:0-1"))
-    assert metrics.ACTOR_GPU_MEMORY in report(directory).figures["memory"]["legend"]
+    assert metrics.ACTOR_GPU_MEMORY in report(directory).plots_by_name["memory"]["legend"]
 
 
 def a_text(number: int) -> dict[str, Any]:
@@ -526,26 +531,26 @@ def test_any_staleness_is_shown(tmp_path: Path) -> None:
     with Metrics(FILES, tmp_path) as log:
         for number in (1, 2):
             log.log(number, {"rollout/staleness_mean": 1.0 * number, "rollout/staleness_max": 2.0})
-    figure = report(tmp_path).figures["staleness"]
+    figure = report(tmp_path).plots_by_name["staleness"]
     assert "versions" in figure["texts"]
     assert figure["legend"] == ["staleness ", "rollout/staleness_mean", "staleness max ", "rollout/staleness_max"]
 
 
-def spans(steps: int, ranks: int = 2) -> list[Span]:
+def spans(steps: int, ranks: int = 2) -> list[TimelineSpan]:
     """Steps of ten seconds: generation, update, and weights to the engines."""
     return [
         span
         for number in range(steps)
         for span in (
-            Span("rollout", 0, "generate", 10.0 * number, 10.0 * number + 4),
-            *(Span("actor", rank, "update", 10.0 * number + 4, 10.0 * number + 8) for rank in range(ranks)),
-            Span("actor", 0, "checkpoint_written", 10.0 * number + 8, 10.0 * number + 8.00001),
-            Span("rollout", 0, "commit_weights", 10.0 * number + 9, 10.0 * number + 10),
+            TimelineSpan("rollout", 0, "generate", 10.0 * number, 10.0 * number + 4),
+            *(TimelineSpan("actor", rank, "update", 10.0 * number + 4, 10.0 * number + 8) for rank in range(ranks)),
+            TimelineSpan("actor", 0, "checkpoint_written", 10.0 * number + 8, 10.0 * number + 8.00001),
+            TimelineSpan("rollout", 0, "commit_weights", 10.0 * number + 9, 10.0 * number + 10),
         )
     ]
 
 
-def timeline_of(directory: Path, recorded: list[Span]) -> LanePlot:
+def timeline_of(directory: Path, recorded: list[TimelineSpan]) -> LanePlot:
     timeline = Timeline()
     timeline.record(recorded)
     timeline.write(small_run(directory) / "timeline.json")
@@ -564,7 +569,7 @@ def test_the_last_steps_are_shown_by_role_and_rank(tmp_path: Path) -> None:
     ]
     assert plot.note == "Calls too short to be seen are left out."
     page = report(tmp_path)
-    assert {"actor 0", "rollout 0", "generate", "seconds"} <= set(page.figures["timeline"]["texts"])
+    assert {"actor 0", "rollout 0", "generate", "seconds"} <= set(page.plots_by_name["timeline"]["texts"])
 
 
 def test_of_many_ranks_the_first_of_each_role_are_shown(tmp_path: Path) -> None:
@@ -593,11 +598,11 @@ def test_devices_over_time(tmp_path: Path, nodes: int, gpus: int, lines: list[st
     assert plot.lines[0].x.tolist() == [0, 1, 2, 3]
     assert plot.lines[0].y[-1] == (10.0 if nodes != 2 else 45.0)
     page = report(tmp_path)
-    assert "device-utilisation" in page.figures
-    assert not {"device-power", "device-memory", "device-clock"} & set(page.figures)  # not finite, or constant
-    assert page.facts["GPUs"].startswith(f"{nodes * gpus}, used to ")
-    assert page.facts["Largest memory of a GPU"] == "1.0 GiB"
-    assert "Mean power of all GPUs" not in page.facts
+    assert "device-utilisation" in page.plots_by_name
+    assert not {"device-power", "device-memory", "device-clock"} & set(page.plots_by_name)  # not finite, or constant
+    assert page.summary["GPUs"].startswith(f"{nodes * gpus}, used to ")
+    assert page.summary["Largest memory of a GPU"] == "1.0 GiB"
+    assert "Mean power of all GPUs" not in page.summary
 
 
 def test_gpus_of_a_run_that_went_on_elsewhere_are_not_added_up(tmp_path: Path) -> None:
@@ -610,13 +615,13 @@ def test_gpus_of_a_run_that_went_on_elsewhere_are_not_added_up(tmp_path: Path) -
             for gpu in range(2)
         )
     file.close()
-    facts = report(tmp_path).facts
-    assert facts["GPUs"] == "2, used to 50 % on average"
-    assert facts["Mean power of all GPUs"] == "300 W"
+    summary = report(tmp_path).summary
+    assert summary["GPUs"] == "2, used to 50 % on average"
+    assert summary["Mean power of all GPUs"] == "300 W"
 
 
 def test_a_bucket_keeps_its_extremes() -> None:
-    x, y = np.arange(1000.0), np.zeros(1000)
+    x, y = np.arange(1000, dtype=np.float64), np.zeros(1000)
     y[[500, 700, 901]] = 9.0, -3.0, math.nan
     y[100:110] = math.nan
     buckets = bucketed(x, y, 100)
@@ -637,10 +642,10 @@ def test_a_long_run_gives_a_small_page_soon(tmp_path: Path) -> None:
     assert calls_of(lambda: pages.append(report(tmp_path))) < 2_000 * 10_000  # half of it for what no step adds to
     [page] = pages
     assert (tmp_path / "report.html").stat().st_size < 5e6
-    assert page.facts["Steps"] == "10,000"
-    assert "10,000 steps in 80 bars" in page.figures["step-times"]["note"]
+    assert page.summary["Steps"] == "10,000"
+    assert "10,000 steps in 80 bars" in page.plots_by_name["step-times"]["note"]
     highest = max(record["train/gradient_norm"] for record in steps if "train/gradient_norm" in record)
-    assert f"highest {highest:.4g}" in page.figures["gradient-norm"]["alt"]
+    assert f"highest {highest:.4g}" in page.plots_by_name["gradient-norm"]["alt"]
 
 
 def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -648,7 +653,7 @@ def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path, capsys: pytest.Capt
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "train", "step": 6, "rew')
     out = tmp_path / "elsewhere.html"
-    assert report(tmp_path, "--out", str(out)).facts["Steps"] == "5"
+    assert report(tmp_path, "--out", str(out)).summary["Steps"] == "5"
     assert capsys.readouterr() == (f"{out}\n", "")
     assert not (tmp_path / "report.html").exists()
 
@@ -729,7 +734,7 @@ def test_every_figure_has_a_size_in_a_browser(tmp_path: Path, dark: bool) -> Non
     flags = ["--window-size=1200,3000", *(["--force-dark-mode"] if dark else [])]
     dumped = dom_after(directory / "report.html", MEASURE, tmp_path, *flags)
     sizes = dict(re.findall(r'<figure id="([\w-]+)"[^>]* data-size="(\d+ \d+)"', dumped))
-    assert set(sizes) == set(page.figures)
+    assert set(sizes) == set(page.plots_by_name)
     for name, size in sizes.items():
         width, height = map(int, size.split())
         assert width > 400 and height > 100, name

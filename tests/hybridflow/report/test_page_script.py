@@ -7,10 +7,12 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.expert_loads import ExpertLoads
 from hybridflow.metrics.logger import Metrics
 from hybridflow.report.page import write_report
 from tests.support.browser import CHROMIUM, dom_after
@@ -25,9 +27,11 @@ const over = (id, share) => {
   svg.dispatchEvent(new PointerEvent("pointermove", at));
   const tip = document.querySelector(`#${id} .tip`);
   const found = { text: [...tip.children].map((row) => row.textContent), shown: tip.style.display };
+  found.words = tip.textContent;
   found.circles = svg.querySelectorAll(".hover circle").length;
   return found;
 };
+seen.cell = over("expert-load-actor-4", 0.2);
 seen.control = !document.getElementById("smoothing").hidden;
 seen.first = over("losses", 0.2);
 seen.last = over("losses", 0.95);
@@ -54,16 +58,24 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for step in (1, 2, 3, 4):
             norm = math.nan if step == 3 else 10.0**step  # on a logarithmic axis
             log.log(step, {metrics.TRAIN_LOSS: 2.0 - step, metrics.TRAIN_GRADIENT_NORM: norm})
+            log.log_expert_loads(step, {"actor": ExpertLoads((7,), np.linspace(0, 2, 24)[None])})
     dumped = dom_after(write_report(directory), SCRIPT, directory)
     [text] = re.findall(r'data-seen="([^"]*)"', dumped)
-    found: dict[str, Any] = json.loads(text.replace("&quot;", '"'))
-    return found
+    visible: dict[str, Any] = json.loads(text.replace("&quot;", '"'))
+    return visible
 
 
 def test_values_of_the_nearest_step_are_shown(seen: dict[str, Any]) -> None:
-    assert seen["first"] == {"text": ["step 1", "loss with all penalties: 1"], "shown": "block", "circles": 1}
+    assert seen["first"]["text"] == ["step 1", "loss with all penalties: 1"]
+    assert (seen["first"]["shown"], seen["first"]["circles"]) == ("block", 1)
     assert seen["last"]["text"] == ["step 4", "loss with all penalties: -2"]
     assert seen["gone"] == "none"
+
+
+def test_the_value_of_the_cell_under_the_pointer_is_shown(seen: dict[str, Any]) -> None:
+    assert seen["cell"]["shown"] == "block"
+    [number] = re.findall(r"^layer 7, expert (\d+): ", seen["cell"]["words"])
+    assert seen["cell"]["words"].endswith(f": {np.float16(np.linspace(0, 2, 24)[int(number)]):.4g} times the mean")
 
 
 def test_a_value_that_is_not_finite_has_no_point(seen: dict[str, Any]) -> None:

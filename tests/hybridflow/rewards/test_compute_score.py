@@ -15,7 +15,10 @@ from hybridflow.rewards.result import RewardResult
 pytestmark = pytest.mark.processes
 
 TEXTS, PROMPTS, ANSWERS = ["4", "x", "4"], ["2+2=", "2+2=", "2+2="], ["4", "4", "5"]
-FIELDS = {"data_source": ["gsm8k", "math", "math"], "extra_info": [{"index": 7}, None, {"index": 9}]}
+FIELDS: dict[str, list[Any]] = {
+    "data_source": ["gsm8k", "math", "math"],
+    "extra_info": [{"index": 7}, None, {"index": 9}],
+}
 
 EXACT = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -78,12 +81,12 @@ def test_without_its_columns_it_gets_the_name_of_the_source_and_the_row(tmp_path
     assert scored(tmp_path, FALLBACK, {}).total.tolist() == [3, 3, 3]
 
 
-def test_a_dictionary_has_the_score_and_figures(tmp_path: Path) -> None:
+def test_a_dictionary_has_the_score_and_metrics(tmp_path: Path) -> None:
     result = scored(tmp_path, DETAILED, FIELDS)
     assert result.total.tolist() == [1, 0, 0]
-    figures = {name.rpartition("/")[2]: column.tolist() for name, column in result.figures.items()}
-    assert figures["acc"] == [1, 0, 0] and figures["extra"][1:] == [2, 2]
-    assert figures.keys() == {"acc", "extra"}
+    metrics = {name.rpartition("/")[2]: column.tolist() for name, column in result.metrics.items()}
+    assert metrics["acc"] == [1, 0, 0] and metrics["extra"][1:] == [2, 2]
+    assert metrics.keys() == {"acc", "extra"}
 
 
 @pytest.mark.parametrize(
@@ -129,4 +132,4 @@ def test_it_needs_answers(tmp_path: Path) -> None:
     config = {"name": "mine", "path": f"{tmp_path}/mine.py:compute_score"}
     with RewardFunctions(RewardConfig.model_validate({"functions": [config]})) as rewards:
         rewards.load()
-        assert [each.name for each in rewards.needing_answers()] == ["mine"]
+        assert [function.name for function in rewards.needing_answers()] == ["mine"]

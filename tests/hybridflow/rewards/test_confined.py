@@ -1,4 +1,4 @@
-"""What a reward function can reach and take, and what of its answers is believed."""
+"""Limits of a reward function's process, and checks of its answers."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_what_it_takes_is_limited(tmp_path: Path, body: str, limits: dict[str, f
     failure = failure_of(function(tmp_path, source, limits=limits))
     assert failure.startswith("reward 'mine' ") and message in failure
     left = [
-        each.info["pid"]
-        for each in psutil.process_iter(["cmdline", "pid"])
-        if "86399.5" in (each.info["cmdline"] or ())
+        process.info["pid"]
+        for process in psutil.process_iter(["cmdline", "pid"])
+        if "86399.5" in (process.info["cmdline"] or ())
     ]
     assert not left
 
@@ -118,14 +118,14 @@ def test_what_it_prints_is_kept_up_to_a_limit(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_one_that_closes_its_output_leaves_its_supervisor_idle(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    output = tmp_path / "told"
     source = (
         "import os\ndef reward(texts):\n os.close(1)\n os.close(2)\n"
-        f" open({str(told)!r}, 'w').write(str(os.getppid()))\n return [1]\n"
+        f" open({str(output)!r}, 'w').write(str(os.getppid()))\n return [1]\n"
     )
     with RewardFunctions(RewardConfig(functions=(function(tmp_path, source),))) as rewards:
         assert rewards.evaluate(["a"], [""], [""]).total.tolist() == [1.0]
-        supervisor = psutil.Process(int(told.read_text()))
+        supervisor = psutil.Process(int(output.read_text()))
         before = supervisor.cpu_times()
         time.sleep(1.0)
         after = supervisor.cpu_times()

@@ -30,7 +30,7 @@ def wait_until(condition: object, limit_s: float, what: str) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie of somebody else has)."""
+    """True if a process has ended (or is a zombie of another parent)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -62,7 +62,11 @@ def reward(texts, answers, limit, unit=None, seed=7):
     assert seed == 7 and set(unit) <= {None, "m"}
     return [limit[row]["most"] + (answers[row] or 0) for row in range(len(texts))]
 """
-FIELDS = {"limit": [{"most": 1}, {"most": 2}, {"most": 3}], "unit": [None, "m", "m"], "of_no_interest": [0, 0, 0]}
+FIELDS: dict[str, list[Any]] = {
+    "limit": [{"most": 1}, {"most": 2}, {"most": 3}],
+    "unit": [None, "m", "m"],
+    "of_no_interest": [0, 0, 0],
+}
 
 
 def test_fields_of_the_data_reach_functions_that_ask_for_them_by_name(tmp_path: Path) -> None:

@@ -13,10 +13,6 @@ import psutil
 import pytest
 
 from hybridflow.rewards import mathematics
-from hybridflow.rewards.answers import kinds
-from hybridflow.rewards.answers.equality import UndecidedError
-from hybridflow.rewards.answers.kinds import is_right
-from hybridflow.rewards.answers.text import UnreadableError
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.mathematics import NoVerdictError, score
@@ -40,11 +36,15 @@ def test_there_are_as_many_pairs_as_the_page_says() -> None:
 
 
 def test_pairs_have_their_known_verdicts() -> None:
-    found = [(*pair[:2], _verdict(*pair[:2])) for pair in PAIRS]
-    assert not set(found) - set(PAIRS)
+    verdicts = [(*pair[:2], _verdict(*pair[:2])) for pair in PAIRS]
+    assert not set(verdicts) - set(PAIRS)
 
 
 def _verdict(right: str, given: str) -> str:
+    from hybridflow.rewards.answers.equality import UndecidedError
+    from hybridflow.rewards.answers.kinds import is_right
+    from hybridflow.rewards.answers.text import UnreadableError
+
     try:
         return "=" if is_right(right, given, 6) else "!"
     except (UnreadableError, UndecidedError):
@@ -54,8 +54,8 @@ def _verdict(right: str, given: str) -> str:
 def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
     pairs = [pair for pair in PAIRS[::40] if pair[2] != "?"]
     right, given, verdicts = zip(*pairs, strict=True)
-    found = score([rf"Therefore it is \boxed{{{each}}}." for each in given], right)
-    assert found == [float(each == "=") for each in verdicts]
+    rewards = score([rf"Therefore it is \boxed{{{answer}}}." for answer in given], right)
+    assert rewards == [float(sign == "=") for sign in verdicts]
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_right_answers_may_be_numbers_and_several() -> None:
     ],
 )
 def test_without_a_right_answer_there_is_no_verdict(right: Any, why: str) -> None:
-    (found,) = score([r"\boxed{2}"], [right])
-    assert isinstance(found, NoVerdictError) and why in str(found)
+    (verdict,) = score([r"\boxed{2}"], [right])
+    assert isinstance(verdict, NoVerdictError) and why in str(verdict)
 
 
 def test_one_of_several_right_answers_may_be_unreadable() -> None:
-    found = score([r"\boxed{2}", r"\boxed{3}"], [["?!", "2"]] * 2)
-    assert found[0] == 1.0 and isinstance(found[1], NoVerdictError)
+    verdicts = score([r"\boxed{2}", r"\boxed{3}"], [["?!", "2"]] * 2)
+    assert verdicts[0] == 1.0 and isinstance(verdicts[1], NoVerdictError)
 
 
 @pytest.mark.parametrize(
@@ -208,27 +208,32 @@ def test_an_answer_that_cannot_be_read_is_soon_wrong(text: str) -> None:
 
 
 def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(mathematics._comparer, "ask", lambda limit_s, *question: not asked.append(question))
+    compared: list[tuple[Any, ...]] = []
+
+    def ask(limit_s: float, *question: Any) -> bool:
+        compared.append(question)
+        return True
+
+    monkeypatch.setattr(mathematics._comparer, "ask", ask)
     texts = [r"\boxed{7}", r"So it is \boxed{7}.", r"\boxed{8}", r"\boxed{7}", "none", "none at all"]
     assert score(texts, ["7", "7", "7", 7, "7", "7"]) == [1.0] * 6
-    assert [question[:2] for question in asked] == [("7", "7"), ("8", "7"), ("7", 7), (None, "7")]
+    assert [question[:2] for question in compared] == [("7", "7"), ("8", "7"), ("7", 7), (None, "7")]
 
 
 def test_a_response_that_hangs_is_wrong_and_the_others_are_compared() -> None:
     began = time.monotonic()
     before = set(psutil.Process().children())
     texts = [rf"\boxed{{{HANGING}}}", r"\boxed{1}", rf"\boxed{{{HANGING}}}", r"\boxed{2}"]
-    found = score(texts, ["1", "1", "3", "1"], sample_timeout_s=1.0)
+    rewards = score(texts, ["1", "1", "3", "1"], sample_timeout_s=1.0)
     assert 2 <= time.monotonic() - began < 20
-    assert found == [0.0, 1.0, 0.0, 0.0]
+    assert rewards == [0.0, 1.0, 0.0, 0.0]
     assert len(set(psutil.Process().children()) - before) <= 1  # what hung is gone
 
 
 def test_a_right_answer_that_hangs_gives_no_verdict() -> None:
-    found = score([r"\boxed{1}", r"\boxed{1}", r"\boxed{2}"], [HANGING, "1", [HANGING, "1"]], sample_timeout_s=1.0)
-    assert found[1] == 1.0
-    assert {str(found[0]), str(found[2])} == {"no verdict within 1 s (sample_timeout_s)"}
+    rewards = score([r"\boxed{1}", r"\boxed{1}", r"\boxed{2}"], [HANGING, "1", [HANGING, "1"]], sample_timeout_s=1.0)
+    assert rewards[1] == 1.0
+    assert {str(rewards[0]), str(rewards[2])} == {"no verdict within 1 s (sample_timeout_s)"}
 
 
 def test_a_process_that_dies_of_a_response_makes_it_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,49 +242,49 @@ def test_a_process_that_dies_of_a_response_makes_it_wrong(monkeypatch: pytest.Mo
 
     mathematics._comparer.end()
     with monkeypatch.context() as patch:
-        patch.setattr(kinds, "is_right", end)
+        patch.setattr("hybridflow.rewards.answers.kinds.is_right", end)
         assert score([r"\boxed{1}"], ["1"]) == [0.0]
-        patch.setattr(kinds, "is_readable", lambda right: os._exit(1))
-        (found,) = score([r"\boxed{1}"], ["1"])
-        assert isinstance(found, NoVerdictError) and "died, perhaps of its memory" in str(found)
+        patch.setattr("hybridflow.rewards.answers.kinds.is_readable", lambda right: os._exit(1))
+        (reward,) = score([r"\boxed{1}"], ["1"])
+        assert isinstance(reward, NoVerdictError) and "died, perhaps of its memory" in str(reward)
     mathematics._comparer.end()
 
 
 def test_responses_that_hang_are_wrong_and_take_no_more_than_the_call_has() -> None:
-    towers = [rf"\boxed{{\prod_{{k=1}}^{{10^{{{each}}}}} (k^2+k+1)}}" for each in range(9, 13)]
+    towers = [rf"\boxed{{\prod_{{k=1}}^{{10^{{{exponent}}}}} (k^2+k+1)}}" for exponent in range(9, 13)]
     began = time.monotonic()
-    found = score([*towers, r"\boxed{1}", r"\boxed{2}"], ["1"] * 6, sample_timeout_s=4.0, timeout_s=12.0)
+    rewards = score([*towers, r"\boxed{1}", r"\boxed{2}"], ["1"] * 6, sample_timeout_s=4.0, timeout_s=12.0)
     assert time.monotonic() - began < 12
-    assert found == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert rewards == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
 def test_right_answers_that_hang_take_no_more_than_the_call_has() -> None:
-    towers = [rf"\prod_{{k=1}}^{{10^{{{each}}}}} (k^2+k+1)" for each in range(9, 13)]
+    towers = [rf"\prod_{{k=1}}^{{10^{{{exponent}}}}} (k^2+k+1)" for exponent in range(9, 13)]
     began = time.monotonic()
-    found = score([r"\boxed{1}"] * 6, [*towers, "1", "2"], sample_timeout_s=4.0, timeout_s=12.0)
+    rewards = score([r"\boxed{1}"] * 6, [*towers, "1", "2"], sample_timeout_s=4.0, timeout_s=12.0)
     assert time.monotonic() - began < 12
-    assert found[4:] == [1.0, 0.0]
-    assert {str(each) for each in found[:4]} == {
+    assert rewards[4:] == [1.0, 0.0]
+    assert {str(error) for error in rewards[:4]} == {
         "no verdict within 4 s (sample_timeout_s)",
         "no time was left for it within 12 s (timeout_s)",
     }
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("policy", ["drop", "value"])
-def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str) -> None:
-    function = {"name": "math", "path": "math", "workers": 2, "on_failure": policy}
+@pytest.mark.parametrize(("policy", "workers"), [("drop", 2), ("value", 1)])
+def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str, workers: int) -> None:
+    function = {"name": "math", "path": "math", "workers": workers, "on_failure": policy}
     if policy == "value":
         function["failure_value"] = -0.5
     arguments = {"arguments": {"sample_timeout_s": 1.0}}
     config = RewardConfig.model_validate({"functions": [function | arguments]})
     texts = [r"\boxed{\frac12}", r"\boxed{7}", r"\boxed{3}", rf"\boxed{{{HANGING}}}"]
     with RewardFunctions(config) as rewards:
-        found = rewards.evaluate(texts, ["p"] * 4, ["0.5", HANGING, "3", "3"])
-    assert found.dropped.tolist() == [False, policy == "drop", False, False]
-    kept = [value for value, dropped in zip(found.total.tolist(), found.dropped.tolist(), strict=True) if not dropped]
+        result = rewards.evaluate(texts, ["p"] * 4, ["0.5", HANGING, "3", "3"])
+    assert result.dropped.tolist() == [False, policy == "drop", False, False]
+    kept = [value for value, dropped in zip(result.total.tolist(), result.dropped.tolist(), strict=True) if not dropped]
     assert kept == ([1.0, 1.0, 0.0] if policy == "drop" else [1.0, -0.5, 1.0, 0.0])
-    (failure,) = found.failures
+    (failure,) = result.failures
     assert "gave none for sample 1" in str(failure) and "no verdict within 1 s" in str(failure)
 
 

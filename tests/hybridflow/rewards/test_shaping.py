@@ -75,8 +75,8 @@ def _config(tmp_path: Path, name: str, arguments: dict[str, Any]) -> RewardConfi
 def test_a_function_of_ones_own_gets_its_arguments_in_every_call(tmp_path: Path) -> None:
     config = _config(tmp_path, "reward", {"bonus": 0.5, "level": 2, "most": 1})
     with RewardFunctions(config, ["level"]) as rewards:  # a field of the data of the same name does not stand before it
-        found = rewards.evaluate(["a", "bb"], ["p", "p"], ["", ""], {"level": [7, 7]})
-    assert found.total.tolist() == [121.5, 122.5]
+        result = rewards.evaluate(["a", "bb"], ["p", "p"], ["", ""], {"level": [7, 7]})
+    assert result.total.tolist() == [121.5, 122.5]
 
 
 @pytest.mark.processes

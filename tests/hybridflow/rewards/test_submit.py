@@ -82,9 +82,9 @@ def test_batches_share_the_workers_and_a_slow_call_keeps_one_of_them(tmp_path: P
             assert rewards.evaluate(texts, [""] * len(texts), [""] * len(texts)).total.tolist() == list(map(len, texts))
         both = rewards.submit(["slow"], [""], [""]), rewards.submit(["eeeee"], [""], [""])
         time.sleep(0.3)
-        assert not slow.done() and not any(each.done() for each in both)  # every worker has a slow one
+        assert not slow.done() and not any(pending.done() for pending in both)  # every worker has a slow one
         (tmp_path / "gate").touch()
-        assert [each.result().total.tolist() for each in (slow, *both)] == [[4.0, 1.0], [4.0], [5.0]]
+        assert [pending.result().total.tolist() for pending in (slow, *both)] == [[4.0, 1.0], [4.0], [5.0]]
 
 
 def test_an_error_of_one_batch_is_that_of_all_beside_it_and_the_next_starts_anew(tmp_path: Path) -> None:

@@ -14,17 +14,17 @@ def config(path: str, **arguments: str) -> RewardConfig:
 
 
 def test_without_mathematics_the_whole_text_votes() -> None:
-    found = votes([" 42\n", "42", "42.", "", "  "], config("arithmetic"))
-    assert found[0] == found[1] != found[2]
-    assert found[3:] == [NO_VOTE, NO_VOTE]
-    assert all(0 <= each < 1 << 63 for each in found[:3])
+    cast = votes([" 42\n", "42", "42.", "", "  "], config("arithmetic"))
+    assert cast[0] == cast[1] != cast[2]
+    assert cast[3:] == [NO_VOTE, NO_VOTE]
+    assert all(0 <= vote < 1 << 63 for vote in cast[:3])
 
 
 def test_with_mathematics_its_answer_votes() -> None:
     texts = [r"so \boxed{1 / 2}", r"first \boxed{3}, no: \boxed{1/2}.", r"\boxed{0.5}", "one half"]
-    found = votes(texts, config("math"))
-    assert found[0] == found[1] != found[2]  # as they are written
-    assert found[3] == NO_VOTE
+    cast = votes(texts, config("math"))
+    assert cast[0] == cast[1] != cast[2]  # as they are written
+    assert cast[3] == NO_VOTE
     tagged = votes(["<answer>7.</answer>", "it is <answer> 7 </answer>"], config("math", extract="tag"))
     assert tagged[0] == tagged[1] != NO_VOTE
 

@@ -11,15 +11,15 @@ from torch import Tensor
 from engine3d.rollout.config import SamplingConfig
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
-from hybridflow.data.prompts import DrawnPrompt
+from hybridflow.data.prompts import Draw
 from hybridflow.roles.groups import FunctionRewardGroup, PolicyGroup, RolloutGroup, ValueGroup
 from hybridflow.roles.model import CheckpointFailure, Update
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import Pause, RolloutWorker
 from hybridflow.roles.value import ValueWorker
+from hybridflow.rollout.source import RolloutSource
 from hybridflow.workers.future import Future
 from hybridflow.workers.methods import Method, registrations
 from hybridflow.workers.worker_group import WorkerGroup
@@ -44,18 +44,16 @@ def accepted(
     critic: ValueGroup,
     rollout: RolloutGroup,
     batch: RemoteBatch,
-    drawn: list[DrawnPrompt],
+    source: RolloutSource,
+    draw: Draw,
     settings: AlgorithmSettings,
 ) -> None:
-    """What mypy must know: an error in a line of it is one of its run."""
+    """Calls that mypy must accept: an error in one of these lines is one of its run."""
     update = actor.update(batch, algorithm=settings, temperature=1.0)
     assert_type(update, Future[list[Update]])
     assert_type(actor.logprobs(batch, temperature=1.0), Future[Columns])
-    assert_type(critic.score(batch).facts(), dict[str, Tensor])
-    responses = rollout.generate(drawn, sampling=SamplingConfig(), samples_per_prompt=1)
-    assert_type(responses, Future[SampleBatch])
-    assert_type(responses.batch(), RemoteBatch)
-    assert_type(critic.values(responses), Future[Columns])
+    assert_type(critic.score(batch).per_sample(), dict[str, Tensor])
+    assert_type(source.sample(draw, SamplingConfig(), 1).batch(), RemoteBatch)
     assert_type(rollout.commit_weights(1), Future[list[Pause | None]])
     assert_type(rollout.engines([0]).commit_weights(1), Future[list[Pause | None]])
     assert_type(actor.start().result(), list[dict[str, str] | CheckpointFailure])
@@ -65,12 +63,13 @@ def refused(
     actor: PolicyGroup,
     critic: ValueGroup,
     rollout: RolloutGroup,
+    source: RolloutSource,
     plain: WorkerGroup,
     scores: Future[Columns],
     batch: RemoteBatch,
     settings: AlgorithmSettings,
 ) -> None:
-    """What mypy must refuse: where it does not, the comment is unused, which is an error of its run."""
+    """Calls that mypy must refuse: otherwise the comment is unused, which is an error of its run."""
     actor.generate(batch)  # type: ignore[attr-defined]
     rollout.comit_weights(1)  # type: ignore[attr-defined]
     rollout.commit_weights("newest")  # type: ignore[arg-type]
@@ -78,8 +77,8 @@ def refused(
     actor.logprobs(batch)  # type: ignore[call-arg]
     actor.update(batch, algorithm=settings, temperature="high")  # type: ignore[arg-type]
     critic.values([1, 2])  # type: ignore[arg-type]
-    rollout.generate(batch, sampling=SamplingConfig(), samples_per_prompt=1)  # type: ignore[arg-type]
-    actor.export(Path("weights")).facts()  # type: ignore[misc]
+    source.sample(batch, SamplingConfig(), 1)  # type: ignore[arg-type]
+    actor.export(Path("weights")).per_sample()  # type: ignore[misc]
     scores.batch()  # type: ignore[misc]
     assert_type(rollout.take_turn().result(), list[int])  # type: ignore[assert-type]
     plain.update(batch)  # type: ignore[attr-defined]

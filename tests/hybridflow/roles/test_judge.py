@@ -1,4 +1,4 @@
-"""The server of a judge is kept up, and what keeps it from that is told."""
+"""Restarts of a judge model's server, and the errors that end them."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ def _recipe(*overrides: str) -> Recipe:
 def test_a_model_alone_on_its_devices_is_not_offloaded() -> None:
     alone = _recipe("placement.critic=cpu:2-3", "placement.reference=cpu:0-1", "critic.offload=true")
     with pytest.raises(UserError, match=r"^critic\.offload=true: no other role computes on the devices of critic"):
-        check_offload(alone, planned_devices(alone) or {})
+        check_offload(alone, planned_devices(alone.device_maps, alone.placement) or {})
     shared = _recipe("placement.critic=cpu:1-2", "critic.offload=true", "reference.offload=true")
-    check_offload(shared, planned_devices(shared) or {})
+    check_offload(shared, planned_devices(shared.device_maps, shared.placement) or {})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_weights_are_released_where_others_use_the_memory_and_none_is_shared(
 ) -> None:
     recipe = _recipe("rollout.engine={memory_saver: true, release_weights: true}", *overrides)
     with pytest.raises(UserError, match=message):
-        check_offload(recipe, planned_devices(recipe) or {})
+        check_offload(recipe, planned_devices(recipe.device_maps, recipe.placement) or {})
 
 
 @pytest.mark.parametrize(
@@ -70,25 +70,27 @@ def test_weights_are_released_where_others_use_the_memory_and_none_is_shared(
     ],
 )
 def test_an_engine_starts_when_the_models_there_have_left(overrides: list[str], order: tuple[str, ...]) -> None:
-    devices = planned_devices(recipe := _recipe(*overrides))
+    recipe = _recipe(*overrides)
+    devices = planned_devices(recipe.device_maps, recipe.placement)
     assert devices is not None and begin_in_turn(recipe.offloaded_roles, devices) == order
 
 
 def test_a_state_returns_in_the_turns_of_others() -> None:
     overlap = ["train.optimizer.offload=true", "train.optimizer.overlap_offload=true"]
     here, there = (
-        DeviceMap.parse(each).devices([Node("host-0", gpus=4, cpu_slots=0)]) for each in ("cuda:0-1", "cuda:2-3")
+        DeviceMap.parse(entry).devices([Node("host-0", gpus=4, cpu_slots=0)]) for entry in ("cuda:0-1", "cuda:2-3")
     )
-    check_overlap(load_recipe(DEMO, overlap), "actor", {"actor": here, "rollout": here, "reward": there})
-    check_overlap(load_recipe(DEMO), "actor", {"actor": here, "rollout": there})
+    check_overlap(load_recipe(DEMO, overlap).megatron_roles["actor"], {"actor": here, "rollout": here, "reward": there})
+    check_overlap(load_recipe(DEMO).megatron_roles["actor"], {"actor": here, "rollout": there})
     alone = r"^train\.optimizer\.overlap_offload=true: nothing else is on placement\.actor, in whose turns it would"
+    actor = load_recipe(DEMO, overlap).megatron_roles["actor"]
     with pytest.raises(UserError, match=alone):
-        check_overlap(load_recipe(DEMO, overlap), "actor", {"actor": here, "rollout": there, "reward": here})
+        check_overlap(actor, {"actor": here, "rollout": there, "reward": here})
     critic = ["algorithm.name=ppo", "critic.path=/model", "critic.offload=true"]
     recipe = load_recipe(DEMO, [*overlap, *critic])
     devices = dict.fromkeys(("actor", "critic", "rollout"), here)
-    check_overlap(recipe, "actor", devices)
+    check_overlap(recipe.megatron_roles["actor"], devices)
     with pytest.raises(UserError, match=r"overlap_offload=true does nothing with critic\.offload=true"):
-        check_overlap(recipe, "critic", devices)
+        check_overlap(recipe.megatron_roles["critic"], devices)
     with pytest.raises(UserError, match=r"overlap_offload=true does nothing with critic\.offload=true"):
         check_offload(recipe, devices)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
+from engine3d.training.sequences import ROUTES
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
 
@@ -34,30 +35,37 @@ def test_there_and_back() -> None:
     assert back.tolist() == [1.5, 2.5, 3.5, 4.5]
 
 
+def test_routes_are_of_all_tokens_and_errors_name_their_samples() -> None:
+    routes = torch.arange(14, dtype=torch.uint8).view(7, 2)
+    sequences = to_sequences(a_batch(), routes=routes)
+    assert sequences.columns == {ROUTES: routes}
+    assert [sequences.name(number) for number in (0, 1)] == ["sample 40", "sample 41"]
+
+
 def test_several_figures_of_each_token_there_and_back() -> None:
     batch = a_batch()
     column = torch.arange(1.0, 9.0).view(4, 2)
     sequences = to_sequences(batch, figures=column)
     assert sequences.columns["figures"].tolist() == [[0, 0], [0, 0], [1, 2], [0, 0], [3, 4], [5, 6], [7, 8]]
     assert torch.equal(of_responses(batch, sequences.columns["figures"], "the figure"), column)
-    figures = sequences.columns["figures"].clone()
-    figures[5] = torch.nan  # of a token that the policy did not write
-    of_responses(batch, figures, "the figure")
-    figures[6, 1] = -torch.inf
+    stats = sequences.columns["figures"].clone()
+    stats[5] = torch.nan  # of a token that the policy did not write
+    of_responses(batch, stats, "the figure")
+    stats[6, 1] = -torch.inf
     with pytest.raises(EngineError, match=r"^the figure of sample 41 is -inf at response token 2, expected"):
-        of_responses(batch, figures, "the figure")
+        of_responses(batch, stats, "the figure")
 
 
 def test_a_figure_that_is_no_number_ends_the_step_and_names_its_sample() -> None:
     batch = a_batch()
-    figures = torch.arange(7.0)
-    figures[[0, 1, 5]] = torch.nan  # of prompts, and of a token that the policy did not write
-    assert of_responses(batch, figures, "critic rank 0: the value").isnan().sum() == 1
-    figures[6] = torch.inf
+    stats = torch.arange(7.0)
+    stats[[0, 1, 5]] = torch.nan  # of prompts, and of a token that the policy did not write
+    assert of_responses(batch, stats, "critic rank 0: the value").isnan().sum() == 1
+    stats[6] = torch.inf
     with pytest.raises(
         EngineError, match=r"^critic rank 0: the value of sample 41 is inf at response token 2, expected"
     ):
-        of_responses(batch, figures, "critic rank 0: the value")
+        of_responses(batch, stats, "critic rank 0: the value")
     assert finite_scores(batch, torch.ones(2), "the score").tolist() == [1.0, 1.0]
     with pytest.raises(
         EngineError, match=r"^reward_model rank 1: the score of sample 41 is nan, expected a finite number"

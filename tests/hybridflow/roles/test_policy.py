@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
-from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.shards import Location
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.losses.aggregation import sequence_weights
@@ -18,22 +19,24 @@ from hybridflow.algorithms.losses.clipped import clipped_loss
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.worker_output import pack
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.packing import to_sequences
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.workers.context import WorkerContext
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
-from tests.support.facts_step import make_samples
+from tests.support.local_step import make_samples
 
 pytestmark = pytest.mark.processes
 
 SAMPLES, LIMIT = 10, 9
-LAYOUTS: dict[int, list[tuple[dict[str, int], int, bool]]] = {
+STILL = OptimizerConfig(lr=1e-30, clip_grad=0)
+LAYOUTS: dict[int, list[tuple[dict[str, Any], int, bool]]] = {
     1: [({}, 10_000, False), ({}, 40, True)],
     2: [({}, 40, True), ({"tp": 2}, 40, True), ({"pp": 2}, 40, False)],
 }
-"""For each number of ranks the layouts, the tokens of a micro-batch, and whether samples are packed."""
+"""Layouts by number of ranks, with the tokens of a micro-batch and whether samples are packed."""
 LOSSES = [
     name
     for name in ALGORITHMS
@@ -71,7 +74,7 @@ def a_batch(name: str, config: Any) -> SampleBatch:
         "teacher_chosen_logprobs": torch.randn(count, CHOSEN).log_softmax(-1) - 0.1,
     }
     readers = ONLY | OF_TEACHER
-    spare = {each for other in readers.values() for each in other} - set(readers.get(name, ()))
+    spare = {entry for other in readers.values() for entry in other} - set(readers.get(name, ()))
     counts = batch.sums(batch.response_mask).to(torch.int64)
     weights = sequence_weights(
         counts, config.loss_aggregation, normalising_length=config.normalising_length(LIMIT)
@@ -85,50 +88,57 @@ def a_batch(name: str, config: Any) -> SampleBatch:
 def settings_of(name: str) -> Any:
     common = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3", "entropy_coef": 0.01}
     if name == OF_CHOSEN:
-        own = {"divergence_in": "loss", "divergence": "jsd", "top_k": CHOSEN, "reward_coef": 0.5}
-        return load("distillation").settings(**common, **own)
+        local = {"divergence_in": "loss", "divergence": "jsd", "top_k": CHOSEN, "reward_coef": 0.5}
+        return load("distillation").settings(**common, **local)
     clip = {"clip_low": 0.2, "clip_high": 0.3} if name.startswith("gspo") else {}
     return load(name).settings(**common, **clip)
 
 
-def _updates(
-    directory: Path, sizes: dict[str, int], world_size: int, micro_batch_tokens: int, packing: bool
-) -> dict[str, tuple[Statistics, float]]:
-    """What this rank tells of one update by each loss, from the same weights."""
-    rank, layout = int(os.environ["RANK"]), Layout.of_world(world_size, **sizes)
+def _worker(directory: Path, layout: Layout, config: TrainConfig) -> PolicyWorker:
+    """Started worker of this rank."""
+    rank = int(os.environ["RANK"])
     context = WorkerContext("actor", rank, rank, layout, layout.coordinates(rank), (rank,), "", None)
+    locations = [Location("node 0", f"cpu:{slot}") for slot in range(layout.world_size)]
+    worker = PolicyWorker(context, directory, config, trainable=True, seed=1, locations=locations)
+    worker.start()
+    worker.onload()
+    return worker
+
+
+def _updates(
+    directory: Path, sizes: dict[str, Any], world_size: int, micro_batch_tokens: int, packing: bool
+) -> dict[str, tuple[Statistics, float]]:
+    """Return this rank's result of one update by each loss, from the same weights."""
+    layout = Layout.of_world(world_size, **sizes)
     config = TrainConfig(
         layout=LayoutConfig(**sizes),
         dtype="float32",
         micro_batch_tokens=micro_batch_tokens,
         packing=packing,
-        optimizer=OptimizerConfig(lr=1e-30, clip_grad=0),
+        optimizer=STILL,
     )
-    places = [Place("node 0", f"cpu:{slot}") for slot in range(world_size)]
-    worker = PolicyWorker(context, directory, config, trainable=True, seed=1, places=places)
-    worker.start()
-    worker.take_back()
-    found, replica = {}, context.coordinates.dp
+    worker = _worker(directory, layout, config)
+    results, replica = {}, layout.coordinates(int(os.environ["RANK"])).dp
     # The last rank has one sample, and empty micro-batches while the other still has samples.
     rows = [range(SAMPLES)] if layout.dp == 1 else [range(SAMPLES - 1), range(SAMPLES - 1, SAMPLES)]
     for name in LOSSES:
         algorithm = settings_of(name)
-        own = a_batch(name, algorithm).select(rows[replica])
-        empty = [not batch.indices for batch in worker._engine.micro_batches(to_sequences(own))]
+        local = a_batch(name, algorithm).select(rows[replica])
+        empty = [not batch.indices for batch in worker._engine.micro_batches(to_sequences(local))]
         assert any(empty) == (replica > 0)
-        update = worker.update(own, algorithm=algorithm, temperature=1.0)
-        found[name] = update.statistics, update.grad_norm
+        update = worker.update(local, algorithm=algorithm, temperature=1.0)
+        results[name] = update.statistics, update.grad_norm
     worker._engine.close()
-    return found
+    return results
 
 
 def _updates_all(directory: Path, world_size: int) -> list[tuple[int, dict[str, tuple[Statistics, float]]]]:
-    """Of each layout, with the data-parallel rank; statistics are those of the last pipeline stage."""
-    found = []
+    """Return the updates of each layout with the data-parallel rank. The last pipeline stage has the statistics."""
+    results = []
     for sizes, micro_batch_tokens, packing in LAYOUTS[world_size]:
         coordinates = Layout.of_world(world_size, **sizes).coordinates(int(os.environ["RANK"]))
-        found.append((coordinates.dp, _updates(directory, sizes, world_size, micro_batch_tokens, packing)))
-    return found
+        results.append((coordinates.dp, _updates(directory, sizes, world_size, micro_batch_tokens, packing)))
+    return results
 
 
 @pytest.mark.long
@@ -153,3 +163,62 @@ def test_every_loss_updates_alike_on_every_layout(tmp_path: Path) -> None:
         ("gspo", "gspo_token"),
     }  # in value, as one aggregation and one advantage a response are given
     assert len(set(losses.values())) >= len(LOSSES) - len(same)
+
+
+def _routed(directory: Path, dtype: str) -> dict[str, Any]:
+    """Log-probs and updates in each mode of routing replay, from the same weights."""
+    grpo, seen = settings_of("grpo"), dict[str, Any]()
+    batch = a_batch("grpo", grpo)
+    generator = torch.Generator().manual_seed(4)
+    forced = torch.rand(len(batch.tokens), 3, 8, generator=generator).topk(3).indices.flatten(1).to(torch.uint8)
+    for mode in ("none", "update", "rollout"):
+        config = TrainConfig(dtype=dtype, micro_batch_tokens=40, optimizer=STILL, routing_replay=mode)
+        worker = _worker(directory, Layout(), config)
+        given = batch if mode == "none" else batch.replace(routes=forced)
+        log: dict[str, Any] = {"temperature": 1.0, "column": "old_logprobs", "records_routes": mode == "update"}
+        columns = worker.actor_logprobs(given, **log)
+        assert columns is not None
+        pack(columns, [given])
+        seen[mode] = columns.tokens
+        routes = forced if mode == "none" else columns.tokens.get("routes", forced)
+        learned = batch.replace(routes=routes, old_logprobs=columns.tokens["old_logprobs"])
+        update = worker.update(learned, algorithm=grpo, temperature=1.0)
+        seen[f"{mode} update"] = update.grad_norm, update.replay
+        seen[f"{mode} supervised"] = worker.supervise(batch).grad_norm
+        if mode == "rollout":
+            broken = forced.clone()
+            broken[len(batch.prompts()[0]) + 1, 4] = broken[len(batch.prompts()[0]) + 1, 3]
+            for samples in (batch, batch.replace(routes=broken)):
+                try:
+                    worker.actor_logprobs(samples, **log)
+                except (EngineError, UserError) as error:
+                    seen.setdefault("errors", []).append(str(error))
+        worker._engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_replay_routes_of_old_logprobs_or_of_engines(tmp_path: Path, dtype: str) -> None:
+    tiny_families.make("qwen3_moe", tmp_path / "moe")
+    [seen] = run_distributed(_routed, 1, tmp_path / "moe", dtype, timeout_s=120)
+    assert set(seen["none"]) == set(seen["rollout"]) == {"old_logprobs"}
+    assert set(seen["update"]) == {"old_logprobs", "routes"}
+    plain = seen["none"]["old_logprobs"]
+    assert torch.equal(seen["update"]["old_logprobs"], plain)
+    assert (seen["rollout"]["old_logprobs"] - plain).abs().max() > 1e-3
+    (norm, compared), (live_norm, live), (forced_norm, forced) = (
+        seen[f"{mode} update"] for mode in ("none", "update", "rollout")
+    )
+    # The old log-probs are those of the update itself, so that its loss is the plain one.
+    assert live_norm == norm and (live.missing, live.different) == (0, 0)
+    assert compared.decisions == forced.decisions == live.decisions and compared.different > 0.9 * compared.decisions
+    assert abs(forced_norm - norm) > 1e-3 * norm
+    assert seen["none supervised"] == seen["update supervised"] == seen["rollout supervised"]
+    batch = a_batch("grpo", settings_of("grpo"))
+    prompt = len(batch.prompts()[0])
+    expert = seen["errors"][1].split("name expert ")[1].split()[0]
+    assert seen["errors"] == [
+        "actor rank 0: routing_replay=rollout with samples that have no routes, expected routes",
+        f"sample {int(batch.sample_ids[0])}: routes of token {prompt + 1}, layer 2 name expert {expert} twice, "
+        "expected 3 different ones",
+    ]

@@ -25,7 +25,8 @@ from hybridflow.roles.reward import FunctionRewardWorker, reward_result
 from hybridflow.rundir.evaluation_texts import read_texts, text_file
 from hybridflow.trainer.sample_texts import sample_texts
 from hybridflow.trainer.set_evaluation import SetMeasurer
-from hybridflow.workers.worker_group import RankUserError, WorkerGroup
+from hybridflow.workers.worker_group import RankUserError
+from tests.support.called_group import CalledGroup
 from tests.support.resumable import DEMO
 
 pytestmark = pytest.mark.processes
@@ -40,8 +41,8 @@ def odd_ones_fail(generated_texts):
 
 
 @contextmanager
-def a_group(directory: Path, on_failure: str, **settings: float) -> Iterator[WorkerGroup]:
-    """With a function that fails on the text 7."""
+def a_group(directory: Path, on_failure: str, **settings: float) -> Iterator[CalledGroup]:
+    """Start a group with a function that fails on the text 7."""
     (directory / "mine.py").write_text(MODULE)
     make_character_tokenizer(ARITHMETIC_CHARACTERS, directory / "tokenizer")
     mine = RewardFunctionConfig(
@@ -50,7 +51,7 @@ def a_group(directory: Path, on_failure: str, **settings: float) -> Iterator[Wor
     config = RewardConfig(functions=(RewardFunctionConfig(name="arithmetic", path="arithmetic"), mine))
     pools = reserve(pool_devices({"reward": "cpu:0"}, {}, cluster_nodes()))
     arguments = ({"reward": config}, directory / "tokenizer", (), directory)
-    with WorkerGroup("reward", FunctionRewardWorker, pools["reward"], Layout(), *arguments, log_dir=directory) as group:
+    with CalledGroup("reward", FunctionRewardWorker, pools["reward"], Layout(), *arguments, log_dir=directory) as group:
         group.start().result()
         yield group
     release(pools)
@@ -87,8 +88,9 @@ def test_a_failure_drops_its_sample_and_no_other(ray_cluster: None, tmp_path: Pa
         assert values["reward/mine/calls"] == 2  # one by one, after a call that raised
         log = group.ranks.log_path(0)
         assert log is not None and "sample 52: reward 'mine' raised KeyError" in log.read_text()
-        kept = batch.with_facts(rewards=result.total).select((~result.dropped).nonzero()[:, 0]).fetch()
-        assert kept.sample_ids.tolist() == [50, 51] and torch.equal(kept.rewards, torch.tensor([2.0, 1.5]))
+        kept = batch.with_per_sample(rewards=result.total).select((~result.dropped).nonzero()[:, 0]).fetch()
+        assert kept.sample_ids.tolist() == [50, 51] and kept.rewards is not None
+        assert torch.equal(kept.rewards, torch.tensor([2.0, 1.5]))
 
 
 def test_a_failure_that_is_to_stop_the_run_is_one_line(ray_cluster: None, tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_
         )
         measured = measurer.measure(planned, 3)
     assert (measured.identity, measured.step, measured.prompts, measured.samples) == ("f00d", 3, 1, 2)
-    wanted = {
+    expected = {
         "accuracy": 1.75,
         "mean@2": 0.5,
         "pass@1": 0.5,
@@ -130,12 +132,12 @@ def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_
         "prompts": 1,
         "samples": 2,
     }
-    wanted |= {"left_out_samples": 1, "training_prompts": 1, "response_length_mean": 2.0, "truncated_fraction": 0.0}
-    wanted |= {"reward/arithmetic/failed": 0, "reward/mine/failed": 1, "reward/mine/calls": 2.0}
-    assert {name: measured.figures[name] for name in wanted} == wanted
-    assert measured.figures["reward/arithmetic/mean"] == pytest.approx(2 / 3)
+    expected |= {"left_out_samples": 1, "training_prompts": 1, "response_length_mean": 2.0, "truncated_fraction": 0.0}
+    expected |= {"reward/arithmetic/failed": 0, "reward/mine/failed": 1, "reward/mine/calls": 2.0}
+    assert {name: measured.statistics[name] for name in expected} == expected
+    assert measured.statistics["reward/arithmetic/mean"] == pytest.approx(2 / 3)
     texts = read_texts(text_file(tmp_path / "evaluations", "sums", 3))
-    assert [(each.index, each.response, each.reward, each.passing, each.scored) for each in texts] == [
+    assert [(text.index, text.response, text.reward, text.passing, text.scored) for text in texts] == [
         (0, "2", 2.0, 1, 2),
         (1, "7", None, 0, 0),
     ]

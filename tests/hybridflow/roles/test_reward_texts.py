@@ -57,10 +57,10 @@ def test_each_function_gets_the_texts_that_it_asks_for(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(KEEPING)
-    own = {"name": "own", "path": f"{tmp_path}/own.py:reward", "special_tokens": "keep"}
-    whole = {"name": "whole", "path": "arithmetic"}
+    local = {"name": "own", "path": f"{tmp_path}/own.py:reward", "special_tokens": "keep"}
+    full = {"name": "whole", "path": "arithmetic"}
     kept = {"name": "kept", "path": "arithmetic", "special_tokens": "keep"}
-    config = RewardConfig.model_validate({"functions": [own, whole, kept]})
+    config = RewardConfig.model_validate({"functions": [local, full, kept]})
     responses = encoded(tokenizer)
     batch = SampleBatch.from_generations(
         prompts=[[4]] * 4,
@@ -75,12 +75,14 @@ def test_each_function_gets_the_texts_that_it_asks_for(
     worker = FunctionRewardWorker(None, {"reward": config}, directory, (), tmp_path)  # type: ignore[arg-type]
     try:
         worker.start()
-        facts = worker.score(batch, examples={0: Example("1", "421")}, what="reward").facts
+        columns = worker.score(batch, examples={0: Example("1", "421")}, what="reward")
+        assert columns is not None
+        per_sample = columns.per_sample
     finally:
         worker.shutdown()
-    assert facts["value/own"].tolist() == [1, 1, 1, 0]
-    assert facts["value/whole"].tolist() == [1, 1, 1, 1]
-    assert facts["value/kept"].tolist() == [0, 0, 0, 1]
+    assert per_sample["value/own"].tolist() == [1, 1, 1, 0]
+    assert per_sample["value/whole"].tolist() == [1, 1, 1, 1]
+    assert per_sample["value/kept"].tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,6 @@ def test_tags_that_are_special_tokens_are_looked_for() -> None:
     boxed = {"name": "n", "path": "math"}
     functions = RewardConfig.model_validate({"functions": [tag, boxed]}).functions
     tokens = ["<s>", "<answer>", "</answer>"]
-    assert [each.token_looked_for(tokens) for each in functions] == ["<answer>", None]
+    assert [function.token_looked_for(tokens) for function in functions] == ["<answer>", None]
     assert functions[0].token_looked_for(["</answer>"]) == "</answer>"
     assert functions[0].token_looked_for(["<think>"]) is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from engine3d.rollout import Request, SamplingConfig
+from engine3d.rollout import Request, Response, SamplingConfig
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import gathered
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds
@@ -21,8 +23,19 @@ from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptOrder
 from hybridflow.data.tasks import Example
+from hybridflow.data.tokenizer import make_character_tokenizer
+from hybridflow.environments.config import EnvironmentConfig
+from hybridflow.environments.episode_host import EpisodeHost
+from hybridflow.environments.observation_tokens import ObservationTokens
 from hybridflow.rewards.result import SampleScore
-from hybridflow.rollout.controller import ControllerPrompts, start_controller
+from hybridflow.rollout.controller import (
+    ControllerActor,
+    ControllerPrompts,
+    ControllerThread,
+    RolloutController,
+    start_controller,
+)
+from hybridflow.rollout.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream_types import StepRows, StreamPlan
 
@@ -32,20 +45,22 @@ THREADS = "beside"
 SAMPLING = SamplingConfig(max_new_tokens=TOKENS)
 
 
-@ray.remote(concurrency_groups={THREADS: 2})
-class Rank:
+class _Rank:
     """Stands for an engine's rank, or one of reward functions: long responses, and their lengths as rewards."""
 
     def __init__(self) -> None:
         self._lock, self._submitted = threading.Lock(), list[tuple[Request, int]]()
 
-    def call_beside(self, method: str, results: int, *arguments: Any) -> Any:
+    def call_concurrently(self, method: str, results: int, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
 
     def of_stream(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
 
-    def submit(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+    def submit(
+        self, requests: Sequence[Request], prompts: Sequence[int], together: bool = False, turns: bool = False
+    ) -> None:
+        assert not turns
         submitted = list(zip(requests, prompts, strict=True))
         assert all(request.prompt == PROMPTS[prompt] and request.sampling == SAMPLING for request, prompt in submitted)
         with self._lock:
@@ -84,6 +99,56 @@ class Rank:
         return [{"reward": SampleScore(float(length), False, {"length": float(length)})} for length in lengths]
 
 
+class _Player(_Rank):
+    """Stands for an engine's rank that guesses 1, 2, 3 and so on, or for one with environments."""
+
+    def __init__(self, directory: str = "") -> None:
+        super().__init__()
+        self._directory = Path(directory)
+        self._turns = dict[int, Response]()
+        if directory:
+            tokenizer = make_character_tokenizer(CHARACTERS, self._directory)
+            config = EnvironmentConfig(path="hybridflow.environments.guess:Guess", workers=1)
+            self._host = EpisodeHost(config, ObservationTokens(tokenizer))
+            self._host.start()
+
+    def of_environments(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._host, method)(*arguments)
+
+    def submit(
+        self, requests: Sequence[Request], prompts: Sequence[int], together: bool = False, turns: bool = False
+    ) -> None:
+        assert turns and all(
+            request.prompt == PROMPTS[prompt] for request, prompt in zip(requests, prompts, strict=True)
+        )
+        for request in requests:
+            prefix = request.prefix or Response([], [], [])
+            assert request.sampling.max_new_tokens == min(len(prefix.token_ids) + 2, 9)
+            guess = 3 + CHARACTERS.index(str(1 + len(prefix.token_ids) // 3))
+            turn = Response([guess, 2], [-0.5, -0.25], [0, 0])
+            self._turns[request.sample] = Response(
+                prefix.token_ids + turn.token_ids,
+                prefix.logprobs + turn.logprobs,
+                prefix.versions + turn.versions,
+                "stop",
+            )
+            self._submitted.append((request, 0))
+
+    def take_ended(self, wait_s: float) -> tuple[SampleEnds, Any, Any]:
+        submitted, self._submitted = self._submitted, []
+        if not submitted:
+            time.sleep(0.05)
+        ends = [
+            SampleEnd(request.sample, request.group, request.index, 0, 0, complete=True) for request, _ in submitted
+        ]
+        return SampleEnds(ends, turns={end.sample: self._turns.pop(end.sample) for end in ends}), None, None
+
+
+CHARACTERS = "123+-?"
+Rank: Any = ray.remote(concurrency_groups={THREADS: 2})(_Rank)  # type: ignore[call-overload]
+Player: Any = ray.remote(concurrency_groups={THREADS: 2})(_Player)  # type: ignore[call-overload]
+
+
 def _own_bytes(process: psutil.Process) -> int:
     return int(process.memory_full_info().uss)
 
@@ -94,27 +159,67 @@ def test_neither_the_controller_nor_the_driver_holds_tokens() -> None:
     node = ray.get_runtime_context().get_node_id()
     engines, scorer = [Rank.remote() for _ in range(2)], Rank.remote()
     plan = StreamPlan(StreamLimits(GROUPS, 100), SAMPLES, 4, len(engines), sampling=SAMPLING)
-    tokens = PackedPrompts.of([torch.tensor(prompt) for prompt in PROMPTS])
+    tokens = PackedPrompts.of(PROMPTS)
     examples = [Example(str(index), ("even", "odd")[index % 2]) for index in range(len(tokens))]
     prompts = ControllerPrompts(tokens, examples)
     order = PromptOrder(len(tokens), 0)
-    controller = start_controller(plan, prompts, order, engines, [node] * 2, THREADS, [scorer])
+    handle = start_controller(plan, prompts, order, engines, [node] * 2, THREADS, [scorer])
+    assert isinstance(handle, ControllerActor)
+    controller = handle.actor
     here, there = psutil.Process(), psutil.Process(ray.get(controller.__ray_call__.remote(lambda _: os.getpid())))
     ray.get(controller.open.remote(0, GROUPS * STEPS, []))
 
     def take(version: int) -> StepRows:
         rows: StepRows = ray.get(controller.take.remote(version), timeout=120)
-        ray.get(controller.learned.remote(version + 1, {}))
+        ray.get(controller.trained.remote(version + 1, {}))
         return rows
 
-    held = [take(0)]
-    before = [_own_bytes(each) for each in (here, there)]
-    held += [take(version) for version in range(1, STEPS)]
-    grown = [_own_bytes(each) - was for each, was in zip((here, there), before, strict=True)]
-    batch = gathered([row for rows in held for group in rows.groups for row in group.rows])
+    steps = [take(0)]
+    before = [_own_bytes(process) for process in (here, there)]
+    steps += [take(version) for version in range(1, STEPS)]
+    grown = [_own_bytes(process) - was for process, was in zip((here, there), before, strict=True)]
+    batch = gathered([row for rows in steps for group in rows.groups for row in group.rows])
     assert int(batch.lengths.sum()) >= (count := GROUPS * STEPS * SAMPLES) * TOKENS
-    assert len(set(batch.facts["sample_ids"].tolist())) == count
-    assert all(score["reward"].total == TOKENS for rows in held for group in rows.groups for score in group.scores)
-    tokens = (STEPS - 1) * GROUPS * SAMPLES * TOKENS
-    assert all(each < tokens / 2 for each in grown), grown  # of which each alone has 4 bytes of its own at least
-    ray.kill(controller)
+    assert len(set(batch.per_sample["sample_ids"].tolist())) == count
+    assert all(score["reward"].total == TOKENS for rows in steps for group in rows.groups for score in group.scores)
+    taken = (STEPS - 1) * GROUPS * SAMPLES * TOKENS
+    assert all(growth < taken / 2 for growth in grown), grown  # of which each alone has 4 bytes of its own at least
+    handle.close()
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("ray_cluster")
+def test_episodes_are_stored_with_what_the_policy_wrote_and_what_it_read(tmp_path: Path) -> None:
+    node, limits = ray.get_runtime_context().get_node_id(), EpisodePlan(max_turns=3, max_turn_tokens=2)
+    engine, environments = Player.remote(), Player.remote(str(tmp_path))
+    sampling = SamplingConfig(max_new_tokens=9)
+    plan = StreamPlan(StreamLimits(GROUPS, 1), SAMPLES, 4, 1, sampling=sampling, episodes=limits)
+    prompts = ControllerPrompts(PackedPrompts.of(PROMPTS), [Example("", "3"), Example("", "1")])
+    handle = start_controller(plan, prompts, PromptOrder(2, 0), [engine], [node], THREADS, [environments])
+    handle.call("open", 0, GROUPS, []).result(60)
+    rows: StepRows = handle.call("take", 0).result(60)
+    batch = gathered([row for group in rows.groups for row in group.rows]).fetch()
+    higher, (one, two, three) = 3 + CHARACTERS.index("+"), (3 + CHARACTERS.index(guess) for guess in "123")
+    for prompt, tokens in zip(batch.prompt_indices.tolist(), batch.responses(), strict=True):
+        assert tokens == ([one, 2] if prompt else [one, 2, higher, two, 2, higher, three, 2])
+    drawn = [token != higher for tokens in batch.responses() for token in tokens]
+    assert batch.response_mask.tolist() == drawn and set(batch.prompt_indices.tolist()) == {0, 1}
+    assert batch.finish_reasons.tolist() == [0] * GROUPS * SAMPLES
+    scores = [score["reward"] for group in rows.groups for score in group.scores]
+    assert {score.total for score in scores} == {1.0} and not any(score.dropped for score in scores)
+    assert {score.metrics["environment/turns"] for score in scores} == {1.0, 3.0}
+    handle.close()
+
+
+def test_a_controller_in_a_thread_ends_its_calls_as_it_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_for_ever(self: RolloutController) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(RolloutController, "drain", wait_for_ever)
+    plan = StreamPlan(StreamLimits(GROUPS, 0), SAMPLES, 4, 0, sampling=SAMPLING, together=True)
+    handle = start_controller(plan, ControllerPrompts(PackedPrompts.of([]), []), None, [], [], THREADS)
+    assert isinstance(handle, ControllerThread)
+    draining = handle.call("drain")
+    time.sleep(0.1)
+    handle.close()
+    assert draining.cancelled() and not handle._thread.is_alive()

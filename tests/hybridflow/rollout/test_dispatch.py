@@ -23,7 +23,7 @@ def _group(number: int, samples: int, tokens: int = 5) -> list[StreamRequest]:
 
 
 def _sent(dispatcher: Dispatcher) -> list[tuple[int, int]]:
-    return [(engine, asked.sample) for engine, asked in dispatcher.send()]
+    return [(engine, request.sample) for engine, request in dispatcher.send()]
 
 
 def test_samples_of_a_prompt_stay_together_and_groups_go_to_the_engine_with_the_least() -> None:
@@ -89,16 +89,16 @@ def test_what_an_engine_had_that_is_gone_is_known_and_goes_before_others() -> No
     dispatcher = _dispatcher(2, 2)
     dispatcher.add(*_group(1, 2), *_group(2, 2), *_group(3, 1))
     assert _sent(dispatcher) == [(0, 100), (0, 101), (1, 200), (1, 201)]
-    lost = dispatcher.lose(0)
-    assert [asked.sample for asked in lost] == [100, 101]
+    lost = dispatcher.remove_engine(0)
+    assert [request.sample for request in lost] == [100, 101]
     dispatcher.add(*lost, first=True)
     assert _sent(dispatcher) == []
     dispatcher.ended(200)
     assert _sent(dispatcher) == [(1, 100)]
-    dispatcher.gain(0, 2)
+    dispatcher.add_engine(0, 2)
     assert _sent(dispatcher) == [(0, 101), (0, 300)]
     with pytest.raises(ValueError, match="engine 0 is there already"):
-        dispatcher.gain(0, 2)
+        dispatcher.add_engine(0, 2)
 
 
 def test_the_limit_of_an_engine_can_change() -> None:
@@ -131,7 +131,7 @@ def test_the_engine_with_the_least_is_found_however_requests_come_and_end() -> N
         flying |= {sample: engine for engine, sample in sent}
         assert dispatcher.busy == len(set(flying.values()))
         assert dispatcher.tokens == pytest.approx(sum(dispatcher.in_flight(engine)[1] for engine in range(5)))
-    counts = [sum(engine == each for each in flying.values()) for engine in range(5)]
+    counts = [sum(engine == other for other in flying.values()) for engine in range(5)]
     assert counts == [dispatcher.in_flight(engine)[0] for engine in range(5)]
     assert max(counts) <= 6
 

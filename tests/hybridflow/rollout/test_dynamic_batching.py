@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.stand_in_engine import StandInCache, StandInEngine
 from benchmarks.virtual_clock import run
-from engine3d.engine_figures import EngineFigures
+from engine3d.engine_stats import EngineStats
 from hybridflow.batch.stream_requests import StreamRequest
-from hybridflow.rollout.dynamic_batching import SWING, DynamicBatching, Report, RequestBounds, next_limit
+from hybridflow.rollout.dynamic_batching import SWING, DynamicBatching, EngineReport, RequestBounds, next_limit
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream import RolloutStream
 from hybridflow.rollout.stream_types import StreamPlan
@@ -23,20 +23,20 @@ BOUNDS = RequestBounds(most=64, sequence_tokens=100, target=0.8)
 @pytest.mark.parametrize(
     ("report", "expected"),
     [
-        (Report(share=0.8, flying=20, ended=4), 20.0),  # as full as it is to be: as many as ended
-        (Report(share=0.8 - SWING, flying=20, ended=4), 24.0),
-        (Report(share=0.0, flying=20, ended=4), 24.0),  # two for each at most
-        (Report(share=0.8 + SWING / 2, flying=20, ended=4), 18.0),
-        (Report(share=1.5, flying=20, ended=4), 16.0),
-        (Report(share=0.1, flying=12, ended=4), 20.0),  # fewer in flight than there may be: no more are needed
-        (Report(share=0.1, flying=20, ended=4, queued=2), 20.0),  # it would only queue more
-        (Report(share=0.95, flying=20, ended=0), 20.0),
-        (Report(share=0.7, flying=18, ended=2, retracted=3), 15.0),  # what did not fit
-        (Report(share=0.0, flying=20, ended=60), 64.0),
-        (Report(share=0.9, flying=20, ended=0, retracted=20), 5.0),
+        (EngineReport(share=0.8, in_flight=20, ended=4), 20.0),  # as full as it is to be: as many as ended
+        (EngineReport(share=0.8 - SWING, in_flight=20, ended=4), 24.0),
+        (EngineReport(share=0.0, in_flight=20, ended=4), 24.0),  # two for each at most
+        (EngineReport(share=0.8 + SWING / 2, in_flight=20, ended=4), 18.0),
+        (EngineReport(share=1.5, in_flight=20, ended=4), 16.0),
+        (EngineReport(share=0.1, in_flight=12, ended=4), 20.0),  # fewer in flight than there may be: no more are needed
+        (EngineReport(share=0.1, in_flight=20, ended=4, queued=2), 20.0),  # it would only queue more
+        (EngineReport(share=0.95, in_flight=20, ended=0), 20.0),
+        (EngineReport(share=0.7, in_flight=18, ended=2, retracted=3), 15.0),  # what did not fit
+        (EngineReport(share=0.0, in_flight=20, ended=60), 64.0),
+        (EngineReport(share=0.9, in_flight=20, ended=0, retracted=20), 5.0),
     ],
 )
-def test_the_limit_follows_the_share_of_the_cache_in_use(report: Report, expected: float) -> None:
+def test_the_limit_follows_the_share_of_the_cache_in_use(report: EngineReport, expected: float) -> None:
     assert next_limit(20.0, report, BOUNDS, least=5) == pytest.approx(expected)
 
 
@@ -45,17 +45,19 @@ def test_no_more_are_sent_than_fit_for_certain_before_anything_has_ended() -> No
     assert BOUNDS.least(99) == 1
     assert BOUNDS.least(100_000) == 64
     batching = DynamicBatching(BOUNDS)
-    assert batching.begin(0, EngineFigures(1000, retracted=7)) == 10  # of before: nothing was sent yet
-    assert batching.told(0, EngineFigures(1000, 100, retracted=7), flying=10, ended=5, freed=0) == 15
-    assert batching.told(0, EngineFigures(1000, 700, retracted=10), flying=15, ended=0, freed=0) == 12
-    assert batching.told(0, EngineFigures(1000, 900, retracted=10), flying=11, ended=1, freed=0) == 10  # full
-    assert batching.told(0, EngineFigures(1000, 100, retracted=2), flying=10, ended=0, freed=0) == 10  # another process
+    assert batching.begin(0, EngineStats(1000, retracted=7)) == 10  # of before: nothing was sent yet
+    assert batching.update(0, EngineStats(1000, 100, retracted=7), in_flight=10, ended=5, freed=0) == 15
+    assert batching.update(0, EngineStats(1000, 700, retracted=10), in_flight=15, ended=0, freed=0) == 12
+    assert batching.update(0, EngineStats(1000, 900, retracted=10), in_flight=11, ended=1, freed=0) == 10  # full
+    assert (
+        batching.update(0, EngineStats(1000, 100, retracted=2), in_flight=10, ended=0, freed=0) == 10
+    )  # another process
 
 
 @dataclass(frozen=True)
 class _Made:
     tokens_per_s: float
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     """Sums of all steps but the first five."""
 
 
@@ -78,18 +80,18 @@ def _steps(cache_tokens: int, *, dynamic: bool, length: int = 200, staleness: in
             lambda _: 10,
             loop.time,
         )
-        stream.open(0, [engine.figures for engine in engines if engine.figures is not None])
+        stream.open(0, [engine.stats for engine in engines if engine.stats is not None])
         sums: dict[str, float] = {}
         began, made = 0.0, 0
         for version in range(25):
             rows = await stream.take(version)
             serving[0] = version + 1
-            stream.learned(version + 1)
+            stream.trained(version + 1)
             if version == 4:
                 began = loop.time()
             if version > 4:
-                made += sum(end.tokens for each in rows.groups for end in each.ends)
-                sums = {name: sums.get(name, 0.0) + value for name, value in rows.figures.items()}
+                made += sum(end.tokens for group in rows.groups for end in group.ends)
+                sums = {name: sums.get(name, 0.0) + value for name, value in rows.metrics.items()}
         stream.close()
         return _Made(made / (loop.time() - began), sums)
 
@@ -97,22 +99,22 @@ def _steps(cache_tokens: int, *, dynamic: bool, length: int = 200, staleness: in
 
 
 def test_a_small_cache_is_used_with_few_retractions_and_short_queues() -> None:
-    fixed, dynamic = (_steps(3000, dynamic=each) for each in (False, True))
-    assert fixed.figures["stream/retracted_requests"] > 100
-    assert dynamic.figures["stream/retracted_requests"] < 0.4 * fixed.figures["stream/retracted_requests"]
-    assert dynamic.figures["stream/queued_requests_mean"] < 0.2 * fixed.figures["stream/queued_requests_mean"]
-    assert dynamic.figures["stream/cache_use_share"] / 20 > 0.6
+    fixed, dynamic = (_steps(3000, dynamic=is_dynamic) for is_dynamic in (False, True))
+    assert fixed.metrics["stream/retracted_requests"] > 100
+    assert dynamic.metrics["stream/retracted_requests"] < 0.4 * fixed.metrics["stream/retracted_requests"]
+    assert dynamic.metrics["stream/queued_requests_mean"] < 0.2 * fixed.metrics["stream/queued_requests_mean"]
+    assert dynamic.metrics["stream/cache_use_share"] / 20 > 0.6
     assert dynamic.tokens_per_s > 0.9 * fixed.tokens_per_s
 
 
 def test_a_lower_target_retracts_nothing_and_uses_less() -> None:
-    careful, usual = (_steps(3000, dynamic=True, target=each) for each in (0.5, 0.85))
-    assert careful.figures["stream/retracted_requests"] <= 1
-    assert careful.figures["stream/cache_use_share"] < usual.figures["stream/cache_use_share"]
+    careful, usual = (_steps(3000, dynamic=True, target=share) for share in (0.5, 0.85))
+    assert careful.metrics["stream/retracted_requests"] <= 1
+    assert careful.metrics["stream/cache_use_share"] < usual.metrics["stream/cache_use_share"]
 
 
 def test_a_large_cache_takes_all_that_an_engine_runs() -> None:
-    fixed, dynamic = (_steps(100_000, dynamic=each) for each in (False, True))
-    assert dynamic.figures["stream/request_limit_mean"] / 20 == 32
-    assert dynamic.figures["stream/retracted_requests"] == 0
+    fixed, dynamic = (_steps(100_000, dynamic=is_dynamic) for is_dynamic in (False, True))
+    assert dynamic.metrics["stream/request_limit_mean"] / 20 == 32
+    assert dynamic.metrics["stream/retracted_requests"] == 0
     assert dynamic.tokens_per_s == pytest.approx(fixed.tokens_per_s)

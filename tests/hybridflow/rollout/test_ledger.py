@@ -29,9 +29,9 @@ def _begin(ledger: Ledger, version: int) -> list[int]:
     return admitted
 
 
-def _whole(ledger: Ledger, version: int, *numbers: int) -> None:
+def _complete(ledger: Ledger, version: int, *numbers: int) -> None:
     for number in numbers:
-        ledger.became_whole(number, version)
+        ledger.completed(number, version)
 
 
 def _numbers(groups: tuple[Group, ...]) -> list[int]:
@@ -41,29 +41,29 @@ def _numbers(groups: tuple[Group, ...]) -> list[int]:
 def test_a_synchronous_step_takes_all_that_it_began_and_begins_nothing_while_it_learns() -> None:
     ledger = _ledger(3)
     assert _begin(ledger, 1) == [0, 1, 2]
-    assert ledger.room == 0
-    _whole(ledger, 1, 2, 0)
+    assert ledger.capacity == 0
+    _complete(ledger, 1, 2, 0)
     assert ledger.take(1) is None
-    _whole(ledger, 1, 1)
+    _complete(ledger, 1, 1)
     taken = ledger.take(1)
     assert taken is not None
     assert (_numbers(taken.groups), taken.staleness, taken.carried) == ([0, 1, 2], (0, 0, 0), 0)
     assert ledger.admit() == ()
-    ledger.learned()
+    ledger.trained()
     assert _begin(ledger, 2) == [3, 4, 5]
 
 
 def test_a_stream_runs_ahead_by_the_steps_that_it_may() -> None:
     ledger = _ledger(2, 2)
     assert _begin(ledger, 0) == [0, 1, 2, 3, 4, 5]
-    _whole(ledger, 0, 5, 1)
+    _complete(ledger, 0, 5, 1)
     taken = ledger.take(0)
     assert taken is not None and _numbers(taken.groups) == [1, 5]
-    assert ledger.room == 0
-    ledger.learned()
+    assert ledger.capacity == 0
+    ledger.trained()
     assert _begin(ledger, 1) == [6, 7]
-    _whole(ledger, 1, 6)
-    _whole(ledger, 0, 0)
+    _complete(ledger, 1, 6)
+    _complete(ledger, 0, 0)
     taken = ledger.take(1)
     assert taken is not None and (_numbers(taken.groups), taken.staleness) == ([0, 6], (1, 0))
 
@@ -71,15 +71,15 @@ def test_a_stream_runs_ahead_by_the_steps_that_it_may() -> None:
 def test_groups_that_no_later_step_could_learn_from_are_waited_for_and_come_first() -> None:
     ledger = _ledger(2, 1)
     assert _begin(ledger, 0) == [0, 1, 2, 3]
-    _whole(ledger, 0, 2, 3)
+    _complete(ledger, 0, 2, 3)
     assert ledger.take(0) is not None
-    ledger.learned()
+    ledger.trained()
     assert _begin(ledger, 1) == [4, 5]
-    _whole(ledger, 1, 4, 5)
+    _complete(ledger, 1, 4, 5)
     assert ledger.take(1) is None
-    _whole(ledger, 0, 1)
+    _complete(ledger, 0, 1)
     assert ledger.take(1) is None
-    _whole(ledger, 0, 0)
+    _complete(ledger, 0, 0)
     taken = ledger.take(1)
     assert taken is not None and (_numbers(taken.groups), taken.staleness) == ([0, 1], (1, 1))
 
@@ -87,45 +87,45 @@ def test_groups_that_no_later_step_could_learn_from_are_waited_for_and_come_firs
 def test_late_groups_go_back_where_a_step_does_without_them_and_are_begun_first() -> None:
     ledger = _ledger(2, 1, late="evict")
     _begin(ledger, 0)
-    _whole(ledger, 0, 2, 3)
+    _complete(ledger, 0, 2, 3)
     assert ledger.take(0) is not None
-    ledger.learned()
+    ledger.trained()
     _begin(ledger, 1)
-    _whole(ledger, 0, 0)
-    _whole(ledger, 1, 5)
+    _complete(ledger, 0, 0)
+    _complete(ledger, 1, 5)
     taken = ledger.take(1)
     assert taken is not None
     assert (_numbers(taken.groups), _numbers(taken.evicted), taken.dropped) == ([0, 5], [1], ())
     assert ledger.returned == (Group(1, 1, attempt=1),)
-    ledger.learned()
+    ledger.trained()
     assert [(group.number, group.attempt) for group in ledger.admit()] == [(1, 1), (6, 0), (7, 0)][:3]
 
 
 def test_a_step_takes_the_first_of_more_than_it_needs_and_drops_the_slowest() -> None:
     ledger = _ledger(2, extra=2)
     assert _begin(ledger, 0) == [0, 1, 2, 3]
-    _whole(ledger, 0, 3)
+    _complete(ledger, 0, 3)
     assert ledger.take(0) is None
-    _whole(ledger, 0, 1)
+    _complete(ledger, 0, 1)
     taken = ledger.take(0)
     assert taken is not None
     assert (_numbers(taken.groups), _numbers(taken.dropped), taken.evicted) == ([1, 3], [0, 2], ())
-    assert ledger.room == 0
-    ledger.learned()
+    assert ledger.capacity == 0
+    ledger.trained()
     assert _begin(ledger, 1) == [0, 2, 4, 5]
 
 
 def test_a_step_drops_the_late_ones_of_more_than_it_needs_and_waits_for_no_more_than_are_left() -> None:
     ledger = _ledger(2, 1, extra=1)
     assert _begin(ledger, 0) == [0, 1, 2, 3, 4]
-    _whole(ledger, 0, 4, 3)
+    _complete(ledger, 0, 4, 3)
     taken = ledger.take(0)
     assert taken is not None and (_numbers(taken.groups), _numbers(taken.dropped)) == ([3, 4], [0])
-    ledger.learned()
+    ledger.trained()
     assert _begin(ledger, 1) == [0, 5, 6]
-    _whole(ledger, 1, 0, 5)
+    _complete(ledger, 1, 0, 5)
     assert ledger.take(1) is None  # one can be dropped
-    _whole(ledger, 0, 2)
+    _complete(ledger, 0, 2)
     taken = ledger.take(1)
     assert taken is not None
     assert (_numbers(taken.groups), _numbers(taken.dropped), taken.evicted) == ([0, 2], [1], ())
@@ -135,10 +135,10 @@ def test_a_step_drops_the_late_ones_of_more_than_it_needs_and_waits_for_no_more_
 def test_what_a_step_leaves_can_go_on() -> None:
     ledger = _ledger(2, 2, extra=1, excess="carry")
     assert _begin(ledger, 0) == list(range(7))
-    _whole(ledger, 0, 6, 5)
+    _complete(ledger, 0, 6, 5)
     taken = ledger.take(0)
     assert taken is not None and (_numbers(taken.groups), taken.dropped, taken.carried) == ([5, 6], (), 1)
-    ledger.learned()
+    ledger.trained()
     assert _begin(ledger, 1) == [7, 8]
 
 
@@ -146,7 +146,7 @@ def test_what_a_step_leaves_can_go_on() -> None:
 def test_the_queue_says_which_of_the_whole_groups_a_step_takes(queue: str, first: list[int]) -> None:
     ledger = _ledger(2, 2, queue=queue)
     _begin(ledger, 0)
-    _whole(ledger, 0, *range(6))
+    _complete(ledger, 0, *range(6))
     taken = ledger.take(0)
     assert taken is not None and _numbers(taken.groups) == first
 
@@ -154,10 +154,10 @@ def test_the_queue_says_which_of_the_whole_groups_a_step_takes(queue: str, first
 def test_whole_groups_that_have_become_too_old_are_replaced() -> None:
     ledger = _ledger(1, 1, queue="freshest_first")
     assert _begin(ledger, 0) == [0, 1]
-    _whole(ledger, 0, 0, 1)
+    _complete(ledger, 0, 0, 1)
     taken = ledger.take(0)
     assert taken is not None and _numbers(taken.groups) == [1]
-    ledger.learned()
+    ledger.trained()
     assert _begin(ledger, 1) == [2]
     assert ledger.evict(1) == ()
     assert _numbers(ledger.evict(2)) == [
@@ -173,19 +173,19 @@ def test_a_group_that_is_lost_is_begun_again_before_others() -> None:
     _begin(ledger, 0)
     ledger.lost(0)
     assert ledger.admit() == (Group(0, 0, attempt=1),)
-    with pytest.raises(ValueError, match="group 7 became whole, and is no group under way"):
-        ledger.became_whole(7, 0)
-    ledger.became_whole(1, 0)
-    with pytest.raises(ValueError, match="group 1 became whole, and is whole"):
-        ledger.became_whole(1, 0)
+    with pytest.raises(ValueError, match="group 7 completed, and is not in flight"):
+        ledger.completed(7, 0)
+    ledger.completed(1, 0)
+    with pytest.raises(ValueError, match="group 1 completed, and is complete already"):
+        ledger.completed(1, 0)
 
 
 def test_nothing_is_drawn_beyond_the_last_step() -> None:
     ledger = _ledger(2, 1)
     ledger.draws_left = 3
-    assert len(ledger.admit()) == ledger.held == 3
+    assert len(ledger.admit()) == ledger.buffered == 3
     ledger.lost(1)
-    assert ledger.held == 3
+    assert ledger.buffered == 3
     assert _numbers(ledger.admit()) == [1]
 
 
@@ -200,30 +200,30 @@ def test_each_prompt_is_learned_from_once(staleness: int, late: str, queue: str,
         return
     chance = random.Random(f"{staleness}{late}{queue}{extra}{excess}")
     limits = {"late": late, "queue": queue, "extra": extra, "excess": excess}
-    ledger, learned, oldest = _ledger(4, staleness, **limits), list[int](), dict[int, int]()
+    ledger, trained, oldest = _ledger(4, staleness, **limits), list[int](), dict[int, int]()
     for version in range(60):
         evicted = {group.number for group in ledger.evict(version)}
         while True:
             for number in _begin(ledger, version):
                 oldest[number] = version
-            held = ledger.state()["groups"]
-            assert len(held) <= (staleness + 1) * 4 + extra
-            assert ledger.ready == sum(each["oldest"] is not None for each in held)
-            assert ledger.under_way == len(held) - ledger.ready
+            buffered = ledger.state()["groups"]
+            assert len(buffered) <= (staleness + 1) * 4 + extra
+            assert ledger.ready == sum(group["oldest"] is not None for group in buffered)
+            assert ledger.in_flight == len(buffered) - ledger.ready
             if (taken := ledger.take(version)) is not None:
                 break
-            waiting = [each["number"] for each in ledger.state()["groups"] if each["oldest"] is None]
+            waiting = [group["number"] for group in ledger.state()["groups"] if group["oldest"] is None]
             number = chance.choice(waiting)
             if chance.random() < 0.1:
                 ledger.lost(number)
             else:
-                ledger.became_whole(number, oldest[number])
+                ledger.completed(number, oldest[number])
         assert len(taken.groups) == 4 and max(taken.staleness) <= staleness
         assert not evicted & set(_numbers(taken.groups)) or late == "evict" or queue == "freshest_first" or extra
-        learned += _numbers(taken.groups)
+        trained += _numbers(taken.groups)
         if version % 9 == 5:  # over a restart
             state = ledger.state()
-            ledger.learned()
+            ledger.trained()
             following = _ledger(4, staleness, **limits)
             following._draw = ledger._draw
             for group in following.restore(state):
@@ -231,18 +231,18 @@ def test_each_prompt_is_learned_from_once(staleness: int, late: str, queue: str,
                 oldest[group.number] = version
             assert following.state() == state
             ledger = following
-        ledger.learned()
-    assert len(set(learned)) == len(learned)
-    held = {each["number"] for each in ledger.state()["groups"]} | set(_numbers(ledger.returned))
-    assert set(learned) | held == set(range(max(set(learned) | held) + 1))
+        ledger.trained()
+    assert len(set(trained)) == len(trained)
+    buffered = {group["number"] for group in ledger.state()["groups"]} | set(_numbers(ledger.returned))
+    assert set(trained) | buffered == set(range(max(set(trained) | buffered) + 1))
 
 
-def test_over_a_restart_groups_keep_the_order_in_which_they_became_whole() -> None:
-    """A step drops the ones that became whole last, whatever their numbers."""
+def test_over_a_restart_groups_keep_the_order_in_which_they_were_completed() -> None:
+    """A step drops the groups completed last, whatever their numbers."""
     ledger = _ledger(2, 0, extra=2)
     _begin(ledger, 0)
     for number in (3, 0, 2, 1):
-        ledger.became_whole(number, 0)
+        ledger.completed(number, 0)
     state = json.loads(json.dumps(ledger.state()))
     following = _ledger(2, 0, extra=2)
     assert following.restore(state) == ()
@@ -250,11 +250,11 @@ def test_over_a_restart_groups_keep_the_order_in_which_they_became_whole() -> No
     order = [entry.group.number for entry in sorted(following._entries.values(), key=following._slowness)]
     assert order == [entry.group.number for entry in sorted(ledger._entries.values(), key=ledger._slowness)]
     assert order == [1, 2, 0, 3]
-    for each in state["groups"]:  # as older checkpoints have it
-        del each["place"]
+    for group in state["groups"]:  # as older checkpoints have it
+        del group["place"]
     older = _ledger(2, 0, extra=2)
     older.restore(state)
-    assert [each["place"] for each in older.state()["groups"]] == [0, 1, 2, 3]
+    assert [group["place"] for group in older.state()["groups"]] == [0, 1, 2, 3]
 
 
 class _Watched(dict[int, Any]):
@@ -276,8 +276,8 @@ def test_asking_for_a_step_does_not_look_at_every_group() -> None:
     _begin(ledger, 0)
     entries = ledger._entries = _Watched(ledger._entries)
     for number in range(499):
-        ledger.became_whole(number, 0)
-        assert ledger.take(0) is None and (ledger.ready, ledger.under_way) == (number + 1, 2499 - number)
+        ledger.completed(number, 0)
+        assert ledger.take(0) is None and (ledger.ready, ledger.in_flight) == (number + 1, 2499 - number)
     assert entries.looked_at == 0
-    ledger.became_whole(2000, 0)
+    ledger.completed(2000, 0)
     assert ledger.take(0) is not None and entries.looked_at

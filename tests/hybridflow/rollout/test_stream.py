@@ -17,8 +17,8 @@ from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.stream_load import take
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
-from engine3d.rollout import Response
-from hybridflow.batch.stored_rows import Row
+from engine3d.rollout import Request, Response, SamplingConfig
+from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
 from hybridflow.rollout.ledger import Queue, StreamLimits
 from hybridflow.rollout.stream import RolloutStream
@@ -28,7 +28,7 @@ SAMPLES = 2
 
 
 class _Named(StandInEngine):
-    """Where its samples lie is their ids."""
+    """Samples whose rows are their ids."""
 
     async def ended(self) -> SampleEnds:
         samples = (await super().ended()).samples
@@ -43,13 +43,13 @@ class _Scorer:
         self.scored: list[int] = []
         self.most = 0
 
-    async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
+    async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> list[int]:
         assert len(prompts) == len(rows)
         await asyncio.sleep(self._seconds)
-        found = [row.rows[row.place] for row in rows]
-        self.scored += found
-        self.most = max(self.most, len(found))
-        return found
+        samples = [row.rows[row.index] for row in rows]
+        self.scored += samples
+        self.most = max(self.most, len(samples))
+        return samples
 
 
 class _Setup:
@@ -63,10 +63,11 @@ class _Setup:
         slots: int = 4,
         seed: int = 0,
         scorers: Sequence[_Scorer] = (),
-        lent: tuple[int, ...] = (),
+        leased: tuple[int, ...] = (),
         kind: type[_Named] = _Named,
         restarts: int = 0,
         scored_at_once: int = 1,
+        together: bool = False,
     ) -> None:
         self._scorers = scorers
         self.version = self.drawn = 0
@@ -81,7 +82,14 @@ class _Setup:
         ]
         self._numbers = itertools.count()
         self.plan = StreamPlan(
-            limits, SAMPLES, slots, engines, lent=lent, restarts=restarts, scored_at_once=scored_at_once
+            limits,
+            SAMPLES,
+            slots,
+            engines,
+            leased=leased,
+            restarts=restarts,
+            scored_at_once=scored_at_once,
+            together=together,
         )
         self.stream = self.another()
 
@@ -100,21 +108,21 @@ class _Setup:
         self.drawn, self.version, self._numbers = drawn, version, itertools.count(drawn)
 
     async def step(self, train_s: float = 0.5) -> StepRows:
-        rows = await take(self.stream, self.version, self.plan.lent)
-        assert not any(self.stream._dispatcher.in_flight(engine)[0] for engine in self.plan.lent)
+        rows = await take(self.stream, self.version, self.plan.leased)
+        assert not any(self.stream._dispatcher.in_flight(engine)[0] for engine in self.plan.leased)
         await asyncio.sleep(train_s)
         self.version += 1
-        self.stream.learned(self.version)
+        self.stream.trained(self.version)
         return rows
 
 
 def _check(rows: StepRows, groups: int, staleness: int) -> None:
     assert len(rows.groups) == groups
-    for each in rows.groups:
-        assert [end.index for end in each.ends] == list(range(SAMPLES))
-        assert {end.group for end in each.ends} == {each.group.number}
-        for end, row in zip(each.ends, each.rows, strict=True):
-            assert row.rows[row.place] == end.sample and end.complete
+    for group in rows.groups:
+        assert [end.index for end in group.ends] == list(range(SAMPLES))
+        assert {end.group for end in group.ends} == {group.group.number}
+        for end, row in zip(group.ends, group.rows, strict=True):
+            assert row.rows[row.index] == end.sample and end.complete
     assert max(rows.taken.staleness) <= staleness
 
 
@@ -163,8 +171,8 @@ def test_each_prompt_is_learned_from_once_and_sample_ids_are_never_used_again(st
     steps, _ = run(learn())
     for rows in steps:
         _check(rows, 4, staleness)
-    groups = [each.group.number for rows in steps for each in rows.groups]
-    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    groups = [group.group.number for rows in steps for group in rows.groups]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
     assert len(set(groups)) == len(groups) and len(set(samples)) == len(samples)
     if not staleness:
         assert groups == list(range(80))
@@ -198,19 +206,21 @@ def test_a_step_takes_the_first_of_more_than_it_needs_and_the_rest_is_aborted() 
     for rows in steps:
         _check(rows, 4, 0)
         assert len(rows.taken.dropped) == 2
-    assert steps[1].figures["stream/dropped_groups"] == 2
-    again = [each.group for rows in steps for each in rows.groups if each.group.attempt]
+    assert steps[1].metrics["stream/dropped_groups"] == 2
+    again = [group.group for rows in steps for group in rows.groups if group.group.attempt]
     assert again
-    groups = [each.group.number for rows in steps for each in rows.groups]
+    groups = [group.group.number for rows in steps for group in rows.groups]
     assert len(set(groups)) == len(groups)
 
 
 def _check_tokens(stream: RolloutStream) -> None:
     """A request counts its prompt and what its response has: some have begun."""
-    requests = stream._requests.values()
-    for each in requests:
-        assert each.tokens == 3 + each.prompt + (len(each.prefix.token_ids) if each.prefix is not None else 0)
-    assert any(each.prefix is not None for each in requests)
+    requests = stream._requests._requests.values()
+    for request in requests:
+        assert request.tokens == 3 + request.prompt + (
+            len(request.prefix.token_ids) if request.prefix is not None else 0
+        )
+    assert any(request.prefix is not None for request in requests)
 
 
 def test_a_stream_goes_on_where_its_state_was_taken() -> None:
@@ -231,14 +241,14 @@ def test_a_stream_goes_on_where_its_state_was_taken() -> None:
         return steps, state
 
     steps, state = run(learn())[0]
-    groups = [each.group.number for rows in steps for each in rows.groups]
-    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    groups = [group.group.number for rows in steps for group in rows.groups]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
     assert len(set(groups)) == len(groups) and len(set(samples)) == len(samples)
-    assert any(each.ended and len(each.ended) < SAMPLES for each in state.groups) or any(
-        len(each.ended) == SAMPLES for each in state.groups
+    assert any(group.ended and len(group.ended) < SAMPLES for group in state.groups) or any(
+        len(group.ended) == SAMPLES for group in state.groups
     )
-    held = {each["number"] for each in state.ledger["groups"]}
-    assert held <= set(groups)
+    buffered = {group["number"] for group in state.ledger["groups"]}
+    assert buffered <= set(groups)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +262,7 @@ def test_a_stream_goes_on_where_its_state_was_taken() -> None:
 def test_thirty_kills_lose_and_repeat_nothing(limits: StreamLimits, seed: int, *, scored: bool) -> None:
     """The state is saved after each second step, and a run that is killed goes on after the last one."""
     steps_wanted, chance = 100, random.Random(seed)
-    learned: dict[int, list[int]] = {}
+    trained: dict[int, list[int]] = {}
     saved: tuple[bytes, int, int] | None = None
     kills = 0
 
@@ -261,7 +271,7 @@ def test_thirty_kills_lose_and_repeat_nothing(limits: StreamLimits, seed: int, *
         setup.stream.open(setup.version)
         for step in range(done + 1, steps_wanted + 1):
             rows = await setup.step()
-            learned[step] = [each.group.number for each in rows.groups]
+            trained[step] = [group.group.number for group in rows.groups]
             if step % 2 == 0:
                 state = await setup.stream.state()
                 saved = pickle.dumps(state), step, setup.drawn
@@ -285,7 +295,7 @@ def test_thirty_kills_lose_and_repeat_nothing(limits: StreamLimits, seed: int, *
         kills += 1
     assert saved is not None and 0 < saved[1] < steps_wanted
     assert run(attempt(None))[0]
-    every = [number for step in range(1, steps_wanted + 1) for number in learned[step]]
+    every = [number for step in range(1, steps_wanted + 1) for number in trained[step]]
     assert sorted(every) == list(range(4 * steps_wanted))
 
 
@@ -294,7 +304,7 @@ def test_what_a_step_took_that_does_not_learn_is_there_again() -> None:
         setup = _Setup(StreamLimits(4, 1))
         setup.stream.open(0)
         first = await setup.stream.take(0)
-        setup.stream.give_back()
+        setup.stream.return_taken()
         return first, await setup.stream.take(0)
 
     first, second = run(learn())[0]
@@ -304,7 +314,7 @@ def test_what_a_step_took_that_does_not_learn_is_there_again() -> None:
 class _Rolling(_Setup):
     """Engines with a version each, that get new weights one after another."""
 
-    def __init__(self, limits: StreamLimits, *, wait: bool, transfer_s: float = 0.3, **sizes: int) -> None:
+    def __init__(self, limits: StreamLimits, *, wait: bool, transfer_s: float = 0.3, **sizes: Any) -> None:
         super().__init__(limits, **sizes)
         self._wait, self._transfer_s = wait, transfer_s
         self.versions = [0] * len(self.engines)
@@ -340,9 +350,9 @@ class _Rolling(_Setup):
         if self._wait:  # all come to their end, each has its transfer when it has
             await asyncio.gather(*renewals)
         else:
-            for each in renewals:
-                await each
-        self.stream.learned(self.version)
+            for renewal in renewals:
+                await renewal
+        self.stream.trained(self.version)
         return rows
 
 
@@ -366,11 +376,11 @@ def test_engines_of_two_versions_make_nothing_that_is_too_old(limits: StreamLimi
     for serving, rows in steps:
         _check(rows, 8, limits.max_staleness)
         if limits == StreamLimits(8, 1):  # no more was begun than steps can learn from
-            assert rows.figures["stream/evicted_groups"] == 0
-        for each, staleness in zip(rows.groups, rows.taken.staleness, strict=True):
-            drawn = min(end.oldest for end in each.ends)
+            assert rows.metrics["stream/evicted_groups"] == 0
+        for group, staleness in zip(rows.groups, rows.taken.staleness, strict=True):
+            drawn = min(end.oldest for end in group.ends)
             assert staleness == serving - drawn and 0 <= staleness <= limits.max_staleness
-    groups = [each.group.number for _, rows in steps for each in rows.groups]
+    groups = [group.group.number for _, rows in steps for group in rows.groups]
     assert len(set(groups)) == len(groups)
     assert len({engine for _, engine, _, others in sent if others}) > 1  # also while their versions differed
 
@@ -407,7 +417,7 @@ def test_a_request_on_its_way_to_an_engine_that_changes_counts_as_the_older() ->
         setup.versions[0] = 1
         setup.engines[0].commit_weights()
         setup.stream.serve([0], 1)
-        while entry.place is None:
+        while entry.order is None:
             await asyncio.sleep(0.1)
         return sent, entry.oldest
 
@@ -459,27 +469,27 @@ def test_whoever_is_slower_bounds_the_other(train_s: float, queue: Queue) -> Non
         for _ in range(12):
             rows = await setup.step(train_s)
             steps.append(rows)
-            assert setup.stream.ledger.ready + setup.stream.ledger.under_way <= 3 * 4
+            assert setup.stream.ledger.ready + setup.stream.ledger.in_flight <= 3 * 4
         return steps
 
     steps, _ = run(learn())
     for rows in steps:
         _check(rows, 4, 2)
-    groups = [each.group.number for rows in steps for each in rows.groups]
+    groups = [group.group.number for rows in steps for group in rows.groups]
     assert len(set(groups)) == len(groups)
-    waits = [rows.figures["stream/trainer_wait_share"] for rows in steps[4:]]
-    busy = [rows.figures["stream/engines_busy_share"] for rows in steps[4:]]
+    waits = [rows.metrics["stream/trainer_wait_share"] for rows in steps[4:]]
+    busy = [rows.metrics["stream/engines_busy_share"] for rows in steps[4:]]
     if train_s > 1:  # the queue is full, engines stand still, and nobody waits
         assert max(waits) < 0.01 and max(busy) < 0.3
-        assert {rows.figures["stream/ready_groups"] for rows in steps[4:]} == {4}
+        assert {rows.metrics["stream/ready_groups"] for rows in steps[4:]} == {4}
     else:
         assert sum(waits) / len(waits) > 0.3 and sum(busy) / len(busy) > 0.7
 
 
 def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
     class Stuck(_Scorer):
-        async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
-            if any(row.rows[row.place] == 5 for row in rows):  # of the third group
+        async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> list[int]:
+            if any(row.rows[row.index] == 5 for row in rows):  # of the third group
                 await asyncio.sleep(1e6)
             return await super().score(rows, prompts)
 
@@ -489,15 +499,15 @@ def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
         return [await setup.step() for _ in range(8)]
 
     steps, _ = run(learn())
-    groups = [each.group for rows in steps for each in rows.groups]
+    groups = [group.group for rows in steps for group in rows.groups]
     assert [len(rows.groups) for rows in steps] == [4] * 8
     assert next(group.attempt for group in groups if group.number == 2) == 1  # drawn again once it was too old
 
 
 def test_a_slow_score_keeps_no_other_group_back_where_several_batches_are_scored_at_once() -> None:
     class Slow(_Scorer):
-        async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
-            await asyncio.sleep(1000.0 if any(row.rows[row.place] == 5 for row in rows) else 0.0)  # of the third group
+        async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> list[int]:
+            await asyncio.sleep(1000.0 if any(row.rows[row.index] == 5 for row in rows) else 0.0)  # of the third group
             return await super().score(rows, prompts)
 
     async def learn(scored_at_once: int) -> tuple[float, int]:
@@ -525,8 +535,8 @@ def test_each_sample_is_scored_once_and_its_group_waits_for_that(scored_at_once:
     steps, _ = run(learn())
     for rows in steps:
         _check(rows, 4, 1)
-        for each in rows.groups:
-            assert each.scores == tuple(end.sample for end in each.ends)
+        for group in rows.groups:
+            assert group.scores == tuple(end.sample for end in group.ends)
     assert sum(len(rows.taken.dropped) for rows in steps)
     every = [sample for scorer in scorers for sample in scorer.scored]
     assert len(set(every)) == len(every) and all(scorer.scored for scorer in scorers)
@@ -550,12 +560,12 @@ def test_what_was_scored_before_a_restart_is_not_scored_again() -> None:
         setup.stream.open(setup.version)
         for _ in range(5):
             rows = await setup.step()
-            assert all(each.scores == tuple(end.sample for end in each.ends) for each in rows.groups)
+            assert all(group.scores == tuple(end.sample for end in group.ends) for group in rows.groups)
         return before.scored, after.scored, state
 
     before, after, state = run(learn())[0]
-    kept = [each.first_sample + place for each in state.groups for place in each.scores]
-    unscored = [end.sample for each in state.groups for end, _ in each.ended if end.index not in each.scores]
+    kept = [group.first_sample + index for group in state.groups for index in group.scores]
+    unscored = [end.sample for group in state.groups for end, _ in group.ended if end.index not in group.scores]
     assert kept and unscored
     assert set(kept) <= set(before) and not set(kept) & set(after) and set(unscored) <= set(after)
 
@@ -575,13 +585,13 @@ def test_what_was_not_scored_before_a_restart_is_not_waited_for_where_nothing_sc
         return state, [await setup.step() for _ in range(4)]
 
     state, steps = run(learn())[0]
-    unscored = {each.number for each in state.groups if len(each.ended) == SAMPLES}
-    assert unscored and unscored <= {each.group.number for rows in steps for each in rows.groups}
+    unscored = {group.number for group in state.groups if len(group.ended) == SAMPLES}
+    assert unscored and unscored <= {group.group.number for rows in steps for group in rows.groups}
 
 
 def test_a_score_that_cannot_be_made_ends_the_wait_for_groups() -> None:
     class Failing(_Scorer):
-        async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
+        async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> list[int]:
             await asyncio.sleep(0.05)
             raise EngineError("reward 'judge' is gone")
 
@@ -623,41 +633,41 @@ def test_prompts_go_to_engines_that_have_room_as_responses_end() -> None:
     assert fast > 4 * slow
 
 
-@pytest.mark.parametrize("lent", [(1,), (0, 1)])
+@pytest.mark.parametrize("leased", [(1,), (0, 1)])
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_an_engine_that_is_lent_has_nothing_while_a_step_learns_and_what_it_had_goes_on(
-    staleness: int, lent: tuple[int, ...]
+def test_a_reclaimed_engine_has_no_requests_while_a_step_learns_and_they_continue(
+    staleness: int, leased: tuple[int, ...]
 ) -> None:
     async def learn() -> tuple[list[StepRows], _Setup]:
-        setup = _Setup(StreamLimits(4, staleness), lent=lent, slots=3)
+        setup = _Setup(StreamLimits(4, staleness), leased=leased, slots=3)
         setup.stream.open(0)
         steps = [await setup.step(train_s=0.2) for _ in range(20)]
         await asyncio.sleep(100)
         return steps, setup
 
     (steps, setup), _ = run(learn())
-    withdrawn = sum(rows.figures["stream/withdrawn_requests"] for rows in steps)
+    reclaimed = sum(rows.metrics["stream/reclaimed_requests"] for rows in steps)
     for rows in steps:
         _check(rows, 4, staleness)
-        assert 0 <= rows.figures["stream/engines_busy_share"] <= 1
-    groups = {each.group.number for rows in steps for each in rows.groups}
+        assert 0 <= rows.metrics["stream/engines_busy_share"] <= 1
+    groups = {group.group.number for rows in steps for group in rows.groups}
     assert len(groups) == 80
-    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
     assert len(set(samples)) == len(samples)
-    assert all(setup.engines[engine].busy_s > 0 for engine in lent)
+    assert all(setup.engines[engine].busy_s > 0 for engine in leased)
     if not staleness:
-        assert withdrawn == 0  # nothing is under way once a step has its groups
+        assert reclaimed == 0  # nothing is under way once a step has its groups
         return
-    assert withdrawn > 10
-    # What was withdrawn is not drawn again: all tokens are of responses that were learned from, or go on.
-    learned = sum(end.tokens for rows in steps for each in rows.groups for end in each.ends)
+    assert reclaimed > 10
+    # What was reclaimed is not drawn again: all tokens are of responses that were learned from, or go on.
+    trained = sum(end.tokens for rows in steps for group in rows.groups for end in group.ends)
     left = sum(length for (group, _), length in setup.lengths.items() if group not in groups)
-    assert learned <= sum(engine.tokens for engine in setup.engines) <= learned + left + withdrawn
+    assert trained <= sum(engine.tokens for engine in setup.engines) <= trained + left + reclaimed
 
 
-def test_what_was_withdrawn_and_waits_is_in_the_state() -> None:
+def test_reclaimed_requests_that_wait_are_in_the_state() -> None:
     async def learn() -> tuple[dict[int, int], list[StepRows]]:
-        setup = _Setup(StreamLimits(4, 2), lent=(0, 1), slots=3)
+        setup = _Setup(StreamLimits(4, 2), leased=(0, 1), slots=3)
         setup.stream.open(0)
         for _ in range(6):
             await setup.step()
@@ -677,7 +687,7 @@ def test_what_was_withdrawn_and_waits_is_in_the_state() -> None:
 
     (has, steps), _ = run(learn())
     assert has and all(has.values())
-    ended = {end.sample: end for rows in steps for each in rows.groups for end in each.ends}
+    ended = {end.sample: end for rows in steps for group in rows.groups for end in group.ends}
     assert set(has) & set(ended)
     assert all(ended[sample].tokens >= tokens for sample, tokens in has.items() if sample in ended)
     for rows in steps:
@@ -718,7 +728,8 @@ class _Mortal(_Named):
         self._running.clear()
         self._waiting.clear()
         self._ended.clear()
-        self._held = 0.0
+        self._resident_tokens = 0.0
+        self._ended_event = asyncio.Event()  # who waits for ends of the dead one gets none of the new one
 
 
 @pytest.mark.parametrize("engines", [1, 3])
@@ -727,39 +738,67 @@ def test_an_engine_that_is_lost_is_started_again_and_what_it_had_is_made_elsewhe
         setup = _Setup(StreamLimits(4, 2, extra=1), engines=engines, slots=4, kind=_Mortal, restarts=4)
         loop = asyncio.get_running_loop()
 
-        async def mend() -> None:
-            """What the driver does."""
+        async def recover() -> None:
+            """Restart lost engines, as the driver does."""
             while True:
                 await asyncio.sleep(0.05)
                 for number, cause in setup.stream.take_lost().items():
                     assert cause == "rollout engine died: no more memory"
                     await asyncio.sleep(0.7)  # of a start
                     setup.engines[number].restart()
-                    setup.stream.gain(number, setup.version)
+                    setup.stream.add_engine(number, setup.version)
 
         setup.stream.open(0)
-        mending = asyncio.ensure_future(mend())
+        recovering = asyncio.ensure_future(recover())
         steps = []
         for number in range(24):
             if number % 6 == 2:
                 setup.engines[number % engines].dies_at = loop.time() + 0.031
             steps.append(await setup.step(train_s=0.2))
-        mending.cancel()
+        recovering.cancel()
         return steps, setup
 
     (steps, setup), _ = run(learn())
     for rows in steps:
         _check(rows, 4, 2)
-    assert sum(rows.figures["stream/lost_engines"] for rows in steps) == 4
-    groups = [each.group.number for rows in steps for each in rows.groups]
-    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    assert sum(rows.metrics["stream/lost_engines"] for rows in steps) == 4
+    groups = [group.group.number for rows in steps for group in rows.groups]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
     assert len(groups) == len(set(groups)) == 96 and len(samples) == len(set(samples))
     for rows in steps:
-        for each in rows.groups:
-            for end in each.ends:
+        for group in rows.groups:
+            for end in group.ends:
                 assert end.tokens == setup.lengths[end.group, end.index]
     lost = [event for rows in steps for event in rows.events if event["event"] == "lost_engine"]
     assert len(lost) == 4 and any(event["samples"] for event in lost)
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("dies_after_s", [0.0, 0.1])
+def test_other_prompts_of_a_lost_engine_are_submitted_again(engines: int, dies_after_s: float) -> None:
+    def shares(setup: _Setup, first: int) -> dict[int, list[tuple[Request, int]]]:
+        requests = [(Request(sample, [1, 2], SamplingConfig(), sample, 0), 0) for sample in range(first, first + 6)]
+        setup.lengths |= {(request.group, 0): 2 if request.sample % 2 else 50 for request, _ in requests}
+        share = len(requests) // engines
+        return {engine: requests[engine * share : (engine + 1) * share] for engine in range(engines)}
+
+    async def learn() -> list[int]:
+        setup = _Setup(StreamLimits(4, 1), engines=engines, slots=30, kind=_Mortal, restarts=3)
+        setup.stream.open(0)
+        await setup.step()
+        responding = [asyncio.ensure_future(setup.stream.respond(shares(setup, 500)))]
+        setup.engines[0].dies_at = asyncio.get_running_loop().time() + dies_after_s
+        await asyncio.sleep(0.2)
+        assert list(setup.stream.take_lost()) == [0]
+        responding.append(asyncio.ensure_future(setup.stream.respond(shares(setup, 600))))  # while it is lost
+        await asyncio.sleep(0.2)
+        setup.engines[0].restart()
+        setup.stream.add_engine(0, setup.version)
+        rows = await asyncio.wait_for(asyncio.gather(*responding), 100)
+        assert not setup.stream._others
+        return [row.rows[row.index] for others in rows for row in others.rows]
+
+    assert run(learn())[0] == [*range(500, 506), *range(600, 606)]
 
 
 def test_one_engine_more_than_may_be_lost_ends_the_wait_for_groups() -> None:
@@ -771,6 +810,6 @@ def test_one_engine_more_than_may_be_lost_ends_the_wait_for_groups() -> None:
         with pytest.raises(EngineError, match="no more memory"):
             await setup.stream.take(0)
         assert list(setup.stream.take_lost()) == [0]
-        assert "engines that are started again: 0" in setup.stream.waiting_for()
+        assert "engines that are restarted: 0" in setup.stream.waiting_for()
 
     run(learn())

@@ -1,4 +1,4 @@
-"""What a stream has decided, as lines of a run's events."""
+"""Decisions of a stream, as lines of a run's events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hybridflow.rollout.test_stream import SAMPLES, _Setup
 
 
 def _all(steps: list[StepRows], event: str) -> list[dict[str, Any]]:
-    return [each for rows in steps for each in rows.events if each["event"] == event]
+    return [line for rows in steps for line in rows.events if line["event"] == event]
 
 
 def test_every_sample_that_is_learned_from_was_admitted_and_sent_before() -> None:
@@ -29,28 +29,28 @@ def test_every_sample_that_is_learned_from_was_admitted_and_sent_before() -> Non
     returned: list[int] = []
     for number, rows in enumerate(steps):
         json.dumps(rows.events)
-        for each in rows.events:
-            if each["event"] == "admitted":
-                firsts |= {group: first for group, _, _, first in each["groups"]}
-            elif each["event"] == "sent":
-                pairs = zip(each["samples"], each["engines"], strict=True)
-                sent |= {sample: (engine, each["version"]) for sample, engine in pairs}
-            elif each["event"] in ("evicted", "dropped"):
-                returned += each["groups"]
+        for event in rows.events:
+            if event["event"] == "admitted":
+                firsts |= {group: first for group, _, _, first in event["groups"]}
+            elif event["event"] == "sent":
+                pairs = zip(event["samples"], event["engines"], strict=True)
+                sent |= {sample: (engine, event["version"]) for sample, engine in pairs}
+            elif event["event"] in ("evicted", "dropped"):
+                returned += event["groups"]
         took = rows.events[-1]
         assert took["event"] == "took" and took["version"] == number
-        assert took["groups"] == [each.group.number for each in rows.groups]
+        assert took["groups"] == [group.group.number for group in rows.groups]
         assert took["staleness"] == list(rows.taken.staleness) and took["carried"] == rows.taken.carried
-        for each in rows.groups:
-            assert firsts[each.group.number] == each.ends[0].sample
-            for end in each.ends:
+        for group in rows.groups:
+            assert firsts[group.group.number] == group.ends[0].sample
+            for end in group.ends:
                 engine, version = sent[end.sample]
                 assert engine in (0, 1) and version <= end.oldest
-    groups = {group[0] for each in _all(steps, "admitted") for group in each["groups"] if group[2]}
+    groups = {group[0] for event in _all(steps, "admitted") for group in event["groups"] if group[2]}
     assert groups <= set(returned) and returned  # attempts after the first are of what went back
-    given_up = set(chain.from_iterable(each["samples"] for each in _all(steps, "given_up")))
-    learned = {end.sample for rows in steps for each in rows.groups for end in each.ends}
-    assert given_up and not given_up & learned
+    aborted = set(chain.from_iterable(event["samples"] for event in _all(steps, "aborted")))
+    trained = {end.sample for rows in steps for group in rows.groups for end in group.ends}
+    assert aborted and not aborted & trained
     # No line for each token or sample: what is decided in a row shares one.
     assert sum(len(rows.events) for rows in steps) < len(sent) + len(firsts)
     assert len(sent) >= 12 * 4 * SAMPLES

@@ -1,4 +1,4 @@
-"""Which directories are the runs of actors."""
+"""Directories that are the runs of actors."""
 
 from __future__ import annotations
 

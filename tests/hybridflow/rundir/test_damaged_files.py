@@ -23,10 +23,10 @@ from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeat
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.lock import LOCK, hold
 from hybridflow.rundir.run_record import RunStart, read_run_record
-from hybridflow.rundir.watching import Place, read_place
+from hybridflow.rundir.watching import RunPosition, read_position
 
 READERS: dict[str, Callable[[Path], object]] = {
-    PHASE: read_place,
+    PHASE: read_position,
     RUN_RECORD: read_run_record,
     FAILURE: read_failure,
     HOSTS: read_hosts,
@@ -124,16 +124,16 @@ TEXT = {"index": 0, "prompt": "", "response": "", "answer": {"any": []}, "reward
 @pytest.mark.parametrize(
     ("kind", "value", "reason"),
     [
-        (Place, [1], "expected an object, found a list"),
-        (Place, None, "expected an object, found null"),
-        (Place, {}, "it has no step"),
-        (Place, PLACE | {"more": 1}, "more is no field of it"),
-        (Place, PLACE | {"step": [1]}, "step: expected a whole number, found a list"),
-        (Place, PLACE | {"step": 1.5}, "step: expected a whole number, found 1.5"),
-        (Place, PLACE | {"since": float("inf")}, "since: expected less than 1e+11, found inf"),
-        (Place, PLACE | {"since": float("nan")}, "since: expected less than 1e+11, found nan"),
-        (Place, PLACE | {"since": -1}, "since: expected at least 0, found -1"),
-        (Place, PLACE | {"phase": {}}, "phase: expected 'start', "),
+        (RunPosition, [1], "expected an object, found a list"),
+        (RunPosition, None, "expected an object, found null"),
+        (RunPosition, {}, "it has no step"),
+        (RunPosition, PLACE | {"more": 1}, "more is no field of it"),
+        (RunPosition, PLACE | {"step": [1]}, "step: expected a whole number, found a list"),
+        (RunPosition, PLACE | {"step": 1.5}, "step: expected a whole number, found 1.5"),
+        (RunPosition, PLACE | {"since": float("inf")}, "since: expected less than 1e+11, found inf"),
+        (RunPosition, PLACE | {"since": float("nan")}, "since: expected less than 1e+11, found nan"),
+        (RunPosition, PLACE | {"since": -1}, "since: expected at least 0, found -1"),
+        (RunPosition, PLACE | {"phase": {}}, "phase: expected 'start', "),
         (RunStart, START | {"command": None}, "command: expected a text, found null"),
         (RunStart, START | {"versions": [1]}, "versions: expected an object, found a list"),
         (RunStart, START | {"versions": {"torch": 2}}, "versions.torch: expected a text, found 2"),
@@ -154,7 +154,7 @@ def test_a_wrong_field_is_named_in_words_of_json(kind: type, value: object, reas
 
 
 def test_sound_values_are_taken_as_they_are() -> None:
-    assert record_of(Place, PLACE) == Place(1, "update", 5.0)
+    assert record_of(RunPosition, PLACE) == RunPosition(1, "update", 5.0)
     assert record_of(EvaluationText, TEXT).answer == {"any": []}
     assert record_of(RunStart, START | {"command": "\ud800"}).command == "\ud800"  # half a character of a command line
 

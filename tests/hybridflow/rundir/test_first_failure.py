@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,15 +29,15 @@ from hybridflow.rundir.heartbeat import (
 SINCE = time.mktime((2026, 11, 24, 12, 4, 31, 0, 0, -1))
 
 
-def say(run: Path, role: str, rank: int, host: str, method: str, *, parts: int = 0, has_turn: bool = True) -> None:
-    beat = Heartbeat(role, rank, host, 40 + rank, method, has_turn, SINCE + rank, parts, SINCE, 1.0, True, SINCE)
+def say(run: Path, role: str, rank: int, host: str, method: str, *, completed: int = 0, has_turn: bool = True) -> None:
+    beat = Heartbeat(role, rank, host, 40 + rank, method, has_turn, SINCE + rank, completed, SINCE, 1.0, True, SINCE)
     (run / "logs").mkdir(exist_ok=True)
     HeartbeatFile(run / "logs" / f"{role}-{rank}.heartbeat").write(beat)
 
 
 def test_a_card_says_where_and_what_all_others_were_at(tmp_path: Path) -> None:
-    for rank, parts in enumerate((5, 3, 5, 4)):
-        say(tmp_path, "actor", rank, f"host-{rank // 2}", "update", parts=parts)
+    for rank, completed in enumerate((5, 3, 5, 4)):
+        say(tmp_path, "actor", rank, f"host-{rank // 2}", "update", completed=completed)
     for rank in range(3):
         say(tmp_path, "rollout", rank, "host-2", "")
     say(tmp_path, "critic", 0, "host-0", "values", has_turn=False)
@@ -58,7 +59,7 @@ def test_a_card_says_where_and_what_all_others_were_at(tmp_path: Path) -> None:
 def test_of_a_rank_that_died_the_last_line_of_its_log_is_told(tmp_path: Path) -> None:
     say(tmp_path, "actor", 0, "host-0", "update")
     (tmp_path / "logs" / "actor-0.log").write_text("CUDA error: an illegal memory access\n\n")
-    given = {"role": "actor", "rank": 0, "since": SINCE}
+    given: dict[str, Any] = {"role": "actor", "rank": 0, "since": SINCE}
     assert (
         "  last line  CUDA error: an illegal memory access" in describe(tmp_path, "x", "y", died=True, **given).lines()
     )

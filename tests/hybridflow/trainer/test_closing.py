@@ -5,16 +5,16 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.trainer.closing import how_to_go_on, results
+from hybridflow.trainer.closing import how_to_resume, results
 from hybridflow.trainer.run_setup import prepare
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
 from tests.support.runs import ROOT
+from tests.support.warm import warm_python
 
 
 def test_a_run_that_ends_says_where_its_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,23 +43,23 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     recipe = a_recipe(tmp_path)
     arguments = [str(DEMO), "resume=none", "algorithm={kl_coef: 0.1}", "--track_metrics"]
-    assert how_to_go_on(recipe, arguments) == []  # it had not begun
+    assert how_to_resume(recipe, arguments) == []  # it had not begun
     prepare(recipe).lock.close()
-    assert how_to_go_on(recipe, arguments) == [
+    assert how_to_resume(recipe, arguments) == [
         "hybridflow: metrics and logs are in small",
         "hybridflow: nothing to resume from: the first checkpoint was not complete yet",
     ]
     make_checkpoint(recipe, 3)
-    *_, said, command = how_to_go_on(recipe, arguments)
+    *_, said, command = how_to_resume(recipe, arguments)
     assert said == "hybridflow: the newest checkpoint is of step 3; to resume after it:"
     assert shlex.split(command) == [
         *("hybridflow", "train", str(DEMO), "algorithm={kl_coef: 0.1}", "--track_metrics", "resume=auto")
     ]
-    assert how_to_go_on(a_recipe(tmp_path, "seed=3"), arguments) == []  # the directory is another run's
+    assert how_to_resume(a_recipe(tmp_path, "seed=3"), arguments) == []  # the directory is another run's
     # A damaged one is not recommended.
     shard = make_checkpoint(recipe, 5) / "actor" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
-    assert how_to_go_on(recipe, arguments)[1:] == [said, f"  {command.strip()}"]
+    assert how_to_resume(recipe, arguments)[1:] == [said, f"  {command.strip()}"]
     assert results(recipe)[1] == "checkpoints  small/checkpoints/step-00000003"
 
 
@@ -67,10 +67,10 @@ def test_a_checkpoint_in_which_ranks_found_damage_is_not_recommended(tmp_path: P
     recipe = a_recipe(tmp_path)
     prepare(recipe).lock.close()
     damaged = make_checkpoint(recipe, 5)
-    *_, reason = how_to_go_on(recipe, [str(DEMO)], damaged)
+    *_, reason = how_to_resume(recipe, [str(DEMO)], damaged)
     assert reason == f"hybridflow: nothing to resume from: {damaged} is damaged, and there is no other checkpoint"
     make_checkpoint(recipe, 3)
-    *_, said, _ = how_to_go_on(recipe, [str(DEMO)], damaged)
+    *_, said, _ = how_to_resume(recipe, [str(DEMO)], damaged)
     assert said == "hybridflow: the newest checkpoint is of step 3; to resume after it:"
 
 
@@ -79,7 +79,7 @@ def test_a_run_without_a_checkpoint_resumes_from_that_of_its_start(tmp_path: Pat
     recipe = a_recipe(tmp_path, f"resume={earlier}")
     prepare(recipe).lock.close()
     for _ in range(2):  # the checkpoint is that of the second start too
-        lines = how_to_go_on(recipe, [str(DEMO), f"resume={earlier}"])
+        lines = how_to_resume(recipe, [str(DEMO), f"resume={earlier}"])
         assert (
             lines[1] == f"hybridflow: no checkpoint of this run is complete yet; to resume from {earlier}, as it did:"
         )
@@ -88,7 +88,7 @@ def test_a_run_without_a_checkpoint_resumes_from_that_of_its_start(tmp_path: Pat
         run = prepare(recipe)
         run.lock.close()
         assert run.resumption is not None and run.resumption.directory == earlier and run.steps_done == 3
-    assert how_to_go_on(recipe, [str(DEMO)], earlier)[1].endswith(
+    assert how_to_resume(recipe, [str(DEMO)], earlier)[1].endswith(
         f"{earlier} is damaged, and there is no other checkpoint"
     )
     shutil.rmtree(earlier)
@@ -134,8 +134,10 @@ sys.exit(main.main(sys.argv[2:]))
 )
 def test_the_command_says_how_to_resume(tmp_path: Path, end: str, code: int, first: str) -> None:
     overrides = [f"run_dir={tmp_path}", "name=small", "checkpoint.save_interval=1"]
+    program = tmp_path / "ending.py"
+    program.write_text(ENDING)
     done = subprocess.run(
-        [sys.executable, "-c", ENDING, end, "train", str(DEMO), *overrides],
+        [warm_python(), str(program), end, "train", str(DEMO), *overrides],
         capture_output=True,
         text=True,
         timeout=200,
@@ -143,9 +145,9 @@ def test_the_command_says_how_to_resume(tmp_path: Path, end: str, code: int, fir
         check=False,
     )
     assert done.returncode == code, done.stderr
-    told, _, card = done.stderr.partition("hybridflow: first failure\n")
+    shown, _, card = done.stderr.partition("hybridflow: first failure\n")
     assert card.startswith(f"  cause      {first}\n") == (code == 1)
-    lines = told.splitlines()
+    lines = shown.splitlines()
     assert lines[0].startswith(f"hybridflow: {first}")
     assert lines[1:] == [
         f"hybridflow: metrics and logs are in {tmp_path}/small",

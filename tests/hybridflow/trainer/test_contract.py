@@ -13,7 +13,7 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.trainer.contract import Contract, Numbers
 
 
-def _batch(**facts: list[int]) -> RemoteBatch:
+def _batch(**per_sample: list[int]) -> RemoteBatch:
     """Samples 10 to 13 of the draws 5 and 6, of version 3, that ended at a stop token."""
     default = {
         "sample_ids": [10, 11, 12, 13],
@@ -21,7 +21,7 @@ def _batch(**facts: list[int]) -> RemoteBatch:
         "policy_versions": [3, 3, 3, 3],
         "finish_reasons": [0, 0, 1, 0],
     }
-    return RemoteBatch({name: torch.tensor(values) for name, values in (default | facts).items()}, [])
+    return RemoteBatch({name: torch.tensor(values) for name, values in (default | per_sample).items()}, [])
 
 
 def test_samples_of_weights_within_the_limit_are_learned_from_once() -> None:
@@ -29,7 +29,7 @@ def test_samples_of_weights_within_the_limit_are_learned_from_once() -> None:
     contract.check(_batch(), step=4, serving=3)
     contract.check(_batch(), step=4, serving=4)
     contract.learned(_batch())
-    line = "step 5: sample 10 of draw 5, made by version 3 of the weights, was learned from in an earlier step; nothing"
+    line = "step 5: sample 10 of draw 5, made by version 3 of the weights, was trained on in an earlier step; the batch"
     with pytest.raises(EngineError, match=line):
         contract.check(_batch(), step=5, serving=4)
     contract.check(_batch(), step=5, serving=4, recalled=frozenset({10, 11, 12, 13}))
@@ -37,7 +37,7 @@ def test_samples_of_weights_within_the_limit_are_learned_from_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "line"),
+    ("per_sample", "line"),
     [
         ({"finish_reasons": [0, 0, 2, 0]}, "sample 12 of draw 6, made by version 3 of the weights, was given up"),
         (
@@ -50,9 +50,9 @@ def test_samples_of_weights_within_the_limit_are_learned_from_once() -> None:
         ),
     ],
 )
-def test_a_breach_names_the_sample(facts: dict[str, list[int]], line: str) -> None:
+def test_a_breach_names_the_sample(per_sample: dict[str, list[int]], line: str) -> None:
     with pytest.raises(EngineError, match=line):
-        Contract(1).check(_batch(**facts), step=5, serving=4)
+        Contract(1).check(_batch(**per_sample), step=5, serving=4)
 
 
 def test_what_is_recalled_may_be_older() -> None:

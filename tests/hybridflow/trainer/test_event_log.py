@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.trainer.event_log import EventLog
 
-EVENTS = [{"event": "drawn", "prompts": [3, 1]}, {"event": "learned", "samples": [0, 1]}]
+EVENTS = [{"event": "drawn", "prompts": [3, 1]}, {"event": "trained", "samples": [0, 1]}]
 
 
 def steps(path: Path) -> list[int]:
@@ -42,7 +42,7 @@ def test_a_half_line_of_the_last_step_that_is_kept_goes(tmp_path: Path) -> None:
 
 
 def test_turned_off_nothing_is_written(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "events.jsonl", None, wanted=False) as events:
+    with EventLog(tmp_path / "events.jsonl", None, enabled=False) as events:
         events.write(1, EVENTS)
     assert list(tmp_path.iterdir()) == []
 
@@ -64,13 +64,13 @@ def test_what_cannot_be_written_costs_the_step_s_events_and_one_line(
     with EventLog(path, None) as events:
         events.write(1, EVENTS)
         for step in (2, 3):
-            events.write(step, [{"event": "learned", "samples": list(range(1000))}])
+            events.write(step, [{"event": "trained", "samples": list(range(1000))}])
         assert steps(path) == [1, 1]
         events.write(4, EVENTS)
     assert steps(path) == [1, 1, 4, 4]
-    told = capsys.readouterr()
-    assert told.err == f"hybridflow: events: {path} lacks those of step 2 on: File too large; training continues\n"
-    assert told.out == "events: written again from step 4 on; those of steps 2 to 3 are missing\n"
+    printed = capsys.readouterr()
+    assert printed.err == f"hybridflow: events: {path} lacks those of step 2 on: File too large; training continues\n"
+    assert printed.out == "events: written again from step 4 on; those of steps 2 to 3 are missing\n"
 
 
 def test_a_place_that_is_no_file_costs_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(samples: SampleBatch) -> RemoteBatch:
         _, summary = pack(samples)
         assert summary is not None
-        return RemoteBatch(summary.facts, [])
+        return RemoteBatch(summary.per_sample, [])
 
     monkeypatch.setattr(RemoteBatch, "of", of)
 
@@ -44,19 +44,18 @@ def given(count: int) -> GivenResponses:
 
 
 class Source(GivenSource):
-    """Whose actor gives each response as many nats as it has tokens, times its number of updates."""
+    """A source whose actor gives each response as many nats as it has tokens, times its number of updates."""
 
     def __init__(self, name: str = "dpo", train: int = 5, evaluation: int = 3, replicas: int = 1) -> None:
-        recipe = load_recipe(ROOT / f"launch/recipes/algorithms/{name}.yaml", ["trainer.prompts_per_step=2"])
-        run: Any = SimpleNamespace(train=given(train), sets={"eval": given(evaluation)})
+        recipe = load_recipe(ROOT / f"launch/recipes/algorithms/{name}.yaml")
         actor: Any = SimpleNamespace(layout=SimpleNamespace(dp=replicas))
-        super().__init__(recipe, run, actor)
-        self.asked: list[int] = []
+        super().__init__(recipe.algorithm, 1.0, 2, given(train), given(evaluation), actor)
+        self.requested: list[int] = []
         self.updates = 1
 
     def policy_logprobs(self, batch: RemoteBatch) -> Tensor:
-        self.asked.append(len(batch))
-        return -self.updates * batch.facts["response_lengths"].double()
+        self.requested.append(len(batch))
+        return -self.updates * batch.per_sample["response_lengths"].double()
 
 
 def draw(*rows: int) -> Draw:
@@ -66,24 +65,24 @@ def draw(*rows: int) -> Draw:
 def test_the_reference_is_asked_once_for_every_response() -> None:
     source = Source()
     source.measure()
-    assert sum(source.asked) == 2 * (5 + 3) and max(source.asked) <= 6
+    assert sum(source.requested) == 2 * (5 + 3) and max(source.requested) <= 6
     source.updates = 7
     for _ in range(3):
         batch = source.batch(draw(3, 0), 100)
-        assert batch.facts["reference_logprobs"].tolist() == [-4.0, -1.0, -1.0, -1.0]
-    assert batch.facts["sample_ids"].tolist() == [100, 101, 102, 103]
-    assert batch.facts["group_ids"].tolist() == [10, 10, 11, 11]
-    assert batch.facts["prompt_indices"].tolist() == [3, 3, 0, 0]
-    assert batch.facts["rewards"].tolist() == [1.0, 0.0, 1.0, 0.0]
-    held_out = torch.cat([each.facts["reference_logprobs"] for each in source.held_out()])
+        assert batch.per_sample["reference_logprobs"].tolist() == [-4.0, -1.0, -1.0, -1.0]
+    assert batch.per_sample["sample_ids"].tolist() == [100, 101, 102, 103]
+    assert batch.per_sample["group_ids"].tolist() == [10, 10, 11, 11]
+    assert batch.per_sample["prompt_indices"].tolist() == [3, 3, 0, 0]
+    assert batch.per_sample["rewards"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    held_out = torch.cat([batch.per_sample["reference_logprobs"] for batch in source.held_out()])
     assert held_out.tolist() == [-1.0, -1.0, -2.0, -1.0, -3.0, -1.0]
-    assert sum(source.asked) == 2 * (5 + 3)
+    assert sum(source.requested) == 2 * (5 + 3)
 
 
 def test_every_replica_has_an_example_of_each_part() -> None:
     source = Source(train=7, replicas=3)
     source.measure()
-    assert min(source.asked) >= 2 * 3 and sum(source.asked) == 2 * (7 + 3)
+    assert min(source.requested) >= 2 * 3 and sum(source.requested) == 2 * (7 + 3)
 
 
 def test_what_was_kept_is_the_reference_of_a_resumed_run() -> None:
@@ -91,13 +90,13 @@ def test_what_was_kept_is_the_reference_of_a_resumed_run() -> None:
     before.measure()
     after.updates = 7
     after.load_state_dict(before.state_dict())
-    assert after.asked == []
-    expected = before.batch(draw(4), 0).facts["reference_logprobs"]
-    assert torch.equal(after.batch(draw(4), 0).facts["reference_logprobs"], expected)
+    assert after.requested == []
+    expected = before.batch(draw(4), 0).per_sample["reference_logprobs"]
+    assert torch.equal(after.batch(draw(4), 0).per_sample["reference_logprobs"], expected)
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "reason"),
     [
         (
             lambda: Source(train=4),
@@ -113,23 +112,23 @@ def test_what_was_kept_is_the_reference_of_a_resumed_run() -> None:
         ),
     ],
 )
-def test_what_is_of_other_examples_is_refused(source: Any, found: str) -> None:
+def test_what_is_of_other_examples_is_refused(source: Any, reason: str) -> None:
     before = Source()
     before.measure()
     with pytest.raises(UserError) as caught:
         source().load_state_dict(before.state_dict())
-    assert str(caught.value).startswith(f"resume: {found}")
+    assert str(caught.value).startswith(f"resume: {reason}")
 
 
 def test_nothing_is_accepted_in_place_of_the_data_of_a_reference() -> None:
     from hybridflow.checkpoint.compatibility import check_accepted
 
-    path = ROOT / "launch/recipes/algorithms/dpo.yaml"
-    check_accepted(load_recipe(path, ["checkpoint.accept=[seed]"]))
+    algorithm = load_recipe(ROOT / "launch/recipes/algorithms/dpo.yaml").algorithm
+    check_accepted(["seed"], algorithm)
     with pytest.raises(
         UserError, match=r"'data\.arithmetic\.seed' with algorithm.name=dpo, whose checkpoints hold what"
     ):
-        check_accepted(load_recipe(path, ["checkpoint.accept=[data.arithmetic.seed]"]))
+        check_accepted(["data.arithmetic.seed"], algorithm)
 
 
 def test_engines_are_needed_unless_an_algorithm_says_otherwise() -> None:

@@ -1,4 +1,4 @@
-"""What a recipe's roles are started with: no Ray, and no process."""
+"""Specs of a recipe's roles: no Ray, and no process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def specs_of(recipe: Recipe, run: Run, nodes: Sequence[Node] = NODES) -> dict[str, RoleSpec]:
-    wanted = recipe.device_maps
-    devices = pool_devices(wanted, recipe.placement.pools, nodes)
+    roles = recipe.device_maps
+    devices = pool_devices(roles, recipe.placement.pools, nodes)
     devices.setdefault("reward", devices["rollout"][:1])
     return {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}
 
@@ -55,8 +55,10 @@ def test_an_engine_on_two_hosts_has_a_rank_on_each_that_meet_at_a_store_of_their
 
 
 def test_an_evaluation_alone_has_engines_that_load_weights_and_what_scores_its_sets(run: Run) -> None:
-    own = "{data: {path: own.jsonl}, reward: {functions: [{name: length, path: length}]}}"
-    recipe = load_recipe(DEMO, [WITH_REFERENCE, "evaluation.sums.data.path=sums.jsonl", f"evaluation.own={own}"])
+    with_functions = "{data: {path: own.jsonl}, reward: {functions: [{name: length, path: length}]}}"
+    recipe = load_recipe(
+        DEMO, [WITH_REFERENCE, "evaluation.sums.data.path=sums.jsonl", f"evaluation.own={with_functions}"]
+    )
     prompts = Prompts([Example("1+1=", "2")], [[4, 5]])
     run = replace(run, sets=dict.fromkeys(("eval", "sums", "own"), prompts))
     training = specs_of(recipe, run)
@@ -84,7 +86,7 @@ def test_a_critic_has_a_scalar_head_and_a_place_of_its_own(run: Run) -> None:
     critic = specs_of(load_recipe(DEMO, overrides), run)["critic"]
     assert (critic.group, critic.worker) == (ValueGroup, ValueWorker) and critic.settings["trainable"]
     assert critic.layout == Layout(dp=2, ep=2)
-    assert [place.device for place in critic.settings["places"]] == ["cpu:2", "cpu:3"]
+    assert [location.device for location in critic.settings["locations"]] == ["cpu:2", "cpu:3"]
     assert critic.sample_costs([8, 16])[1] > critic.sample_costs([8, 16])[0] > 0
 
 

@@ -1,4 +1,4 @@
-"""Which host the logs of which processes are expected from."""
+"""Logs of processes that are expected from each host."""
 
 from __future__ import annotations
 

@@ -108,4 +108,4 @@ def test_the_demo_makes_its_model_and_splits(tmp_path: Path) -> None:
 def test_a_response_that_fills_the_context_leaves_no_prompt() -> None:
     recipe = load_recipe("launch/recipes/demo.yaml", ["rollout.sampling.max_new_tokens=64"])
     with pytest.raises(UserError, match="max_new_tokens=64 leaves no room for a prompt in a context of 64"):
-        prompt_limit(recipe)
+        prompt_limit(recipe.rollout, recipe.model, given=False)

@@ -18,7 +18,7 @@ from hybridflow.batch.sample_table import batch_of
 from hybridflow.config.run import SamplesConfig
 from hybridflow.data.tasks import Example
 from hybridflow.rundir.sample_files import stored_steps
-from hybridflow.rundir.stored_samples import StepFile, Wanted
+from hybridflow.rundir.stored_samples import SampleFilter, StepFile
 from hybridflow.trainer import sample_store
 from hybridflow.trainer.sample_store import SampleStore, TrainedSamples, write_samples
 from hybridflow.trainer.sample_texts import answer_texts
@@ -45,12 +45,24 @@ def test_a_step_is_written_in_bounded_pieces_in_its_order(tmp_path: Path) -> Non
         write_samples(file, learned, most_tokens=25)
     [local] = learned.batches
     assert isinstance(local, LocalBatch) and local.fetched == [10, 85, 20, 20]
-    found = pq.ParquetFile(tmp_path / "file")
-    assert found.num_row_groups == 4
-    table = found.read()
+    parquet = pq.ParquetFile(tmp_path / "file")
+    assert parquet.num_row_groups == 4
+    table = parquet.read()
     assert torch.equal(batch_of(table).tokens, batch.tokens)
     assert table["advantage"].to_pylist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert found.schema_arrow.metadata[b"hybridflow"] == b'{"format": 1, "step": 9, "version": 10, "batches": [6]}'
+    assert parquet.schema_arrow.metadata[b"hybridflow"] == b'{"format": 1, "step": 9, "version": 10, "batches": [6]}'
+
+
+def test_samples_with_routes_are_written_in_smaller_pieces(tmp_path: Path) -> None:
+    """100 bytes of routes take the memory of three more tokens."""
+    batch = samples_of([("1+1=", "a" * 5) for _ in range(4)], [0.5] * 4)
+    routes = torch.full((len(batch.tokens), 10), 255, dtype=torch.uint8)
+    learned = learned_from(9, batch.replace(routes=routes), route_bytes=torch.full((4,), 100))
+    with (tmp_path / "file").open("wb") as file:
+        write_samples(file, learned, most_tokens=26)
+    [local] = learned.batches
+    assert isinstance(local, LocalBatch) and local.fetched == [20, 20]
+    assert torch.equal(batch_of(pq.read_table(tmp_path / "file")).routes, routes)
 
 
 def test_answers_are_stored_by_prompt_and_read_again(tmp_path: Path) -> None:
@@ -59,8 +71,8 @@ def test_answers_are_stored_by_prompt_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
         write_samples(file, replace(learned, answers=answers))
-    found = [sample for _, sample in StepFile(path).find(Wanted())]
-    assert {sample.prompt: sample.answer for sample in found} == {7: '[2, "zwei"]', 8: None}
+    samples = [sample for _, sample in StepFile(path).find(SampleFilter())]
+    assert {sample.prompt: sample.answer for sample in samples} == {7: '[2, "zwei"]', 8: None}
     assert len(answer_texts({7: Example("", "a" * 5000)})[7]) < 1100
 
 
@@ -79,14 +91,14 @@ def test_steps_are_there_when_the_run_ends_and_a_resumed_one_makes_later_ones_ag
 
 def test_what_was_written_is_told_once(tmp_path: Path) -> None:
     with SampleStore(SamplesConfig(), tmp_path / "samples", 0) as samples:
-        assert samples.take_figures() == {}
+        assert samples.take_metrics() == {}
         for step in (1, 2):
             samples.keep(a_step(step))
     sizes = [path.stat().st_size for path in stored_steps(tmp_path / "samples").values()]
-    found = samples.take_figures()
-    assert found["samples/written_bytes"] == sum(sizes) > 0
-    assert 0 < found["samples/write_ms"] < 60_000
-    assert samples.take_figures() == {}
+    written = samples.take_metrics()
+    assert written["samples/written_bytes"] == sum(sizes) > 0
+    assert 0 < written["samples/write_ms"] < 60_000
+    assert samples.take_metrics() == {}
 
 
 def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
@@ -128,11 +140,11 @@ def test_on_a_full_disk_training_goes_on_with_one_line_and_later_steps_are_writt
         assert stored_steps(store) == {} and list(store.iterdir()) == []
         (small_disk / "others").unlink()
         samples.keep(a_step(4))
-    told = capsys.readouterr()
-    assert told.err == (
+    printed = capsys.readouterr()
+    assert printed.err == (
         f"hybridflow: samples: {store} lacks those of step 1 on: No space left on device; training continues\n"
     )
-    assert told.out == "samples: written again from step 4 on; those of steps 1 to 3 are missing\n"
+    assert printed.out == "samples: written again from step 4 on; those of steps 1 to 3 are missing\n"
     assert written(store) == {4: [16, 17, 18, 19]}
 
 
@@ -152,14 +164,14 @@ def test_a_disk_that_does_not_answer_holds_up_neither_steps_nor_the_end(
 ) -> None:
     for name, value in {"_PATIENCE_S": 0.2, "_END_S": 0.2}.items():
         monkeypatch.setattr(sample_store, name, value)
-    answers, waited = threading.Event(), []
+    answers, waited = threading.Event(), list[Any]()
     write = sample_store.write_samples
     monkeypatch.setattr(sample_store, "write_samples", lambda *given: (answers.wait(60), write(*given)))
     monkeypatch.setattr(threading.Condition, "wait_for", _noting(threading.Condition.wait_for, waited))
     with SampleStore(SamplesConfig(), tmp_path, 0) as samples:
         for step in range(1, 7):
             samples.keep(a_step(step))
-        assert [each for each in waited if each is not None] == [0.2, 0.2, 0.2, 0.0, 0.0, 0.0]
+        assert [limit_s for limit_s in waited if limit_s is not None] == [0.2, 0.2, 0.2, 0.0, 0.0, 0.0]
         assert len(samples._waiting) == 1  # and one is being written
     [line, *more] = capsys.readouterr().err.splitlines()
     assert "lacks those of step 3 on: those of 2 earlier steps have been waiting for the disk too long" in line

@@ -1,4 +1,4 @@
-"""Which responses to a held-out prompt pass."""
+"""Responses to a held-out prompt that pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the warm-up asks of the actor."""
+"""Calls of the warm-up to the actor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.resumable import DEMO
 
 
 class BegunError(Exception):
-    """Of an actor that is to learn."""
+    """Raised by an actor when it is to train."""
 
 
-class Actor:
+class TrainingActor:
     """Notes by which optimizer it is to learn, and ends."""
 
     def reset_optimizer(self, settings: OptimizerConfig) -> None:
@@ -31,7 +31,7 @@ class Actor:
 def test_the_optimizers_state_lies_where_training_has_it(tmp_path: Path, setting: str) -> None:
     recipe = load_recipe(DEMO, [f"run_dir={tmp_path}", "train.dtype=bfloat16", f"train.optimizer.{setting}=true"])
     assert recipe.warmup is not None and not getattr(recipe.warmup.optimizer, setting)
-    actor, run = Actor(), prepare(recipe)
+    actor, run = TrainingActor(), prepare(recipe)
     phases: Any = SimpleNamespace(enter=lambda phase: None)
     roles: Any = SimpleNamespace(actor=actor)
     sinks: Any = None

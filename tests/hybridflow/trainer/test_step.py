@@ -1,4 +1,4 @@
-"""What a step finds without asking ranks again."""
+"""Results of a step that need no further call to ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import RewardFailure, RewardResult
-from hybridflow.trainer.step import TrainerStep, old_logprobs
+from hybridflow.trainer.operations.model_columns import old_logprobs
+from hybridflow.trainer.operations.scoring import SampleScoring
+from hybridflow.trainer.operations.updates import ActorUpdate
+from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.step_record import StepRecord
 
 
@@ -30,15 +33,15 @@ class Batch:
     def as_generated(self) -> Batch:
         return self
 
-    def with_columns(self, **columns: Any) -> dict[str, Any]:
-        return columns
+    def with_columns(self, *unnamed: Any, **columns: Any) -> dict[str, Any]:
+        return columns | {name: column for future in unnamed for name, column in future.items()}
 
 
 class Actor:
     layout = Layout()
 
-    def logprobs(self, batch: Any, *, temperature: float) -> str:
-        return f"forward pass at {temperature}"
+    def actor_logprobs(self, batch: Any, *, temperature: float, column: str, records_routes: bool) -> dict[str, str]:
+        return {column: f"forward pass at {temperature}" + " with routes" * records_routes}
 
     def apply(self, batch: Any, *, function: Any, arguments: Any) -> str:
         return str(function.__name__)
@@ -48,43 +51,67 @@ class Actor:
 
 
 def step_of(
-    *, updates: int = 2, stale: bool = False, seed: int = 3, number: int = 1, config: Any = None
+    *,
+    updates: int = 2,
+    stale: bool = False,
+    seed: int = 3,
+    number: int = 1,
+    config: Any = None,
+    records_routes: bool = False,
 ) -> TrainerStep:
     """On an actor that tells what it is asked."""
     unused: Any = None
     settings: Any = SimpleNamespace(
         seed=seed,
-        trainer=SimpleNamespace(updates_per_step=updates),
+        trainer=SimpleNamespace(updates_per_step=updates, profile_of=lambda step: None),
         rollout=SimpleNamespace(sampling=SimpleNamespace(temperature=0.7)),
+        records_routes=records_routes,
     )
     controllers: Any = SimpleNamespace(config=lambda step: config or GRPOSettings())
-    roles: Any = SimpleNamespace(actor=Actor())
-    record = StepRecord(stale=stale)
+    roles: Any = SimpleNamespace(actor=Actor(), reference=None, teacher=None, scalar={}, models={})
+    phases: Any = SimpleNamespace(enter=lambda phase: None, phase="reward")
     return TrainerStep(
-        settings, unused, roles, unused, unused, unused, controllers, unused, number, number, record=record
+        settings,
+        unused,
+        roles,
+        source=unused,
+        scoring=unused,
+        weights=unused,
+        phases=phases,
+        controllers=controllers,
+        contract=unused,
+        number=number,
+        version=number,
+        record=StepRecord(stale=stale),
     )
 
 
 def current(step: TrainerStep) -> Any:
     batch: Any = Batch()
-    found: Any = step.current_logprobs(batch)
-    return found["current_logprobs"]
+    columns: Any = step.current_logprobs(batch)
+    return columns["current_logprobs"]
 
 
 def test_the_current_log_probs_are_the_old_ones_until_the_first_update() -> None:
     step = step_of()
     assert current(step) == current(step) == "old_logprobs"
     batch: Any = Batch()
-    step._update_actor(batch, GRPOSettings(), None)
+    step._models.update_actor(batch, ActorUpdate(GRPOSettings(), 0.7, None, stale=False))
     assert current(step) == current(step) == "forward pass at 0.7"
 
 
+def test_the_pass_of_the_old_log_probs_records_routes_that_updates_replay() -> None:
+    batch: Any = Batch()
+    assert step_of().logprobs(batch) == {"old_logprobs": "forward pass at 0.7"}
+    for step in (step_of(records_routes=True), step_of(records_routes=True, stale=True)):
+        assert step.logprobs(batch) == {"old_logprobs": "forward pass at 0.7 with routes"}
+    assert step_of(stale=True).logprobs(batch) == {}
+
+
 def test_the_current_log_probs_are_asked_for_where_there_are_no_old_ones() -> None:
-    """With one update a step, or given responses, nobody finds them; of stale ones they would be another policy's."""
-    asked = "forward pass at 0.7"
-    assert (
-        current(step_of(updates=1)) == current(step_of(stale=True)) == current(step_of(config=DPOSettings())) == asked
-    )
+    """Nobody computes them with one update a step or given responses. Stale ones would be of another policy."""
+    call = "forward pass at 0.7"
+    assert current(step_of(updates=1)) == current(step_of(stale=True)) == current(step_of(config=DPOSettings())) == call
     assert current(step_of(config=DPOSettings(pairs="group"))) == "old_logprobs"
 
 
@@ -101,23 +128,22 @@ def test_old_log_probs_are_another_column_or_missed_by_name() -> None:
     )
     with pytest.raises(ValueError, match=r"the samples have no old_logprobs; expected Step\.logprobs"):
         old_logprobs(batch, config=GRPOSettings())
-    found = old_logprobs(batch.replace(old_logprobs=torch.tensor([-1.5, -2.5])), config=GRPOSettings())
-    assert found.tokens["old_logprobs"].tolist() == [-1.5, -2.5]
+    columns = old_logprobs(batch.replace(old_logprobs=torch.tensor([-1.5, -2.5])), config=GRPOSettings())
+    assert columns.tokens["old_logprobs"].tolist() == [-1.5, -2.5]
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, on_failure: str, *failed: tuple[bool, ...]) -> tuple[TrainerStep, Any]:
     """A step, and two samples on which its function fails, or not, each time that they are scored."""
     function = RewardFunctionConfig(name="mine", path="length", on_failure=on_failure)  # type: ignore[arg-type]
-    results = iter([result_of(each, dropped=on_failure == "drop") for each in failed])
-    monkeypatch.setattr("hybridflow.trainer.step.reward_result", lambda scored: next(results))
+    results = iter([result_of(rows, dropped=on_failure == "drop") for rows in failed])
+    monkeypatch.setattr("hybridflow.trainer.operations.scoring.reward_result", lambda scored: next(results))
     step: Any = step_of()
-    step.phases = SimpleNamespace(enter=lambda phase: None, phase="reward")
-    step.run = SimpleNamespace(train=Prompts([Example("1+1=", "2")], [[1]]), tokenizer=None)
+    prompts = Prompts([Example("1+1=", "2")], [[1]])
+    step.run = SimpleNamespace(train=prompts, tokenizer=None)
     step.source = SimpleNamespace(rewards=lambda what, samples: None)
-    step.roles.judge, step.roles.models = None, {}
-    step.roles.functions = {"reward": SimpleNamespace(score=lambda *_, **__: None)}
-    step.settings.scoring, step.settings.passing, step.settings.texts = {}, None, (0, 0)
-    step.settings.functions = {"reward": RewardConfig(functions=(function,))}
+    functions: Any = {"reward": SimpleNamespace(score=lambda *_, **__: None)}
+    step.scoring = SampleScoring(functions, {"reward": RewardConfig(functions=(function,))}, {}, {}, None, prompts)
+    step.settings.passing, step.settings.texts = None, (0, 0)
     step.settings.trainer.mini_batches = 3
     batch = RemoteBatch.of(
         SampleBatch.from_generations(
@@ -146,10 +172,11 @@ def test_rewards_wait_for_no_column_of_a_model(ray_cluster: None, monkeypatch: p
     """Functions score while models still compute log-probs and values of the same samples."""
     step, batch = failing(monkeypatch, "drop", (False, False))
     scored: list[RemoteBatch] = []
-    step.roles.functions = {"reward": SimpleNamespace(score=lambda given, **_: scored.append(given))}
-    columns: Any = SimpleNamespace(refs=[], nodes=[], parts=[], sample_ids=batch.facts["sample_ids"])
+    functions: Any = step.scoring.functions["reward"]
+    functions.score = lambda given, **_: scored.append(given)
+    columns: Any = SimpleNamespace(refs=[], nodes=[], shard_indices=[], sample_ids=batch.per_sample["sample_ids"])
     pending = batch.with_columns(ref_logprobs=columns)
-    step.rewards(pending, part=True)
+    step.rewards(pending, partial=True)
     assert list(pending.inputs) == [columns] and [list(given.inputs) for given in scored] == [[]]
 
 
@@ -162,9 +189,9 @@ ON_ALL = r"reward 'mine' .* failed on all %d samples of a step: it raised ValueE
 def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of dynamic sampling, whose later rounds may draw a single prompt."""
+    """Later rounds of dynamic sampling may draw a single prompt."""
     step, batch = failing(monkeypatch, "drop", BOTH, BOTH)
-    assert len(step.rewards(batch, part=True)) == 0
+    assert len(step.rewards(batch, partial=True)) == 0
     assert "reward/mean" not in step.values
     with pytest.raises(UserError, match=ON_ALL % 2):
         step.rewards(batch)
@@ -174,20 +201,20 @@ def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(
 def test_all_parts_of_a_step_may_not_be_without_a_reward_of_a_function(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a failure has a value, the samples are there and would be learned from."""
+    """Samples are there if a failure has a value, and would be trained on."""
     step, batch = failing(monkeypatch, "value", BOTH, BOTH)
-    assert len(step.rewards(batch, part=True)) == len(step.rewards(batch, part=True)) == 2
+    assert len(step.rewards(batch, partial=True)) == len(step.rewards(batch, partial=True)) == 2
     with pytest.raises(UserError, match=ON_ALL % 4):
         step.update(Experience(batch))
     step, batch = failing(monkeypatch, "value", BOTH, LAST)
-    step.rewards(batch, part=True)
-    step.rewards(batch, part=True)
-    with pytest.raises(EngineError, match="2 samples are left to learn from, expected at least 3"):
+    step.rewards(batch, partial=True)
+    step.rewards(batch, partial=True)
+    with pytest.raises(EngineError, match="2 samples are left to train on, expected at least 3"):
         step.update(Experience(batch))
 
 
 def test_choices_at_random_are_those_of_run_step_and_name() -> None:
-    def drawn(name: str = "clip_cov", **of_step: int) -> int:
+    def drawn(name: str = "clip_cov", **of_step: Any) -> int:
         return int(torch.randint(2**62, (), generator=step_of(**of_step).generator(name)))
 
     assert drawn() == drawn()

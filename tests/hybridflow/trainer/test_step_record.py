@@ -32,9 +32,9 @@ def test_results_of_parts_are_those_of_the_whole() -> None:
 
 
 def test_scores_of_parts_are_those_of_the_whole() -> None:
-    parts = [([1.0, NAN, 2.0], 1), ([6.0], None)]
-    scores = []
-    for values, dropped in parts:
+    batches = [([1.0, NAN, 2.0], 1), ([6.0], None)]
+    scores: list[Scores] = []
+    for values, dropped in batches:
         result = a_result(values, *([dropped] if dropped is not None else []))
         ids = torch.arange(len(values)) + 10 * len(scores)
         scores.append(Scores(ids, result.total, ~result.dropped, result, torch.ones(len(values))))
@@ -56,8 +56,8 @@ def test_scores_of_parts_are_those_of_the_whole() -> None:
 def test_rollouts_of_a_step_are_told_as_one() -> None:
     step = NumberedStep(GRPOSettings(), lambda group, sample: 0.0, lambda group, sample: 2 + 6 * (group == 4), number=3)
     rollouts = [Rollout(step.generate(step.draw(count)), seconds) for count, seconds in ((4, 2.0), (1, 1.0))]
-    found = rollout_metrics(rollouts, version=4)
-    assert found == {
+    metrics_of_all = rollout_metrics(rollouts, version=4)
+    assert metrics_of_all == {
         metrics.ROLLOUT_TIME: 3000.0,
         metrics.ROLLOUT_THROUGHPUT: (16 * 2 + 4 * 8) / 3,
         metrics.ROLLOUT_STALENESS: 1.0,
@@ -90,8 +90,8 @@ def test_each_source_has_its_samples_and_its_mean_reward() -> None:
 
 def test_a_record_adds_the_results_of_another() -> None:
     made, record = StepRecord(stale=True, tokens=7, recalled={7}), StepRecord(tokens=5)
-    for each, value in ((made, 100.0), (record, 20.0)):
-        each.values |= {"rollout/time_ms": value, "reward/mean": value}
+    for part_of, value in ((made, 100.0), (record, 20.0)):
+        part_of.values |= {"rollout/time_ms": value, "reward/mean": value}
     prompts = Prompts([], [])
     record.add_rewards(torch.tensor([3, 3, 3, 3, 5, 5, 5, 5]), torch.tensor([1.0, 1.0, *[0.0] * 6]), prompts, 0.5)
     made.add_rewards(torch.tensor([3, 3, 3, 3]), torch.tensor([1.0, 0.0, 0.0, 0.0]), prompts, 0.5)

@@ -1,22 +1,22 @@
-"""What is sent, and in which order: groups and calls that are written down, no Ray and no processes."""
+"""Order of calls that take turns, with scripted groups and calls: no Ray and no processes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray
 
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.workers import device_turns
-from hybridflow.workers.call import Call
+from hybridflow.workers.call import GroupCall
 from hybridflow.workers.device_turns import MemoryCall, RankRequest, Turns, memory_calls
 from hybridflow.workers.failure_diagnosis import RankError
 from hybridflow.workers.ranks import Ranks
 
-BOTH = ("give_back", "take_back")
+BOTH = ("offload", "onload")
 
 
 def group(role: str, *indices: int, methods: Sequence[str] = BOTH) -> Ranks:
@@ -35,14 +35,19 @@ def test_others_on_its_devices_release_memory_before_it_has_its_own_again() -> N
         group("reference", 0),
         group("reward", 2),
     )
-    memory = [(actor, "given back"), (critic, "held"), (reference, "held"), (reward, "held")]
+    memory: list[tuple[Ranks, Literal["resident", "offloaded"]]] = [
+        (actor, "offloaded"),
+        (critic, "resident"),
+        (reference, "resident"),
+        (reward, "resident"),
+    ]
     assert memory_calls(actor, memory) == [
-        MemoryCall(critic, "give_back"),
-        MemoryCall(reference, "give_back"),
-        MemoryCall(actor, "take_back"),
+        MemoryCall(critic, "offload"),
+        MemoryCall(reference, "offload"),
+        MemoryCall(actor, "onload"),
     ]
     assert memory_calls(reward, memory) == []
-    assert memory_calls(group("new", 2), memory) == [MemoryCall(reward, "give_back")]
+    assert memory_calls(group("new", 2), memory) == [MemoryCall(reward, "offload")]
 
 
 def test_only_what_a_worker_has_is_called_and_only_of_groups_that_live() -> None:
@@ -54,7 +59,9 @@ def test_only_what_a_worker_has_is_called_and_only_of_groups_that_live() -> None
     )
     dead.failure = RankError("dead rank 0, compute: the process died")
     ended.actors = []
-    assert memory_calls(actor, [(actor, "given back"), (plain, "held"), (dead, "held"), (ended, "held")]) == []
+    assert (
+        memory_calls(actor, [(actor, "offloaded"), (plain, "resident"), (dead, "resident"), (ended, "resident")]) == []
+    )
 
 
 @pytest.fixture
@@ -62,13 +69,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str],
     """Each call that was sent, with those that it has its turn after, and those that make its input."""
     calls: list[tuple[str, list[str], list[str]]] = []
 
-    def send(request: RankRequest, earlier: Sequence[Call] = ()) -> tuple[Call, list[Any]]:
-        call = Call(request.ranks, request.method, request.limit_s, [], request.inputs, earlier)
-        calls.append((str(call), [str(each) for each in earlier], [str(each) for each in request.inputs]))
+    def send(request: RankRequest, earlier: Sequence[GroupCall] = ()) -> tuple[GroupCall, list[Any]]:
+        call = GroupCall(request.ranks, request.method, request.limit_s, [], request.inputs, earlier)
+        calls.append((str(call), [str(entry) for entry in earlier], [str(entry) for entry in request.inputs]))
         return call, []
 
     monkeypatch.setattr(device_turns, "_send", send)
-    monkeypatch.setattr(Call, "ended", lambda call: not call.ranks.is_alive)
+    monkeypatch.setattr(GroupCall, "ended", lambda call: not call.ranks.is_alive)
     yield calls
 
 
@@ -80,20 +87,20 @@ def test_calls_are_sent_in_the_order_of_their_turns(sent: list[tuple[str, list[s
     turns, actor, critic = Turns(), group("actor", 0), group("critic", 0)
     for ranks in (actor, actor, critic, actor):
         turns.send(compute(ranks))
-    first = ["actor.compute", "actor.compute", "actor.give_back"]
-    second = ["critic.compute", "critic.give_back"]
+    first = ["actor.compute", "actor.compute", "actor.offload"]
+    second = ["critic.compute", "critic.offload"]
     assert sent == [
         ("actor.compute", [], []),
         ("actor.compute", [], []),
-        ("actor.give_back", [], []),
+        ("actor.offload", [], []),
         ("critic.compute", first, []),
-        ("critic.give_back", first, []),
-        ("actor.take_back", first + second, []),
-        ("actor.compute", first + second, ["actor.take_back"]),
+        ("critic.offload", first, []),
+        ("actor.onload", first + second, []),
+        ("actor.compute", first + second, ["actor.onload"]),
     ]
-    assert turns.gave_back(critic) and not turns.gave_back(actor)
-    turns.leave(critic)
-    assert not turns.gave_back(critic)
+    assert turns.is_offloaded(critic) and not turns.is_offloaded(actor)
+    turns.remove(critic)
+    assert not turns.is_offloaded(critic)
     sent.clear()
     turns.send(compute(actor))
     assert sent == [("actor.compute", [], [])]
@@ -102,38 +109,38 @@ def test_calls_are_sent_in_the_order_of_their_turns(sent: list[tuple[str, list[s
 def test_what_moves_memory_is_looked_at_also_where_it_has_ended_until_a_call_that_it_lets_in_is_answered(
     sent: list[tuple[str, list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Call, "ended", lambda call: True)
+    monkeypatch.setattr(GroupCall, "ended", lambda call: True)
     monkeypatch.setattr(ray, "get", list)  # of no ranks' answers
     turns, actor, critic = Turns(), group("actor", 0), group("critic", 0)
     *_, last = [turns.send(compute(ranks))[0] for ranks in (actor, critic, actor)]
-    given_back = ["actor.give_back", "critic.give_back"]
+    offloaded = ["actor.offload", "critic.offload"]
     assert sent == [
         ("actor.compute", [], []),
-        ("actor.give_back", [], []),
-        ("critic.compute", ["actor.give_back"], []),
-        ("critic.give_back", ["actor.give_back"], []),
-        ("actor.take_back", given_back, []),
-        ("actor.compute", given_back, ["actor.take_back"]),
+        ("actor.offload", [], []),
+        ("critic.compute", ["actor.offload"], []),
+        ("critic.offload", ["actor.offload"], []),
+        ("actor.onload", offloaded, []),
+        ("actor.compute", offloaded, ["actor.onload"]),
     ]
     last.wait()
     sent.clear()
     turns.send(compute(critic))
     assert sent == [
-        ("actor.give_back", [], []),
-        ("critic.take_back", ["actor.give_back"], []),
-        ("critic.compute", ["actor.give_back"], ["critic.take_back"]),
+        ("actor.offload", [], []),
+        ("critic.onload", ["actor.offload"], []),
+        ("critic.compute", ["actor.offload"], ["critic.onload"]),
     ]
 
 
-def test_a_call_that_takes_no_turn_neither_waits_nor_makes_others_give_back(
+def test_a_call_that_takes_no_turn_neither_waits_nor_offloads_others(
     sent: list[tuple[str, list[str], list[str]]],
 ) -> None:
     turns, actor, critic = Turns(), group("actor", 0), group("critic", 0)
     turns.send(compute(actor))
     turns.send(compute(critic, exclusive=False))
     assert sent[1:] == [("critic.compute", [], [])]
-    turns.send(RankRequest(actor, "give_back", 1.0, [], exclusive=True))  # by its user, not by a turn
-    assert turns.gave_back(actor)
+    turns.send(RankRequest(actor, "offload", 1.0, [], exclusive=True))  # by its user, not by a turn
+    assert turns.is_offloaded(actor)
 
 
 def test_whatever_threads_send_a_call_has_its_turn_only_after_calls_that_were_sent_before_it(
@@ -149,10 +156,10 @@ def test_whatever_threads_send_a_call_has_its_turn_only_after_calls_that_were_se
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert sum(name.endswith("compute") for name, _, _ in sent) == 80
-    for place, (name, earlier, _) in enumerate(sent):
-        before = [other for other, _, _ in sent[:place]]
-        own = name.split(".")[0]
+    for position, (name, earlier, _) in enumerate(sent):
+        before = [other for other, _, _ in sent[:position]]
+        role = name.split(".")[0]
         # All that others have sent, and of its own what those wait for: every group has a device in common.
-        assert [each for each in earlier if each.split(".")[0] != own] == [
-            each for each in before if each.split(".")[0] != own
+        assert [entry for entry in earlier if entry.split(".")[0] != role] == [
+            entry for entry in before if entry.split(".")[0] != role
         ]

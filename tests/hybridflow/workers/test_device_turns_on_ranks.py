@@ -16,8 +16,9 @@ from engine3d.stacks import stacks_path
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
-from hybridflow.metrics.timeline import Span, timeline
-from hybridflow.workers.worker_group import Future, RankError, WorkerGroup
+from hybridflow.metrics.timeline import TimelineSpan, timeline
+from hybridflow.workers.worker_group import Future, RankError
+from tests.support.called_group import CalledGroup
 from tests.support.group_workers import Computing, batch_of
 
 pytestmark = pytest.mark.processes
@@ -37,13 +38,13 @@ TOGETHER = ("second_critic", "reference", "second_reward")  # neither in the ord
 
 
 @pytest.fixture(scope="module")
-def groups(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerGroup]]:
+def groups(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, CalledGroup]]:
     pools = reserve(pool_devices(DEVICES, {}, cluster_nodes()))
     log_dir = tmp_path_factory.mktemp("logs")
 
-    def start(role: str) -> WorkerGroup:
+    def start(role: str) -> CalledGroup:
         layout = Layout(dp=len(pools[role]))
-        return WorkerGroup(role, Computing, pools[role], layout, log_dir=log_dir, call_timeout_s=60)
+        return CalledGroup(role, Computing, pools[role], layout, log_dir=log_dir, call_timeout_s=60)
 
     with ThreadPoolExecutor() as threads:
         made = dict(zip(pools, threads.map(start, pools), strict=True))
@@ -56,7 +57,7 @@ def groups(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     release(pools)
 
 
-def compute(groups: dict[str, WorkerGroup], roles: tuple[str, ...], batch: RemoteBatch) -> list[Future]:
+def compute(groups: dict[str, CalledGroup], roles: tuple[str, ...], batch: RemoteBatch) -> list[Future]:
     """One call of each role, all made before one has answered; each takes a second and a half."""
     futures: list[Future] = [
         groups[role].compute(batch, factor=factor, sleep_s=1.5) for factor, role in enumerate(roles, start=2)
@@ -68,17 +69,17 @@ def compute(groups: dict[str, WorkerGroup], roles: tuple[str, ...], batch: Remot
 
 
 def times(factor: int, batch: RemoteBatch) -> list[list[int]]:
-    """What `compute` makes of it."""
+    """Multiply each response token of a batch by `factor`, as `compute` does."""
     return [[factor * token for token in response] for response in batch.fetch().responses()]
 
 
 def test_roles_overlap_on_pools_of_their_own_and_take_turns_on_one(
-    groups: dict[str, WorkerGroup], tmp_path: Path
+    groups: dict[str, CalledGroup], tmp_path: Path
 ) -> None:
     batch = RemoteBatch.of(batch_of(range(6), 5))
     apart, together = compute(groups, APART, batch), compute(groups, TOGETHER, batch)
 
-    spans: list[Span] = [future.spans[0] for future in apart]
+    spans: list[TimelineSpan] = [future.spans[0] for future in apart]
     assert [(span.role, span.rank, span.method) for span in spans] == [(role, 0, "compute") for role in APART]
     assert max(span.begin for span in spans) < min(span.end for span in spans)
     turns = [future.spans[0] for future in together]
@@ -94,55 +95,55 @@ def test_roles_overlap_on_pools_of_their_own_and_take_turns_on_one(
     assert {*APART, *TOGETHER} <= {event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
-def test_only_exclusive_methods_wait(groups: dict[str, WorkerGroup]) -> None:
+def test_only_exclusive_methods_wait(groups: dict[str, CalledGroup]) -> None:
     slow = groups["reference"].compute(RemoteBatch.of(batch_of(range(2), 5)), factor=2, sleep_s=2.0)
-    assert len(groups["second_reward"].given_back().result()) == 1
+    assert len(groups["second_reward"].offloads().result()) == 1
     assert not slow.done()
     slow.wait()
 
 
-def test_a_group_gives_memory_back_when_the_turn_goes_to_another(groups: dict[str, WorkerGroup]) -> None:
+def test_a_group_gives_memory_back_when_the_turn_goes_to_another(groups: dict[str, CalledGroup]) -> None:
     batch = RemoteBatch.of(batch_of(range(2), 5))
 
-    def given_back() -> dict[str, list[int]]:
-        return {role: groups[role].given_back().result() for role in ("dies", "reference", "critic")}
+    def offloads() -> dict[str, list[int]]:
+        return {role: groups[role].offloads().result() for role in ("dies", "reference", "critic")}
 
     def more_than(before: dict[str, list[int]], **more: int) -> dict[str, list[int]]:
         return {role: [count + more.get(role, 0) for count in counts] for role, counts in before.items()}
 
     groups["reference"].compute(batch, factor=1).wait()  # nobody else holds memory of its device
-    before = given_back()
+    before = offloads()
     groups["reference"].compute(batch, factor=1).wait()
     groups["critic"].compute(batch, factor=1).wait()
-    assert given_back() == before  # the turn was nobody else's
+    assert offloads() == before  # the turn was nobody else's
     groups["dies"].compute(batch, factor=1).wait()
-    assert given_back() == more_than(before, reference=1)
+    assert offloads() == more_than(before, reference=1)
     groups["second_reward"].compute(batch, factor=1).wait()
-    assert given_back() == more_than(before, reference=1, dies=1)  # each of its ranks, and the reference no more
+    assert offloads() == more_than(before, reference=1, dies=1)  # each of its ranks, and the reference no more
     last = groups["reference"].compute(batch, factor=1)
     last.wait()
-    [giving] = [span for span in timeline.spans if span.role == "second_reward" and span.method == "give_back"][-1:]
+    [giving] = [span for span in timeline.spans if span.role == "second_reward" and span.method == "offload"][-1:]
     assert giving.end <= last.spans[0].begin
 
 
-def test_a_group_takes_back_what_it_gave_before_its_next_turn_alone(groups: dict[str, WorkerGroup]) -> None:
+def test_a_group_takes_back_what_it_gave_before_its_next_turn_alone(groups: dict[str, CalledGroup]) -> None:
     batch = RemoteBatch.of(batch_of(range(2), 5))
     groups["dies"].compute(batch, factor=1).wait()
     groups["reference"].compute(batch, factor=1).wait()
-    before = {role: groups[role].taken_back().result() for role in ("dies", "reference")}
+    before = {role: groups[role].onloads().result() for role in ("dies", "reference")}
     groups["reference"].compute(batch, factor=1).wait()  # it has what it needs
     again = groups["dies"].compute(batch, factor=1)
     again.wait()
-    after = {role: groups[role].taken_back().result() for role in ("dies", "reference")}
+    after = {role: groups[role].onloads().result() for role in ("dies", "reference")}
     assert after == before | {"dies": [count + 1 for count in before["dies"]]}
-    (giving,) = [span for span in timeline.spans if (span.role, span.method) == ("reference", "give_back")][-1:]
-    (taking,) = [span for span in timeline.spans if (span.role, span.method) == ("dies", "take_back")][-1:]
+    (giving,) = [span for span in timeline.spans if (span.role, span.method) == ("reference", "offload")][-1:]
+    (taking,) = [span for span in timeline.spans if (span.role, span.method) == ("dies", "onload")][-1:]
     (computing,) = [span for span in again.spans if span.rank == taking.rank]
     assert giving.end <= taking.begin and taking.end <= computing.begin
 
 
 def test_memory_that_is_not_given_back_is_told_also_after_the_turn_that_it_let_in(
-    groups: dict[str, WorkerGroup],
+    groups: dict[str, CalledGroup],
 ) -> None:
     batch = RemoteBatch.of(batch_of(range(2), 5))
     groups["keeps"].keep().wait()
@@ -150,12 +151,12 @@ def test_memory_that_is_not_given_back_is_told_also_after_the_turn_that_it_let_i
     after = groups["second_reward"].compute(batch, factor=2)
     while not after.done():
         time.sleep(0.05)
-    with pytest.raises(RankError, match=r"^keeps rank 0, give_back: .*no room in host memory"):
+    with pytest.raises(RankError, match=r"^keeps rank 0, offload: .*no room in host memory"):
         after.wait()
     assert not groups["keeps"].is_alive and groups["second_reward"].is_alive
 
 
-def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(groups: dict[str, WorkerGroup]) -> None:
+def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(groups: dict[str, CalledGroup]) -> None:
     batch = RemoteBatch.of(batch_of(range(2), 5))
     started = time.monotonic()
     dies = groups["dies"].die_on(1)  # its rank 0 goes on

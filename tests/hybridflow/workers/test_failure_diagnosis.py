@@ -1,4 +1,4 @@
-"""Which failure is told as the cause, in situations that are written down: no Ray, no processes."""
+"""Diagnosis of the cause in scripted situations: no Ray, no processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hybridflow.workers.failure_diagnosis import (
     Kind,
     RankError,
     RankUserError,
+    diagnose,
     error_of,
-    findings,
     kind_of,
     most_telling_error,
 )
@@ -169,7 +169,7 @@ SITUATIONS = {
         state(
             "actor.update",
             silent=(0,),
-            inputs=(state("actor.take_back", silent=(0,)),),
+            inputs=(state("actor.onload", silent=(0,)),),
             earlier=(state("critic.values", silent=(0,)),),
         ),
         "actor rank 0, update: no turn within 30 s, since critic rank 0, values has not ended; "
@@ -189,7 +189,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize(("call", "line"), SITUATIONS.values(), ids=SITUATIONS)
 def test_the_cause(call: CallState, line: str) -> None:
-    error = findings(call, 30.0)[-1].error
+    error = diagnose(call, 30.0)[-1].error
     assert str(error).startswith(line) and (str(error) == line or line.endswith(": "))
     assert "\n" not in str(error)
 
@@ -197,19 +197,19 @@ def test_the_cause(call: CallState, line: str) -> None:
 def test_each_group_on_the_way_ends_with_its_own_error() -> None:
     made = state("critic.values", failed(1, DIED_WITHOUT_A_WORD, of="critic.values"))
     call = state("actor.update", failed(0, INPUT_LOST), inputs=(made,))
-    own, cause = findings(call, 30.0)
-    assert (own.call, cause.call) == (call, made)
-    assert str(own.error).startswith(f"actor rank 0, update: {INPUT_LOST}")
+    symptom, cause = diagnose(call, 30.0)
+    assert (symptom.call, cause.call) == (call, made)
+    assert str(symptom.error).startswith(f"actor rank 0, update: {INPUT_LOST}")
 
 
 def test_the_group_of_an_earlier_call_does_not_end_for_it() -> None:
     late = state("actor.update", silent=(1,), earlier=(state("critic.values", silent=(0,)),))
-    assert [each.call for each in findings(late, 30.0)] == [late]  # the other may only be slow
+    assert [entry.call for entry in diagnose(late, 30.0)] == [late]  # the other may only be slow
 
 
 def test_a_user_error_stays_one() -> None:
-    [found] = findings(state("actor.update", failed(0, "prompt 3 is too long", user_error=True)), 30.0)
-    assert isinstance(found.error, RankUserError) and found.error.failure.error == "prompt 3 is too long"
+    [result] = diagnose(state("actor.update", failed(0, "prompt 3 is too long", user_error=True)), 30.0)
+    assert isinstance(result.error, RankUserError) and result.error.failure.error == "prompt 3 is too long"
 
 
 def test_of_several_groups_one_that_reported_something_is_the_cause() -> None:
@@ -227,4 +227,5 @@ def test_what_to_change_where_memory_is_full_depends_on_the_role() -> None:
     assert line.endswith(
         "to need less: a smaller rollout.engine.mem_fraction_static, max_total_tokens or max_running_requests"
     )
-    assert "train.micro_batch_tokens" in str(error_of(failed(0, FULL), None))
+    training = str(error_of(failed(0, FULL), None))
+    assert "train.micro_batch_tokens" in training and "more of tp, pp, cp and ep in train.layout" in training

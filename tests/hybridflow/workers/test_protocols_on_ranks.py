@@ -11,8 +11,8 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
-from hybridflow.workers.protocols import Grid
-from hybridflow.workers.worker_group import WorkerGroup
+from hybridflow.workers.protocols import RankGrid
+from tests.support.called_group import CalledGroup
 from tests.support.group_workers import Remembering
 
 pytestmark = pytest.mark.processes
@@ -21,28 +21,28 @@ LAYOUT = Layout(tp=2, pp=2, dp=2)
 
 
 @pytest.fixture(scope="module")
-def group(ray_cluster: None) -> Iterator[WorkerGroup]:
+def group(ray_cluster: None) -> Iterator[CalledGroup]:
     pools = reserve(pool_devices({"actor": "cpu:0-7"}, {}, cluster_nodes()))
-    with WorkerGroup(
+    with CalledGroup(
         "actor", Remembering, pools["actor"], LAYOUT, generation=(2, 1), call_timeout_s=60, start_timeout_s=120
     ) as group:
         yield group
     release(pools)
 
 
-def data_of(group: WorkerGroup, **whole: Any) -> list[Any]:
+def data_of(group: CalledGroup, **full: Any) -> list[Any]:
     """The one piece of data that each rank got in the last call, beside what all got whole."""
     got = group.got()
-    assert [keyword for _, keyword in got] == [whole] * 8
+    assert [keyword for _, keyword in got] == [full] * 8
     return [only for (only,), _ in got]
 
 
-def test_one_to_all(group: WorkerGroup) -> None:
+def test_one_to_all(group: CalledGroup) -> None:
     assert group.one_to_all(["a", "b"], lr=0.1).result() == [[rank] for rank in range(8)]
     assert data_of(group, lr=0.1) == [["a", "b"]] * 8
 
 
-def test_all_to_all(group: WorkerGroup) -> None:
+def test_all_to_all(group: CalledGroup) -> None:
     letters, seeds = list("abcdefgh"), list(range(10, 18))
     assert group.all_to_all(letters, seed=seeds).result() == [[rank] for rank in range(8)]
     assert group.got() == [((letter,), {"seed": seed}) for letter, seed in zip(letters, seeds, strict=True)]
@@ -50,20 +50,20 @@ def test_all_to_all(group: WorkerGroup) -> None:
         group.all_to_all(["a", "b"])
 
 
-def test_dp_splits_over_all_ranks(group: WorkerGroup) -> None:
+def test_dp_splits_over_all_ranks(group: CalledGroup) -> None:
     assert group.dp(list("abcdefghi"), lr=0.1).result() == list(range(8))
-    parts = data_of(group, lr=0.1)
-    assert [letter for part in parts for letter in part] == list("abcdefghi")
-    assert sorted(map(len, parts)) == [1] * 7 + [2]
+    shards = data_of(group, lr=0.1)
+    assert [letter for shard in shards for letter in shard] == list("abcdefghi")
+    assert sorted(map(len, shards)) == [1] * 7 + [2]
 
 
-def test_3d_splits_over_replicas_and_collects_their_last_stages(group: WorkerGroup) -> None:
+def test_3d_splits_over_replicas_and_collects_their_last_stages(group: CalledGroup) -> None:
     assert group.three_d(list("abcd"), lr=0.1).result() == [4, 6]
     first, second = ["a", "b"], ["c", "d"]
     assert data_of(group, lr=0.1) == [first, first, second, second] * 2
 
 
-def test_micro_dp_splits_over_generation_replicas(group: WorkerGroup) -> None:
+def test_micro_dp_splits_over_generation_replicas(group: CalledGroup) -> None:
     """Generating with tp 2, pp 1: the stages of a replica become two engines of two ranks."""
     assert group.micro_dp(list("abcd"), lr=0.1).result() == [0, 4, 2, 6]
     assert data_of(group, lr=0.1) == [["a"], ["a"], ["c"], ["c"], ["b"], ["b"], ["d"], ["d"]]
@@ -78,23 +78,23 @@ def test_micro_dp_splits_over_generation_replicas(group: WorkerGroup) -> None:
     ],
 )
 def test_micro_dp_with_other_generation_sizes(
-    group: WorkerGroup,
+    group: CalledGroup,
     monkeypatch: pytest.MonkeyPatch,
     generation: tuple[int, int],
     letters: str,
     collected: list[int],
 ) -> None:
-    monkeypatch.setattr(group, "grid", Grid(LAYOUT, *generation))
+    monkeypatch.setattr(group, "grid", RankGrid(LAYOUT, *generation))
     assert group.micro_dp(sorted(set(letters))).result() == collected
     assert data_of(group) == [[letter] for letter in letters]
 
 
-def test_pp_only_collects_one_rank_of_each_stage(group: WorkerGroup) -> None:
+def test_pp_only_collects_one_rank_of_each_stage(group: CalledGroup) -> None:
     assert group.stages("name", lr=0.1).result() == [0, 4]
     assert data_of(group, lr=0.1) == ["name"] * 8
 
 
-def test_a_protocol_of_ones_own(group: WorkerGroup) -> None:
-    assert group.own(list("abcd"), lr=0.1).result() == [3, 1]
+def test_a_protocol_of_ones_own(group: CalledGroup) -> None:
+    assert group.users(list("abcd"), lr=0.1).result() == [3, 1]
     first, second = ["c", "d"], ["a", "b"]
     assert data_of(group, lr=0.1) == [first, first, second, second] * 2

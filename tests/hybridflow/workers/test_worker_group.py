@@ -23,7 +23,8 @@ from hybridflow.errors.rank_failure import Failure
 from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.failure_diagnosis import error_of
 from hybridflow.workers.future import as_they_answer
-from hybridflow.workers.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
+from hybridflow.workers.worker_group import Future, RankError, RankUserError, wait_together
+from tests.support.called_group import CalledGroup
 from tests.support.group_workers import FULL, Arithmetic, Failing
 
 pytestmark = pytest.mark.processes
@@ -38,64 +39,64 @@ def pools(ray_cluster: None) -> Iterator[dict[str, ResourcePool]]:
 
 
 @pytest.fixture(scope="module")
-def group(pools: dict[str, ResourcePool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+def group(pools: dict[str, ResourcePool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[CalledGroup]:
     log_dir = tmp_path_factory.mktemp("logs")
     layout = Layout(tp=2, dp=2)
-    with WorkerGroup("actor", Arithmetic, pools["four"], layout, 3, log_dir=log_dir, call_timeout_s=60) as group:
+    with CalledGroup("actor", Arithmetic, pools["four"], layout, 3, log_dir=log_dir, call_timeout_s=60) as group:
         yield group
 
 
 @pytest.fixture
-def failing(pools: dict[str, ResourcePool], tmp_path: Path) -> Iterator[WorkerGroup]:
-    group = WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, call_timeout_s=30)
+def failing(pools: dict[str, ResourcePool], tmp_path: Path) -> Iterator[CalledGroup]:
+    group = CalledGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, call_timeout_s=30)
     yield group
     group.shutdown()
 
 
-def processes_of(group: WorkerGroup) -> list[psutil.Process]:
+def processes_of(group: CalledGroup) -> list[psutil.Process]:
     return list(group.ranks.processes)
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    return not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_ranks_of_a_private_run_write_for_their_user_alone(pools: dict[str, ResourcePool], tmp_path: Path) -> None:
     """Also where their Ray was started before, as one that the run joins."""
     before = os.umask(0o077)
     try:
-        with WorkerGroup("critic", Arithmetic, pools["two"], Layout(tp=2), 3, log_dir=tmp_path / "new" / "logs"):
+        with CalledGroup("critic", Arithmetic, pools["two"], Layout(tp=2), 3, log_dir=tmp_path / "new" / "logs"):
             written = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
     finally:
         os.umask(before)
     assert len(written) > 3
-    assert {each.stat().st_mode & 0o777 for each in written} == {0o600, 0o700}
+    assert {entry.stat().st_mode & 0o777 for entry in written} == {0o600, 0o700}
 
 
-def test_splits_over_dp_and_collects_one_rank_of_each_replica(group: WorkerGroup) -> None:
+def test_splits_over_dp_and_collects_one_rank_of_each_replica(group: CalledGroup) -> None:
     assert group.multiply([1, 2, 3, 4, 5], offset=1).result() == [4, 7, 10, 13, 16]
     assert group.where([1, 2, 3, 4, 5]).result() == [(0, (1, 2)), (2, (3, 4, 5))]
 
 
-def test_blocking_methods_return_the_result(group: WorkerGroup) -> None:
+def test_blocking_methods_return_the_result(group: CalledGroup) -> None:
     rows = group.environment(["RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
     assert rows == [[str(rank), "4", str(rank), ""] for rank in range(4)]
     [[store]] = {tuple(names) for names in group.environment(["ENGINE3D_STORE"])}
     assert store.startswith(f"file://{Path(os.environ['RAY_AUTH_TOKEN_PATH']).parent}/")
 
 
-def test_one_entry_a_rank(group: WorkerGroup) -> None:
+def test_one_entry_a_rank(group: CalledGroup) -> None:
     assert group.echo([10, 11, 12, 13]).result() == [(0, 10), (1, 11), (2, 12), (3, 13)]
 
 
-def test_a_future_is_data_for_the_next_call(group: WorkerGroup) -> None:
+def test_a_future_is_data_for_the_next_call(group: CalledGroup) -> None:
     first = group.multiply([1, 2, 3, 4])
     assert isinstance(first, Future)
     assert group.multiply(first).result() == [9, 18, 27, 36]
     assert group.echo(group.multiply([0, 1, 2, 3])).result() == [(0, 0), (1, 3), (2, 6), (3, 9)]
 
 
-def test_some_ranks_are_called_by_themselves_and_answer_one_after_another(group: WorkerGroup) -> None:
+def test_some_ranks_are_called_by_themselves_and_answer_one_after_another(group: CalledGroup) -> None:
     slow, quick = group.call_some([3], "rest", 2.0), group.call_some([0, 2], "rest", 0.0)
     assert list(as_they_answer([slow, quick])) == [1, 0]
     assert (slow.result(), quick.result()) == ([3], [0, 2])
@@ -106,31 +107,31 @@ def test_some_ranks_are_called_by_themselves_and_answer_one_after_another(group:
     assert of_four.result() == [(1, 11), (2, 12)]
 
 
-def test_of_some_ranks_the_one_that_dies_is_named_and_ends_the_group(failing: WorkerGroup) -> None:
+def test_of_some_ranks_the_one_that_dies_is_named_and_ends_the_group(failing: CalledGroup) -> None:
     waiting = failing.call_some([0], "raise_on", 1)  # for a minute
     with pytest.raises(RankError, match="critic rank 1, die_on: the process died"):
         list(as_they_answer([waiting, failing.call_some([1], "die_on", 1)]))
     assert not failing.is_alive
 
 
-def test_all_who_wait_are_told_what_the_first_has_met(failing: WorkerGroup) -> None:
+def test_all_who_wait_are_told_what_the_first_has_met(failing: CalledGroup) -> None:
     calls = [failing.call_some([rank], "raise_on", 1) for rank in (0, 1)]  # the first for a minute
-    found = []
+    results = []
 
     def wait(call: Future) -> None:
         with pytest.raises(RankError) as caught:
             call.wait()
-        found.append(str(caught.value))
+        results.append(str(caught.value))
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(wait, calls))
     with pytest.raises(RankError) as caught:
         failing.call_some([0], "raise_on", 0)
-    assert len({*found, str(caught.value)}) == 1
-    assert found[0].startswith("critic rank 1, raise_on: ")
+    assert len({*results, str(caught.value)}) == 1
+    assert results[0].startswith("critic rank 1, raise_on: ")
 
 
-def test_output_goes_to_one_file_a_rank(group: WorkerGroup) -> None:
+def test_output_goes_to_one_file_a_rank(group: CalledGroup) -> None:
     for rank in range(4):
         path = group.ranks.log_path(rank)
         assert path is not None
@@ -138,24 +139,24 @@ def test_output_goes_to_one_file_a_rank(group: WorkerGroup) -> None:
         assert f"rank {rank} speaks" in path.read_text()
 
 
-def test_data_that_cannot_be_split_is_refused_before_any_rank_sees_it(group: WorkerGroup) -> None:
-    with pytest.raises(UserError, match=r"actor\.multiply: cannot split 1 rows of data into 2 parts"):
+def test_data_that_cannot_be_split_is_refused_before_any_rank_sees_it(group: CalledGroup) -> None:
+    with pytest.raises(UserError, match=r"actor\.multiply: cannot split 1 rows of data into 2 shards"):
         group.multiply([1])
     assert group.multiply([1, 2]).result() == [3, 6]
 
 
-def test_only_registered_methods_are_offered(group: WorkerGroup) -> None:
+def test_only_registered_methods_are_offered(group: CalledGroup) -> None:
     with pytest.raises(AttributeError, match="no registered method 'private'; registered are echo, environment"):
         _ = group.private
 
 
 def test_a_pool_of_another_size_is_refused(pools: dict[str, ResourcePool]) -> None:
     with pytest.raises(UserError, match=r"actor: the layout \(tp=2 dp=2\) has 4 ranks, and its pool has 2 devices"):
-        WorkerGroup("actor", Arithmetic, pools["two"], Layout(tp=2, dp=2), 3)
+        CalledGroup("actor", Arithmetic, pools["two"], Layout(tp=2, dp=2), 3)
 
 
-def test_pipeline_stages_and_groups_that_share_devices(pools: dict[str, ResourcePool], group: WorkerGroup) -> None:
-    with WorkerGroup("reference", Arithmetic, pools["shared"], Layout(pp=2), 5, call_timeout_s=60) as other:
+def test_pipeline_stages_and_groups_that_share_devices(pools: dict[str, ResourcePool], group: CalledGroup) -> None:
+    with CalledGroup("reference", Arithmetic, pools["shared"], Layout(pp=2), 5, call_timeout_s=60) as other:
         assert other.stage().result() == [0, 1]
         assert other.where([1, 2]).result() == [(1, (1, 2))]
         # dp 2 into dp 1: the caller joins what the ranks cannot pass on as it is
@@ -164,7 +165,7 @@ def test_pipeline_stages_and_groups_that_share_devices(pools: dict[str, Resource
     assert all_gone(processes)
 
 
-def test_a_rank_that_raises_ends_the_group_at_once(failing: WorkerGroup) -> None:
+def test_a_rank_that_raises_ends_the_group_at_once(failing: CalledGroup) -> None:
     processes, start = processes_of(failing), time.monotonic()
     with pytest.raises(RankError) as caught:
         failing.raise_on(1).result()
@@ -179,7 +180,7 @@ def test_a_rank_that_raises_ends_the_group_at_once(failing: WorkerGroup) -> None
         failing.identity([1])
 
 
-def test_a_rank_without_gpu_memory_says_how_much_it_wanted_and_what_to_change(failing: WorkerGroup) -> None:
+def test_a_rank_without_gpu_memory_says_how_much_it_wanted_and_what_to_change(failing: CalledGroup) -> None:
     with pytest.raises(RankError) as caught:
         failing.fill_on(1).result()
     assert str(caught.value).startswith(
@@ -202,10 +203,10 @@ def test_an_engine_without_gpu_memory_names_its_own_settings(tmp_path: Path) -> 
 
 
 def test_calls_that_wait_for_one_another_end_with_the_first_cause(
-    pools: dict[str, ResourcePool], failing: WorkerGroup
+    pools: dict[str, ResourcePool], failing: CalledGroup
 ) -> None:
     start = time.monotonic()
-    with WorkerGroup("actor", Failing, pools["shared"], Layout(tp=2), call_timeout_s=60) as other:
+    with CalledGroup("actor", Failing, pools["shared"], Layout(tp=2), call_timeout_s=60) as other:
         processes = processes_of(other)
         with pytest.raises(RankError, match="critic rank 1, raise_on: ValueError"):
             wait_together(other.hang_on(0), failing.raise_on(1))
@@ -213,20 +214,20 @@ def test_calls_that_wait_for_one_another_end_with_the_first_cause(
     assert time.monotonic() - start < 30
 
 
-def test_a_user_error_stays_one_and_outranks_a_lost_neighbour(failing: WorkerGroup) -> None:
+def test_a_user_error_stays_one_and_outranks_a_lost_neighbour(failing: CalledGroup) -> None:
     with pytest.raises(RankUserError) as caught:
         failing.refuse_on(1).result()
     assert str(caught.value) == "critic rank 1, refuse_on: prompt 3 has 40 tokens, the context holds 32"
 
 
-def test_a_killed_rank_is_the_cause_not_its_neighbours_gloo_error(failing: WorkerGroup) -> None:
+def test_a_killed_rank_is_the_cause_not_its_neighbours_gloo_error(failing: CalledGroup) -> None:
     processes = processes_of(failing)
     with pytest.raises(RankError, match="critic rank 1, die_on: the process died without a word"):
         failing.die_on(1).result()
     assert all_gone(processes)
 
 
-def test_a_rank_that_exits_and_what_it_had_started(failing: WorkerGroup) -> None:
+def test_a_rank_that_exits_and_what_it_had_started(failing: CalledGroup) -> None:
     children = [psutil.Process(pid) for pid in failing.start_child().result()]
     processes = processes_of(failing)
     with pytest.raises(RankError, match="critic rank 0, exit_on: the process died"):
@@ -234,7 +235,7 @@ def test_a_rank_that_exits_and_what_it_had_started(failing: WorkerGroup) -> None
     assert all_gone([*processes, *children])
 
 
-def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: WorkerGroup) -> None:
+def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: CalledGroup) -> None:
     processes = processes_of(failing)
     with pytest.raises(RankError) as caught:
         failing.hang_on(1).result(timeout_s=2)
@@ -250,19 +251,19 @@ def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: WorkerGr
 def test_a_rank_that_stands_still_is_named_before_the_limit(
     pools: dict[str, ResourcePool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=3) as group:
+    with CalledGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=3) as group:
         assert group.identity([1, 2]).result() == [1, 2]
         stopped = group.ranks.processes[1]
         stopped.suspend()
-        asked = group.identity([1, 2])
+        requested = group.identity([1, 2])
         Timer(4.6, stopped.resume).start()
-        assert asked.result() == [1, 2]
+        assert requested.result() == [1, 2]
     lines = [line for line in capfd.readouterr().err.splitlines() if "no answer since" in line]
     assert len(lines) == 1
     line = r"hybridflow: .*: critic rank 1, identity: no answer since [\d:]+ \(\d s\); process (\d+) of critic is st"
-    found = re.match(line, lines[0])
-    assert found is not None, lines
-    assert int(found[1]) == stopped.pid
+    result = re.match(line, lines[0])
+    assert result is not None, lines
+    assert int(result[1]) == stopped.pid
     for name in ("critic-0.stacks", "critic-1.stacks", "driver.stacks"):
         assert "most recent call first" in (tmp_path / name).read_text()
 
@@ -270,9 +271,9 @@ def test_a_rank_that_stands_still_is_named_before_the_limit(
 def test_a_slow_call_reports_its_progress_and_no_warning(
     pools: dict[str, ResourcePool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=3) as group:
+    with CalledGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=3) as group:
         capfd.readouterr()  # of a start that takes long on a busy machine
-        group.do_parts([14, 14], 0.5).result()
+        group.do_rounds([14, 14], 0.5).result()
     said = capfd.readouterr()
     # The phase before it is that of the process: another test may have set one.
     assert re.search(r"^.+: critic: \d+ parts done, \d s$", said.out, re.MULTILINE), said.out
@@ -284,16 +285,18 @@ def test_a_call_that_comes_no_further_ends_with_the_rank_that_is_behind(
     pools: dict[str, ResourcePool], tmp_path: Path
 ) -> None:
     limits = ProgressLimits(progress_s=1, compile_s=60)
-    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, progress=limits) as group:
-        group.do_parts([2, 2], 1.5).result()  # slower than allowed, as the first call may be
-        group.do_parts([2, 2], 1.5).result()  # and as long as one before
+    with CalledGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, progress=limits) as group:
+        group.do_rounds([2, 2], 1.5).result()  # slower than allowed, as the first call may be
+        group.do_rounds([2, 2], 1.5).result()  # and as long as one before
         processes = processes_of(group)
         with pytest.raises(RankError) as caught:
-            group.do_parts([3, 1], 0.1).result()
-    line = r"critic rank 1, do_parts: no progress since [\d:]+ \(\d+ s, limits.progress_s\); parts done: 1, by another "
+            group.do_rounds([3, 1], 0.1).result()
+    line = (
+        r"critic rank 1, do_rounds: no progress since [\d:]+ \(\d+ s, limits.progress_s\); parts done: 1, by another "
+    )
     assert re.match(line, str(caught.value)), caught.value
     assert "_wait_for_nobody" in (tmp_path / "critic-1.stacks").read_text()
-    assert "do_parts" in (tmp_path / "critic-0.stacks").read_text()
+    assert "do_rounds" in (tmp_path / "critic-0.stacks").read_text()
     assert all_gone(processes)
 
 
@@ -301,7 +304,7 @@ def test_a_rank_that_is_stopped_ends_its_call_and_shows_its_stack(
     pools: dict[str, ResourcePool], tmp_path: Path
 ) -> None:
     limits = ProgressLimits(progress_s=1, compile_s=60)
-    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, progress=limits) as group:
+    with CalledGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, progress=limits) as group:
         stopped = group.ranks.processes[0]
         stopped.suspend()
         with pytest.raises(RankError) as caught:
@@ -314,8 +317,8 @@ def test_a_rank_that_is_stopped_ends_its_call_and_shows_its_stack(
 
 
 def test_a_failed_input_is_named_by_the_rank_that_should_have_made_it(pools: dict[str, ResourcePool]) -> None:
-    failing = WorkerGroup("critic", Failing, pools["two"], Layout(dp=2))
-    group = WorkerGroup("actor", Arithmetic, pools["shared"], Layout(dp=2), 3)
+    failing = CalledGroup("critic", Failing, pools["two"], Layout(dp=2))
+    group = CalledGroup("actor", Arithmetic, pools["shared"], Layout(dp=2), 3)
     chained = group.multiply(failing.lose([1, 2]), offset=1)
     with pytest.raises(RankError, match="critic rank 1, lose: ValueError: no number here"):
         chained.result()
@@ -324,11 +327,11 @@ def test_a_failed_input_is_named_by_the_rank_that_should_have_made_it(pools: dic
 def test_a_worker_that_cannot_be_built_is_named(pools: dict[str, ResourcePool]) -> None:
     message = r"^critic rank 1, start: config\.json of model /no/such: no key hidden_size$"
     with pytest.raises(RankUserError, match=message):
-        WorkerGroup("critic", Failing, pools["two"], Layout(dp=2), fail_at_start=1)
+        CalledGroup("critic", Failing, pools["two"], Layout(dp=2), fail_at_start=1)
 
 
 def test_shutdown_leaves_no_process(pools: dict[str, ResourcePool]) -> None:
-    group = WorkerGroup("critic", Failing, pools["two"], Layout(dp=2))
+    group = CalledGroup("critic", Failing, pools["two"], Layout(dp=2))
     children = [psutil.Process(pid) for pid in group.start_child().result()]
     processes = processes_of(group)
     group.shutdown()

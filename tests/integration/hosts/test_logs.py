@@ -55,7 +55,7 @@ def hosts(shared: Path, own: Path) -> Iterator[Hosts]:
 
 def no_files_in_common(shared: Path) -> list[str]:
     """Settings of a run whose ranks have a model that is there, and write nothing together."""
-    create_model(load_recipe(DEMO), shared / "model", seed=1)
+    create_model(load_recipe(DEMO).model, shared / "model", seed=1)
     return [f"model={{path: {shared}/model, create: null}}", "trainer.export=false"]
 
 

@@ -211,6 +211,6 @@ def report_with(at: Place, name: str, make: Callable[[Path], Path]) -> Sequence[
 def timeline(when: float) -> str:
     events: list[dict[str, object]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "actor"}}]
     events += [
-        {"name": "commit_weights", "ph": "X", "pid": 0, "tid": 0, "ts": each, "dur": 1.0} for each in (0.0, when)
+        {"name": "commit_weights", "ph": "X", "pid": 0, "tid": 0, "ts": began, "dur": 1.0} for began in (0.0, when)
     ]
     return json.dumps({"traceEvents": events})

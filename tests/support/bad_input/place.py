@@ -86,7 +86,7 @@ class Place:
         return Path(shutil.copytree(self.models / "demo", self.directory / "demo")) / "step-00000001"
 
     def describe(self, checkpoint: Path) -> None:
-        """Let the manifest of a checkpoint say what is there now."""
+        """Write a checkpoint's manifest again, from the files that are there now."""
         self.commands.call("tests.support.bad_input.place:describe", str(checkpoint))
 
     def run(self, **files: str | bytes) -> Path:
@@ -127,7 +127,7 @@ def make(models: str) -> None:
     from tests.support.resumable import make_checkpoint
     from tests.support.small_checkpoints import make_checkpoint_of_tensors
 
-    create_model(load_recipe(DEMO), Path(models) / "model", seed=0)
+    create_model(load_recipe(DEMO).model, Path(models) / "model", seed=0)
     make_checkpoint_of_tensors(Path(models) / "checkpoints")
     make_checkpoint(load_recipe(DEMO), 1, Path(models) / "demo")
 

@@ -1,4 +1,4 @@
-"""What a command starts in: directories, limits, standard output."""
+"""Surroundings that a command starts in: directories, limits, standard output."""
 
 from __future__ import annotations
 

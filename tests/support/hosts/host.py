@@ -48,7 +48,7 @@ class Host(Namespaces):
         super().__init__({"name": name, "own": own, "kept": list(kept), "etc_hosts": etc_hosts})
         self.address = address
         self._switch = switch
-        self._own = list(own)
+        self._local_samples = list(own)
         self._services: set[int] = set()
         self._of_services = {Path("/run/mount")}  # mount's own
         self._at_first: set[Path] = set()
@@ -134,7 +134,7 @@ class Host(Namespaces):
 
     def _own_files(self) -> Iterator[Path]:
         root = self.path("/")
-        for top in self._own:
+        for top in self._local_samples:
             pending = [root / top.lstrip("/")]
             device = pending[0].stat().st_dev
             while pending:

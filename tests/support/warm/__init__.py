@@ -24,23 +24,43 @@ from tests.support.warm import launcher
 
 _ROOT = Path(__file__).parents[3]
 _KINDS = ("driver", "head", "rank", "host")
+_VARIABLE = "WARM_PYTHON"
+"""Environment variable: the interpreter of the servers that all workers of a test session share."""
 
 
 @functools.cache
 def warm_python() -> str:
-    """The interpreter of the servers of this process; where there is a GPU, which is not for forks, the usual one."""
+    """The interpreter of the session's servers; where there is a GPU, which is not for forks, the usual one."""
     import torch
 
     if torch.cuda.is_available():
         return sys.executable
+    return os.environ.get(_VARIABLE) or str(_servers().executable)
+
+
+@functools.cache
+def _servers() -> WarmServers:
     servers = WarmServers()
     atexit.register(servers.close)
-    return str(servers.executable)
+    return servers
+
+
+def share_servers() -> None:
+    """Start the servers of the test session whose workers this process starts."""
+    os.environ[_VARIABLE] = str(_servers().executable)
+
+
+def refused_starts() -> list[str]:
+    """Return the processes that this process's servers have refused to fork, one line each, with why.
+
+    A refused process imports everything itself, which takes ten times as long.
+    """
+    return _servers().refused() if _servers.cache_info().currsize else []
 
 
 @contextlib.contextmanager
 def warm_starts() -> Iterator[None]:
-    """Have what this process starts with `sys.executable` in the block forked."""
+    """Fork the processes that this process starts with `sys.executable` in the block."""
     warm, before = warm_python(), sys.executable
     sys.executable = warm
     try:
@@ -73,6 +93,11 @@ class WarmServers:
                         start_new_session=True,
                     )
                 )
+
+    def refused(self) -> list[str]:
+        """Return the kind of each process that was not forked, and the variables in which its environment differed."""
+        log = self.executable.with_name("refused")
+        return log.read_text().splitlines() if log.exists() else []
 
     def close(self) -> None:
         """End the servers and what they have forked."""

@@ -16,8 +16,8 @@ AGENTS = ("/ray/dashboard/", "/ray/_private/runtime_env/agent/")
 
 
 def kind_of(arguments: list[str]) -> str | None:
-    """Which of the server's processes has imported what these arguments run; None for none of them."""
-    if not arguments or any(part in word for word in arguments for part in AGENTS):
+    """Return which process of the server has imported what these arguments run, or None if none has."""
+    if not arguments or any(name in word for word in arguments for name in AGENTS):
         return None
     if arguments[:3] == ["-P", "-m", "engine3d.rollout.host.program"]:
         return "host"
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
         "umask": os.umask(0o022),
     }
     data = json.dumps(request).encode()
-    packed = b"".join(each.to_bytes(4, "little") for each in descriptors)
+    packed = b"".join(descriptor.to_bytes(4, "little") for descriptor in descriptors)
     sent = server.sendmsg([len(data).to_bytes(4, "little")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
     assert sent == 4
     while data:
@@ -78,8 +78,8 @@ def main(arguments: list[str]) -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    for each in descriptors:  # whoever waits for their end waits for the forked process
-        os.close(each)
+    for descriptor in descriptors:  # whoever waits for their end waits for the forked process
+        os.close(descriptor)
     code = int.from_bytes(_exactly(server, 4), "little", signed=True)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != 9 else None

@@ -33,8 +33,14 @@ _READ_ON_IMPORT = (
     *("TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
     *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",),
 )
-_READ_LATER = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK")
-_SET_BY_DRIVERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_READ_LATER = (
+    *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"),
+    "SGLANG_DISABLED_MODEL_ARCHS",  # when a model is loaded: no server imports one
+    "TORCHINDUCTOR_CACHE_DIR",  # when something is compiled, which sets it to its default
+    "TORCH_FR_DUMP_TEMP_FILE",  # at the end of an operation; it is in the directory of each run
+)
+_OF_RAY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set by drivers. Hosts have it of the rank that starts them."""
 _MOST_DESCRIPTORS = 64
 _OUT_OF_THE_WAY = 1000
 _FOUND_HERE = [entry for entry in sys.path if entry]
@@ -43,7 +49,7 @@ _FOUND_HERE = [entry for entry in sys.path if entry]
 _MODULES = {
     "driver": (
         *("transformers", "hybridflow.api.ppo_trainer", "hybridflow.cli.main"),
-        *("hybridflow.planning.recipe_check", "hybridflow.trainer.trainer"),
+        *("hybridflow.planning.recipe_check", "hybridflow.trainer.run"),
     ),
     "head": ("ray._private.node",),
     # Not Ray, whose library reads its environment once, nor what imports it.
@@ -57,15 +63,19 @@ _MODULES = {
 }
 
 
+_NOT_IN_A_HOST = ("ray", "sglang.srt.models.registry")
+"""Modules whose imports read variables in which hosts differ."""
+
+
 def _import(kind: str) -> None:
     with quick_imports():
         for name in _MODULES[kind]:
             importlib.import_module(name)
 
 
-def _seen_by_imports(kind: str, environment: dict[str, str]) -> dict[str, str]:
+def seen_by_imports(kind: str, environment: dict[str, str]) -> dict[str, str]:
     """The variables by which imports, and libraries once loaded, differ."""
-    ignored = (*_READ_LATER, _SET_BY_DRIVERS) if kind == "driver" else _READ_LATER
+    ignored = (*_READ_LATER, _OF_RAY) if kind in ("driver", "host") else _READ_LATER
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT) and name not in ignored
     }
@@ -92,16 +102,16 @@ class _Forked:
             _run(self.request, self.received, executable)
         self._close_received()
         self.ended = os.pidfd_open(self.process)
-        self._tell(self.process)
+        self._answer(self.process)
 
     def refuse(self) -> None:
-        """Have its launcher run the interpreter."""
+        """Make the launcher run the interpreter instead."""
         self._close_received()
-        self._tell(0)
+        self._answer(0)
         self.connection.close()
 
     def kill(self) -> None:
-        """As whoever kills the launcher would have killed it."""
+        """Kill the process as the launcher would have been killed."""
         with contextlib.suppress(ProcessLookupError):
             if self.request["leads"]:
                 os.killpg(self.process, signal.SIGKILL)
@@ -111,17 +121,17 @@ class _Forked:
     def close(self) -> None:
         """Once it has ended: tell its launcher how."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
-        self._tell(code)
+        self._answer(code)
         self.connection.close()
         os.close(self.ended)
 
-    def _tell(self, number: int) -> None:
+    def _answer(self, number: int) -> None:
         with contextlib.suppress(OSError):  # a launcher may be killed at any moment
             self.connection.sendall(number.to_bytes(4, "little", signed=True))
 
     def _close_received(self) -> None:
-        for each in self.received:
-            os.close(each)
+        for descriptor in self.received:
+            os.close(descriptor)
 
 
 def main(kind: str, executable: str) -> None:
@@ -156,11 +166,13 @@ def main(kind: str, executable: str) -> None:
         except ConnectionError:
             connection.close()
             continue
-        environment = _seen_by_imports(kind, one.request["environment"])
+        environment = seen_by_imports(kind, one.request["environment"])
         if imported is None:
             imported = environment
             os.environ |= one.request["environment"]
             _import(kind)
+            if early := [name for name in _NOT_IN_A_HOST if kind == "host" and name in sys.modules]:
+                raise RuntimeError(f"imported before the environment of a host is known: {early}")
             if threading.active_count() > 1:
                 raise RuntimeError(f"threads in a process that forks: {threading.enumerate()}")
         if environment != imported:
@@ -180,7 +192,7 @@ def main(kind: str, executable: str) -> None:
 
 
 def _run(request: dict[str, Any], received: list[int], executable: str) -> NoReturn:
-    """What a forked process does."""
+    """Run the program in the forked process."""
     code: Any = 1
     try:
         _prepare(request, received, executable)
@@ -204,11 +216,11 @@ def _prepare(request: dict[str, Any], received: list[int], executable: str) -> N
     import fcntl
 
     os.setsid()
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for each in received]
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for descriptor in received]
     os.closerange(0, _OUT_OF_THE_WAY)
-    for each, number in zip(moved, request["descriptors"], strict=True):
-        os.dup2(each, number)
-        os.close(each)
+    for descriptor, number in zip(moved, request["descriptors"], strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.environ.clear()
     os.environ |= request["environment"]
     os.chdir(request["directory"])

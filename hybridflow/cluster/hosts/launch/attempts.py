@@ -30,7 +30,7 @@ from hybridflow.cluster.hosts.network.network_settings import as_environment
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.errors.log import log
 from hybridflow.rundir.first_failure import FirstFailure, read_failure
-from hybridflow.rundir.watching import read_place
+from hybridflow.rundir.watching import read_position
 
 RAY = "ray"
 """The use of the run's token that Ray's is derived for."""
@@ -172,7 +172,7 @@ class Attempts:
         step, line = driver.failure or ("", f"the driver ended with {code}")
         if driver.directory is not None:
             with contextlib.suppress(UserError):
-                place = read_place(driver.directory)
+                place = read_position(driver.directory)
                 step = step or (f"step {place.step}" if place is not None and place.step else "")
                 card = read_failure(driver.directory)
                 self._cards += [card] if card is not None else []

@@ -108,7 +108,7 @@ def _checked_heartbeat(piece: Piece) -> bytes:
     if f"{beat.role}-{beat.rank}" != piece.process or len(text) >= HEARTBEAT_BYTES:
         raise ValueError(f"{piece.name} holds the heartbeat of another rank")
     times = (beat.since, beat.progressed, beat.at, 0.0 if beat.usual_s is None else beat.usual_s)
-    counts = (beat.rank, beat.pid, beat.parts)
+    counts = (beat.rank, beat.pid, beat.completed)
     if not (
         all(isinstance(each, str) and each.isprintable() for each in (beat.host, beat.method))
         and all(isinstance(each, int | float) and 0 <= each < _LATEST for each in times)

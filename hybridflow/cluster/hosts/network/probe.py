@@ -31,7 +31,7 @@ ATTEMPT_S = 3.0
 """Of one connection: the kernel itself needs three seconds to find that nobody has an address."""
 _MOST_LINES = 20
 _TAIL = 2000
-_END_S = 5.0
+_END_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

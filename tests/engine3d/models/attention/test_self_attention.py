@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from engine3d.memory import activations, update_peak
 from engine3d.models import ModelSpec, build_model, load_model_spec, load_weights, model_spec
 from engine3d.models.attention import self_attention
 from engine3d.models.attention.requirements import check_fused_query_key
-from engine3d.models.attention.self_attention import FusedSelfAttention, why_apart
+from engine3d.models.attention.self_attention import FusedSelfAttention, why_not_fused
 from engine3d.platform import platform
 from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.megatron_settings import check_options
-from tests.engine3d.training.test_engine import _engine, _gradients, _loss, _own, _samples, _train
+from tests.engine3d.training.test_engine import _engine, _gradients, _local_samples, _loss, _samples, _train
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 
@@ -50,16 +51,16 @@ def _pass(directory: Path, sizes: dict[str, int], world_size: int, settings: dic
     with pytest.MonkeyPatch.context() as patch:
         counted = _Counted(patch)
         engine = _engine(directory, sizes, world_size, optimizer=STILL, **settings)
-        sequences, _ = _own(_samples(), engine)
+        sequences, _ = _local_samples(_samples(), engine)
         outputs = engine.logprobs(sequences, with_entropy=True)
         inferred = counted.calls
         result = engine.update(sequences, _loss, with_entropy=True)
-        assert len(result.facts) > 1 or not engine.config.packing  # several micro-batches
-        found = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "gradients": _gradients(engine)}
+        assert len(result.loss_outputs) > 1 or not engine.config.packing  # several micro-batches
+        results = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "gradients": _gradients(engine)}
         parameters = engine.module.named_parameters()
         marked = {name: getattr(parameter, "sequence_parallel", None) for name, parameter in parameters}
         engine.close()
-    return found | {"calls": (inferred, counted.calls - inferred, len(result.facts)), "marked": marked}
+    return results | {"calls": (inferred, counted.calls - inferred, len(result.loss_outputs)), "marked": marked}
 
 
 def _with_and_without(directory: Path, sizes: dict[str, int], world_size: int, ways: list[dict[str, Any]]) -> None:
@@ -84,7 +85,7 @@ def _with_and_without(directory: Path, sizes: dict[str, int], world_size: int, w
                 expected,
                 rtol=1e-4,
                 atol=1e-5 * largest,
-                msg=lambda message, name=name, settings=settings: f"{settings}, {name}: {message}",
+                msg=partial("{}, {}: {}".format, settings, name),
             )
 
 
@@ -131,7 +132,7 @@ def _ways_apart(directory: Path) -> None:
     """Assert which calls take Megatron-Core's own steps, and that those of a fused layer are right."""
     layout, spec = Layout(), load_model_spec(directory)
     coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
-    model = build_model(spec, layout, torch.float32, fused_query_key=True)
+    model: Any = build_model(spec, layout, torch.float32, fused_query_key=True)
     load_weights(model, spec, layout, coordinates, directory)
     attention = model.decoder.layers[0].self_attention
     assert isinstance(attention, FusedSelfAttention)
@@ -140,8 +141,8 @@ def _ways_apart(directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counted = _Counted(patch)
         expected, _ = attention(hidden, None, rotary_pos_emb=angles)
-        assert counted.calls == 1 and why_apart(attention, angles, None, {"attention_bias": None}) is None
-        assert why_apart(attention, (angles, angles), PackedSeqParams(qkv_format="thd"), {}) is None
+        assert counted.calls == 1 and why_not_fused(attention, angles, None, {"attention_bias": None}) is None
+        assert why_not_fused(attention, (angles, angles), PackedSeqParams(qkv_format="thd"), {}) is None
         apart: Any
         for apart in ((angles, angles.clone()), angles[..., :8]):
             made, _ = attention(hidden, None, rotary_pos_emb=apart)
@@ -157,14 +158,18 @@ def _ways_apart(directory: Path) -> None:
         patch.setattr(self_attention, "normed_and_rotated", lambda *_, **__: wrong())
         with pytest.raises(RuntimeError):
             attention(hidden, None, rotary_pos_emb=angles)
-        assert attention._turn is None  # nothing is left for the next call
+        assert attention._rotary is None  # nothing is left for the next call
 
     def why(rotary: Any = angles, packed: PackedSeqParams | None = None, **others: Any) -> str | None:
-        return why_apart(attention, rotary, packed, others)
+        return why_not_fused(attention, rotary, packed, others)
 
     assert why(None) == why((angles, None)) == "no rotary embedding"
     assert why((angles, angles + 0)) == "another rotary embedding for keys"
-    assert why(angles[..., :8]) == why(angles.expand(7, 2, 1, 16)) == "part of a head rotated, or rows apart"
+    assert (
+        why(angles[..., :8])
+        == why(angles.expand(7, 2, 1, 16))
+        == "a rotary embedding of a part of a head, or of separate rows"
+    )
     assert why(packed=PackedSeqParams(qkv_format="sbhd")) == "packing that is not thd"
     assert why(inference_context=object()) == "inference_context"
     for name, value, reason in (
@@ -193,13 +198,17 @@ def test_other_calls_take_megatron_cores_steps(tmp_path: Path) -> None:
 
 
 def test_positions_of_packed_sequences_are_found_once() -> None:
-    bounds, padded = (torch.tensor(each, dtype=torch.int32) for each in ([0, 2, 2, 5], [0, 3, 3, 7]))
+    bounds, padded = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 2, 2, 5], [0, 3, 3, 7]))
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    found = self_attention._packed_positions(packed, 5)
-    assert found.dtype == torch.int32 and found.tolist() == [0, 1, 0, 1, 2]
-    assert self_attention._packed_positions(packed, 5) is found
+    positions = self_attention._packed_positions(packed, 5)
+    assert positions.dtype == torch.int32 and positions.tolist() == [0, 1, 0, 1, 2]
+    assert self_attention._packed_positions(packed, 5) is positions
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_q_padded=padded)
     assert self_attention._packed_positions(packed, 7).tolist() == [0, 1, 2, 0, 1, 2, 3]
+    bounds = torch.tensor([0, 8, 12], dtype=torch.int32)
+    for cp_rank, expected in enumerate([[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]):
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
+        assert self_attention._packed_positions(packed, 6, 2, cp_rank).tolist() == expected
 
 
 QWEN = named_model("qwen3-30b-a3b")
@@ -213,7 +222,6 @@ ODD = dataclasses.replace(QWEN, sizes=dataclasses.replace(QWEN.sizes, head_dim=9
         (named_model("llama-3-70b"), Layout(), "LlamaForCausalLM has no norms of queries and keys; expected false"),
         (ODD, Layout(), "head_dim=96 is no power of two, as the kernels need; expected false"),
         (QWEN, Layout(tp=8), "with tp=8: expected at most num_key_value_heads=4, or false"),
-        (QWEN, Layout(cp=2), "with cp=2: expected cp=1, or false"),
     ],
 )
 def test_what_it_cannot_be_used_with(spec: ModelSpec, layout: Layout, line: str) -> None:
@@ -227,13 +235,14 @@ def test_what_it_can_be_used_with() -> None:
     for spec, layout in (
         (QWEN, Layout(tp=4)),
         (QWEN, Layout(pp=2)),
+        (QWEN, Layout(cp=2)),
         (model_spec(tiny_families.CONFIGS["qwen3-tied"]), Layout()),
     ):
-        check_fused_query_key(spec, tp=layout.tp, cp=layout.cp)
+        check_fused_query_key(spec, tp=layout.tp)
 
 
 def _refused(directory: Path) -> list[str]:
-    """What an engine says, and what a model says that is built without one."""
+    """Messages of an engine, and of a model that is built without one."""
     with pytest.raises(UserError) as of_engine:
         _engine(directory, {}, 1, fused_query_key=True)
     parallel.initialise(Layout(), seed=1, timeout_s=60)
@@ -253,7 +262,7 @@ def test_no_engine_is_built_of_a_model_without_norms(tmp_path: Path) -> None:
 
 def test_a_layer_keeps_its_values_twice() -> None:
     sizes, layout = QWEN.sizes, Layout(tp=2)
-    arguments: dict[str, Any] = {"layer": 0, "itemsize": 2, "sequence_parallel": True, "one_step": True}
+    arguments: dict[str, Any] = {"layer": 0, "itemsize": 2, "sequence_parallel": True, "fused_experts": True}
     apart, fused = (
         activations.saved_by_layer(sizes, layout, **arguments, fused_query_key=option) for option in (False, True)
     )

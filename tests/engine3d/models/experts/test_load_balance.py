@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine3d.models.rules import Box, Piece
+from engine3d.models.rules import TensorSlice
 from engine3d.models.weights import rank_parameters
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.sequences import Sequences
@@ -21,6 +20,7 @@ from engine3d.training.update import UpdateGuard
 from tests.engine3d.checkpoint.test_save import build_engine, save
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
+from tests.support.gradients import gradients, slices
 
 pytestmark = pytest.mark.processes
 
@@ -38,12 +38,15 @@ CUTS: list[dict[str, Any]] = [
     {"micro_batch_tokens": 30, "packing": False},
     {"micro_batch_tokens": 30, "recompute": "full"},
     {"micro_batch_tokens": 30, "recompute": "full", "recompute_layers": 1},
+    {"micro_batch_tokens": 30, "losses": {}},
 ]
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{"sizes": {}, **cut} for cut in CUTS],
     2: [
         {"sizes": {"tp": 2}, "micro_batch_tokens": 30},
         {"sizes": {"pp": 2}, "micro_batch_tokens": 30},
+        {"sizes": {"pp": 2}, "micro_batch_tokens": 30, "losses": {}},
+        {"sizes": {}, "micro_batch_tokens": 30},
         {"sizes": {"ep": 2}, "micro_batch_tokens": 30},
         {"sizes": {"ep": 2}, "micro_batch_tokens": 1000, "dispatcher": "allgather"},
     ],
@@ -55,11 +58,11 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class _Figures:
-    """Of one update: gradients, by which part of which HuggingFace tensor they are of, and what is told of routing."""
+class _UpdateResult:
+    """Results of one update: gradients, each with its slice of a HuggingFace tensor, and routing statistics."""
 
-    gradients: list[tuple[Piece, Tensor]]
-    told: Any
+    gradients: list[tuple[TensorSlice, Tensor]]
+    routing: Any
     grad_norm: float
 
 
@@ -77,39 +80,19 @@ def _sequences(mine: list[list[int]]) -> Sequences:
     return Sequences.of(mine, weights=torch.tensor(weights))
 
 
-def _updates(directory: Path, ways: list[dict[str, Any]]) -> list[_Figures]:
+def _updates(directory: Path, ways: list[dict[str, Any]]) -> list[_UpdateResult]:
     """One update in each way from the same weights."""
     still = OptimizerConfig(lr=1e-30, clip_grad=0)  # gradients are looked at, weights stay
-    found = []
+    results = []
     for way in ways:
         way = dict(way)
-        losses = LOSSES | {"moe_token_dispatcher_type": way.pop("dispatcher", "alltoall")}
+        losses = way.pop("losses", LOSSES) | {"moe_token_dispatcher_type": way.pop("dispatcher", "alltoall")}
         engine = build_engine(directory, way.pop("sizes"), optimizer=still, megatron=losses, **way)
         mine = _samples()[engine.coordinates.dp :: engine.layout.dp]
         result = engine.update(_sequences(mine), _loss)
-        found.append(_Figures(_gradients(engine), result.routing, result.grad_norm))
+        results.append(_UpdateResult(gradients(engine), result.routing, result.grad_norm))
         engine.close()
-    return found
-
-
-def _gradients(engine: Any) -> list[tuple[Piece, Tensor]]:
-    """Of all that this rank holds."""
-    for buffer in (*engine.model.buffers, *engine.model.expert_parallel_buffers):
-        group = buffer.data_parallel_group
-        for bucket in buffer.buckets:
-            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-    held = rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates)
-    return [
-        (piece, parameter.main_grad[_slices(piece.local_box)].clone())
-        for local, parameter in held
-        for piece in local.pieces
-        if not local.buffer
-    ]
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*bounds) for bounds in box)
+    return results
 
 
 def _expected(model: Any) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
@@ -127,33 +110,34 @@ def _expected(model: Any) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
         tokens = torch.tensor([sample])
         every = model(tokens).logits.log_softmax(dim=-1)
         total = total - every[0, :-1].gather(1, tokens[0, 1:, None]).sum() / sum(LENGTHS)
-    told: dict[str, list[Any]] = {"highest": [], "lowest": [], "z": [], "sequence": [], "update": []}
+    statistics: dict[str, list[Any]] = {"loads": [], "z": [], "sequence": [], "update": []}
     for number in layers:
         gate = model.model.layers[number].mlp.gate.weight
         logits = [hidden @ gate.T for hidden in inputs[number]]
-        scores = [each.sigmoid() / each.sigmoid().sum(dim=-1, keepdim=True) for each in logits]
+        scores = [layer.sigmoid() / layer.sigmoid().sum(dim=-1, keepdim=True) for layer in logits]
         if not sigmoid:
-            scores = [each.softmax(dim=-1) for each in logits]
-        given = [torch.zeros_like(each).scatter(1, each.topk(most, dim=1).indices, 1.0) for each in scores]
-        whole = torch.cat(given).mean(dim=0) / most
+            scores = [layer.softmax(dim=-1) for layer in logits]
+        given = [torch.zeros_like(layer).scatter(1, layer.topk(most, dim=1).indices, 1.0) for layer in scores]
+        share = torch.cat(given).mean(dim=0) / most
         z = torch.cat(logits).logsumexp(dim=-1).square().mean()
         sequence = sum(
             len(one) / sum(LENGTHS) * experts * (load.mean(dim=0) / most * one.mean(dim=0)).sum()
             for load, one in zip(given, scores, strict=True)
         )
-        update = experts * (whole * torch.cat(scores).mean(dim=0)).sum()
+        update = experts * (share * torch.cat(scores).mean(dim=0)).sum()
         total = total + Z * z + SEQUENCE * sequence + UPDATE * update
         for name, figure in (("z", z), ("sequence", sequence), ("update", update)):
-            told[name].append(float(figure.detach()))
-        told["highest"].append(float(whole.max() * experts))
-        told["lowest"].append(float(whole.min() * experts))
+            statistics[name].append(float(figure.detach()))
+        statistics["loads"].append([int(load) for load in torch.cat(given).sum(dim=0)])
     total.backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}, told
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }, statistics
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """By family, a directory and what is expected of an update of the model in it."""
+    """Directories by family, each with the expected result of an update of the model in it."""
     directory = tmp_path_factory.mktemp("models")
     names = ("qwen3_moe", "deepseek_v3")
     return {name: (directory / name, _expected(tiny_families.make(name, directory / name))) for name in names}
@@ -174,35 +158,40 @@ def test_routers_with_a_sigmoid_and_groups_of_experts(models: Any) -> None:
 
 
 def _compare(
-    ranks: list[list[_Figures]],
+    ranks: list[list[_UpdateResult]],
     ways: list[dict[str, Any]],
     layers: tuple[int, ...],
     gradients: dict[str, Tensor],
-    told: dict[str, list[Any]],
+    statistics: dict[str, list[Any]],
     *,
     loads: bool = True,
 ) -> None:
     for number, way in enumerate(ways):
         seen: set[str] = set()
         for rank in ranks:
-            figures = rank[number]
-            for piece, found in figures.gradients:
-                if piece.hf_name in gradients:  # transformers has experts in tensors of its own
-                    seen.add(piece.hf_name)
-                    right = gradients[piece.hf_name]
-                    limit = 2e-5 * float(right.abs().max())
-                    where = f"{way} {piece.hf_name}: "
-                    torch.testing.assert_close(
-                        found, right[_slices(piece.hf_box)], rtol=1e-3, atol=limit, msg=where.__add__
-                    )
-            assert figures.told.layers == layers
+            result = rank[number]
+            assert result.routing.layers == layers
             if loads:
-                assert figures.told.highest == pytest.approx(told["highest"])
-                assert figures.told.lowest == pytest.approx(told["lowest"])
+                assert [list(layer) for layer in result.routing.loads] == statistics["loads"], way
+            if "losses" in way:
+                assert (result.routing.z, result.routing.sequence, result.routing.update) == (None, None, None)
+                continue
+            for tensor_slice, gradient in result.gradients:
+                if tensor_slice.hf_name in gradients:  # transformers has experts in tensors of its own
+                    seen.add(tensor_slice.hf_name)
+                    right = gradients[tensor_slice.hf_name]
+                    limit = 2e-5 * float(right.abs().max())
+                    where = f"{way} {tensor_slice.hf_name}: "
+                    torch.testing.assert_close(
+                        gradient, right[slices(tensor_slice.hf_box)], rtol=1e-3, atol=limit, msg=where.__add__
+                    )
             for name in ("z", "sequence", "update"):
-                assert getattr(figures.told, name) == pytest.approx(sum(told[name]) / 3, rel=1e-4), (way, name)
-            assert figures.grad_norm == pytest.approx(ranks[0][0].grad_norm, rel=1e-4)
-        assert seen == {name for name in gradients if "mlp.experts" not in name}
+                assert getattr(result.routing, name) == pytest.approx(sum(statistics[name]) / 3, rel=1e-4), (
+                    way,
+                    name,
+                )
+            assert result.grad_norm == pytest.approx(ranks[0][0].grad_norm, rel=1e-4)
+        assert "losses" in way or seen == {name for name in gradients if "mlp.experts" not in name}
 
 
 RATE = 0.001
@@ -230,68 +219,72 @@ def _moves(directory: Path, results: Path, way: dict[str, Any]) -> dict[str, Any
 
     def in_files(values: list[Tensor]) -> Tensor:
         """(layers, experts) figures of a rank's routers, with experts numbered as in files."""
-        held = rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates)
-        rules = [local for local, _ in held if local.buffer]
+        parameters: Any = rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates)
+        rules = [local for local, _ in parameters if local.buffer]
         result = torch.zeros(len(rules), len(values[0]))
         for row, local, value in zip(result, rules, values, strict=True):
-            for piece in local.pieces:
-                row[_slices(piece.hf_box)] = value[_slices(piece.local_box)]
+            for tensor_slice in local.slices:
+                row[slices(tensor_slice.hf_box)] = value[slices(tensor_slice.local_box)]
         return result
 
     def biases() -> Tensor:
         return in_files([layer.mlp.router.expert_bias for layer in engine.module.decoder.layers[1:]])
 
-    refusing = UpdateGuard(lambda facts: (torch.ones(()), torch.ones(())), lambda mean: True)
-    held = [layer.mlp.router.expert_bias.data_ptr() for layer in engine.module.decoder.layers[1:]]
-    found: dict[str, Any] = {"before": biases()}
-    found["not applied"] = [
+    refusing = UpdateGuard(lambda outputs: (torch.ones(()), torch.ones(())), lambda mean: True)
+    addresses = [layer.mlp.router.expert_bias.data_ptr() for layer in engine.module.decoder.layers[1:]]
+    seen: dict[str, Any] = {"before": biases()}
+    seen["not applied"] = [
         engine.update(sequences, broken).applied,
         engine.update(sequences, _loss, guard=refusing).applied,
     ]
-    found["left"] = biases()
+    seen["left"] = biases()
     engine.logprobs(sequences)
     hooks = [
         layer.mlp.router.register_forward_hook(count(number))
         for number, layer in enumerate(engine.module.decoder.layers[1:])
     ]
-    assert engine.update(sequences, _loss).applied
+    result = engine.update(sequences, _loss)
+    assert result.applied
     for hook in hooks:
         hook.remove()
     # Engines that share a device map this memory.
-    assert held == [layer.mlp.router.expert_bias.data_ptr() for layer in engine.module.decoder.layers[1:]]
-    found |= {"after": biases(), "loads": in_files(loads)}
+    assert addresses == [layer.mlp.router.expert_bias.data_ptr() for layer in engine.module.decoder.layers[1:]]
+    seen |= {"after": biases(), "loads": in_files(loads), "routing": result.routing}
     engine.export(results / "exported")
     checkpoint = EngineCheckpoint(engine)
     save(engine, checkpoint, results / "saved", background=False)
     engine.close()
     engine = build_engine(directory, sizes, load=False, **settings)
     EngineCheckpoint(engine).load(results / "saved")
-    found["loaded"] = biases()
+    seen["loaded"] = biases()
     engine.close()
-    return found
+    return seen
 
 
 def test_expert_biases_move_with_updates_that_are_made(models: Any, tmp_path: Path) -> None:
     directory, _ = models["deepseek_v3"]
-    [found] = run_distributed(
+    [seen] = run_distributed(
         _moves, 1, directory, tmp_path / "one", {"sizes": {}, "micro_batch_tokens": 30}, timeout_s=120
     )
-    assert found["not applied"] == [False, False]
-    assert torch.equal(found["left"], found["before"])
-    loads = found["loads"]
+    assert seen["not applied"] == [False, False]
+    assert torch.equal(seen["left"], seen["before"])
+    loads = seen["loads"]
     assert torch.equal(loads.sum(dim=1), torch.full((3,), 4.0 * sum(LENGTHS)))
-    expected = found["before"] + RATE * (loads.mean(dim=1, keepdim=True) - loads).sign()
-    torch.testing.assert_close(found["after"], expected, rtol=0, atol=1e-7)
-    assert (found["after"] != found["before"]).sum() > 12
-    assert torch.equal(found["loaded"], found["after"])
+    assert [list(layer) for layer in seen["routing"].loads] == loads.tolist()
+    assert torch.equal(torch.tensor(seen["routing"].biases), seen["before"])
+    expected = seen["before"] + RATE * (loads.mean(dim=1, keepdim=True) - loads).sign()
+    torch.testing.assert_close(seen["after"], expected, rtol=0, atol=1e-7)
+    assert (seen["after"] != seen["before"]).sum() > 12
+    assert torch.equal(seen["loaded"], seen["after"])
 
     padded = {"sizes": {"ep": 2}, "micro_batch_tokens": 40, "packing": False}
     ranks = run_distributed(_moves, 2, directory, tmp_path / "two", padded, timeout_s=120)
     for rank in ranks:
-        assert torch.equal(rank["left"], found["before"]) and torch.equal(rank["loaded"], rank["after"])
-        torch.testing.assert_close(rank["after"], found["after"], rtol=0, atol=1e-7)
+        assert torch.equal(rank["left"], seen["before"]) and torch.equal(rank["loaded"], rank["after"])
+        torch.testing.assert_close(rank["after"], seen["after"], rtol=0, atol=1e-7)
+        assert rank["routing"] == seen["routing"]
     assert float(sum(rank["loads"].sum() for rank in ranks)) > float(loads.sum())  # the router saw padding too
-    for world, after in (("one", found["after"]), ("two", ranks[0]["after"])):
+    for world, after in (("one", seen["after"]), ("two", ranks[0]["after"])):
         exported = _read(tmp_path / world / "exported")
         for name, bias in zip(BIASES, after, strict=True):
             assert torch.equal(exported[name], bias)

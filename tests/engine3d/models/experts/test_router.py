@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ def test_gradients_are_as_exact_as_what_they_are_kept_in(device: str) -> None:
         pytest.skip("needs a GPU")
     generator = torch.Generator().manual_seed(1)
     drawn = (torch.randn(*shape, generator=generator) for shape in ((64, 2, 256), (32, 256)))
-    hidden, weight = (each.to(device, torch.bfloat16).requires_grad_() for each in drawn)
+    hidden, weight = (tensor.to(device, torch.bfloat16).requires_grad_() for tensor in drawn)
     gradient = torch.randn(64, 2, 32, generator=generator).to(device)
     logits = wide_logits(hidden, weight)
     assert logits.dtype == torch.float32 and logits.shape == gradient.shape
@@ -27,11 +29,11 @@ def test_gradients_are_as_exact_as_what_they_are_kept_in(device: str) -> None:
         "hidden": (hidden.grad, exact @ weight.detach().double()),
         "weight": (weight.grad, exact.flatten(0, 1).t() @ hidden.detach().double().flatten(0, 1)),
     }
-    for name, (found, right) in expected.items():
-        assert found is not None
-        torch.testing.assert_close(found.double(), right, rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}")
+    for name, (actual, right) in expected.items():
+        assert actual is not None
+        torch.testing.assert_close(actual.double(), right, rtol=1e-2, atol=1e-2, msg=partial("{}: {}".format, name))
     for name in ("hidden", "weight"):
-        found, right = expected[name]
-        assert found is not None and found.dtype == torch.bfloat16
+        computed, right = expected[name]
+        assert computed is not None and computed.dtype == torch.bfloat16
         # With the upper half of the gradient alone it would be one in three that is rounded otherwise.
-        assert (found != right.bfloat16()).double().mean() < 0.03
+        assert (computed != right.bfloat16()).double().mean() < 0.03

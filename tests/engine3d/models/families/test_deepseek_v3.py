@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec
+from engine3d.models.weights import exported_config
 from tests.engine3d.training import test_engine
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
+from tests.support.proves import proves, runs_of
 from tests.support.tiny_families import DEEPSEEK
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -115,16 +117,16 @@ def test_figures_of_the_published_model() -> None:
 def test_transformer_engine_holds_the_projections_to_latents_whole() -> None:
     spec = model_spec(DEEPSEEK)
     layout = Layout(tp=2)
-    own, fused = (
+    split, fused = (
         {local.name: local for local in spec.local_parameters(layout, layout.coordinates(1), transformer_engine=engine)}
         for engine in (False, True)
     )
     attention = "decoder.layers.0.self_attention."
     for name, rows in (("linear_q_down_proj", 32), ("linear_kv_down_proj", 24)):
-        assert own[f"{attention}{name}.weight"].shape == (rows // 2, 32)
+        assert split[f"{attention}{name}.weight"].shape == (rows // 2, 32)
         assert fused[f"{attention}{name}.weight"].shape == (rows, 32)
     for norm, linear in (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj")):
-        assert own[f"{attention}{norm}.weight"].pieces == fused[f"{attention}{linear}.layer_norm_weight"].pieces
+        assert split[f"{attention}{norm}.weight"].slices == fused[f"{attention}{linear}.layer_norm_weight"].slices
     assert "decoder.layers.0.input_layernorm.weight" in fused
     biases = [local for local in fused.values() if local.buffer]
     assert [local.name for local in biases] == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)]
@@ -150,7 +152,29 @@ def test_random_weights_keep_the_bias_in_float32(tmp_path: Path) -> None:
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
 
 
-def test_fp8_weights_are_refused_and_layers_past_the_last_are_ignored(tmp_path: Path) -> None:
+def test_kimi_k2_is_the_same_model_under_its_own_name() -> None:
+    published = PUBLISHED | {
+        "model_type": "kimi_k2",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "rope_scaling": YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    }
+    kimi, deepseek = model_spec(published), model_spec(published | {"model_type": "deepseek_v3"})
+    assert kimi.family is deepseek.family and kimi.hf_tensors == deepseek.hf_tensors
+    exported = exported_config(kimi, "bfloat16")
+    assert exported["model_type"] == "kimi_k2" and "auto_map" not in exported
+    with pytest.raises(UserError, match='model_type: expected "llama", found "kimi_k2"'):
+        model_spec(tiny_families.CONFIGS["llama"] | {"model_type": "kimi_k2"})
+
+
+def test_weights_in_fp8_that_the_config_does_not_name_are_refused_and_layers_past_the_last_are_ignored(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "model"
     initialise_random(model_spec(DEEPSEEK), directory, seed=1, dtype=torch.bfloat16)
     file = directory / "model.safetensors"
@@ -158,7 +182,9 @@ def test_fp8_weights_are_refused_and_layers_past_the_last_are_ignored(tmp_path: 
     save_file(tensors, file)
     check_weights(load_model_spec(directory), directory)
     save_file(tensors | {Q_B_PROJ: tensors[Q_B_PROJ].to(torch.float8_e4m3fn)}, file)
-    line = rf"^tensor {Q_B_PROJ} in .*: dtype F8_E4M3 of quantised weights, expected .*must be converted first$"
+    line = (
+        r"/model/config.json: weights are F8_E4M3, and quantization_config .* describes no fp8, expected quantization_"
+    )
     with pytest.raises(UserError, match=line):
         check_weights(load_model_spec(directory), directory)
 
@@ -166,7 +192,7 @@ def test_fp8_weights_are_refused_and_layers_past_the_last_are_ignored(tmp_path: 
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-LAYOUTS: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tp": 2}, {"pp": 2}], 4: [{"tp": 2, "ep": 4}]}
+LAYOUTS: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tp": 2}, {"pp": 2, "vpp": 2}], 4: [{"tp": 2, "ep": 4}]}
 
 
 def _train(directory: Path, world_size: int, export: Path) -> list[dict[str, Any]]:
@@ -174,7 +200,7 @@ def _train(directory: Path, world_size: int, export: Path) -> list[dict[str, Any
 
     seen = [test_engine._train(directory, sizes, world_size) for sizes in LAYOUTS[world_size]]
     engine: TrainEngine = test_engine._engine(directory, LAYOUTS[world_size][0], world_size, dtype="bfloat16")
-    sequences, _ = test_engine._own(test_engine._samples(), engine)
+    sequences, _ = test_engine._local_samples(test_engine._samples(), engine)
     for _ in range(2):  # the first learning rate is 0
         engine.update(sequences, test_engine._loss, with_entropy=True)
     engine.export(export)
@@ -182,6 +208,7 @@ def _train(directory: Path, world_size: int, export: Path) -> list[dict[str, Any
     return seen
 
 
+@proves("deepseek_v3", *runs_of(LAYOUTS, "packing"))
 @pytest.mark.long
 @pytest.mark.processes
 def test_every_layout_updates_alike_and_leaves_the_bias_alone(tmp_path: Path) -> None:
@@ -198,9 +225,9 @@ def test_every_layout_updates_alike_and_leaves_the_bias_alone(tmp_path: Path) ->
             for result in results:
                 assert result["losses"] == pytest.approx(alone["losses"], rel=2e-5), sizes
                 assert result["norms"] == pytest.approx(alone["norms"], rel=2e-4), sizes
-            expected, found = (test_engine._by_sample(each, "after") for each in ([alone], results))
+            expected, actual = (test_engine._by_sample(ranks, "after") for ranks in ([alone], results))
             for index, logprobs in expected.items():
-                torch.testing.assert_close(found[index], logprobs, atol=2e-4, rtol=1e-3)
+                torch.testing.assert_close(actual[index], logprobs, atol=2e-4, rtol=1e-3)
         after = _tensors(export)
         assert after[BIAS].dtype == torch.float32 and torch.equal(after[BIAS], before[BIAS])
         assert after[Q_B_PROJ].dtype == torch.bfloat16

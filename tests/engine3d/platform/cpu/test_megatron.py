@@ -1,4 +1,4 @@
-"""What Megatron-Core finds on a CPU."""
+"""Megatron-Core on a CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.processes
 def test_packages_for_gpus_that_are_installed_are_not_used(tmp_path: Path) -> None:
     for package in ("transformer_engine", "apex"):
         (tmp_path / package).mkdir()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     assert sglang_cpu.activate() is None
 
 
+@pytest.mark.processes
 def test_what_is_left_out_is_left_out_with_what_needs_it(tmp_path: Path) -> None:
     (tmp_path / "sklearn").mkdir()
     (tmp_path / "sklearn" / "__init__.py").write_text("import scipy.sparse\n")
@@ -73,14 +75,16 @@ def test_what_is_left_out_is_left_out_with_what_needs_it(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
 
 
-@pytest.mark.parametrize("piece", [1 << 17, 8])
+@pytest.mark.parametrize("group_tokens", [1 << 17, 8])
 @pytest.mark.parametrize("latent", [False, True])
-def test_attention_by_length_equals_sglangs_loop(piece: int, latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_by_length_equals_sglangs_loop(
+    group_tokens: int, latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
     from engine3d.platform.cpu import sglang_attention as ours
 
-    monkeypatch.setattr(ours, "_GATHERED_TOKENS", piece)
+    monkeypatch.setattr(ours, "_GATHERED_TOKENS", group_tokens)
     generator = torch.Generator().manual_seed(0)
     prefixes, news = torch.tensor([0, 3, 0, 0, 3, 1]), torch.tensor([4, 2, 4, 1, 2, 4])
     lengths = prefixes + news
@@ -90,7 +94,7 @@ def test_attention_by_length_equals_sglangs_loop(piece: int, latent: bool, monke
     req_to_token = torch.randperm(64, generator=generator)[:56].view(7, 8)
     requests = torch.tensor([6, 0, 3, 2, 5, 1])
     common = (k_cache, v_cache, req_to_token, requests, lengths)
-    options = {"scaling": 0.3, "enable_gqa": True}
+    options: dict[str, Any] = {"scaling": 0.3, "enable_gqa": True}
 
     query = torch.randn(len(lengths), 4, 8, generator=generator)
     loop, grouped = torch.empty(2, *query.shape[:-1], v_cache.shape[-1])

@@ -30,17 +30,17 @@ def test_only_the_one_setting_is_another() -> None:
 
 
 def test_segments_are_expandable_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     with cuda_expandable.shareable_memory():
-        assert told == []
+        assert settings == []
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
     with pytest.raises(ZeroDivisionError), cuda_expandable.shareable_memory():
-        assert told == [NOT]
+        assert settings == [NOT]
         _ = 1 / 0
-    assert told == [NOT, EXPANDABLE]
+    assert settings == [NOT, EXPANDABLE]
 
 
 def test_an_engine_with_the_memory_saver_has_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def the_bus(directory: Path, processors: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("processors", "usable", "found"),
+    ("processors", "usable", "expected"),
     [
         ("0-31,64-95", range(128), [*range(32), *range(64, 96)]),
         ("0-31,64-95", range(28, 70), [28, 29, 30, 31, *range(64, 70)]),  # of a container that has some of them
@@ -32,9 +32,9 @@ def the_bus(directory: Path, processors: str) -> Path:
     ],
 )
 def test_processors_on_the_side_of_a_device(
-    tmp_path: Path, processors: str, usable: range, found: list[int] | range
+    tmp_path: Path, processors: str, usable: range, expected: list[int] | range
 ) -> None:
-    assert near(GPU, set(usable), the_bus(tmp_path, processors)) == set(found)
+    assert near(GPU, set(usable), the_bus(tmp_path, processors)) == set(expected)
 
 
 def test_without_a_word_of_the_host_all_are_near(tmp_path: Path) -> None:
@@ -46,16 +46,16 @@ def test_a_thread_and_those_that_it_starts_stay_near(tmp_path: Path, monkeypatch
     if len(usable) < 2:
         pytest.skip("needs two processors")
     monkeypatch.setattr(near_processors, "_FEWEST", 1)
-    chosen, found = min(usable), list[set[int]]()
+    chosen, affinities = min(usable), list[set[int]]()
 
     def work() -> None:
         stay_near(GPU, the_bus(tmp_path, str(chosen)))
-        inner = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+        inner = threading.Thread(target=lambda: affinities.append(os.sched_getaffinity(0)))
         inner.start()
         inner.join()
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [{chosen}]
+    assert affinities == [{chosen}]
     assert os.sched_getaffinity(0) == usable

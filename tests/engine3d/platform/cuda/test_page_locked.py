@@ -18,9 +18,9 @@ on_gpu = pytest.mark.skipif(platform.gpus == 0, reason="needs a GPU")
 def test_memory_is_given_back_when_the_last_view_of_it_is_gone() -> None:
     memory = ctypes.create_string_buffer(b"0123456789")
     given_back: list[int] = []
-    whole = tensor_at(ctypes.addressof(memory), 10, lambda: given_back.append(1))
-    view = whole[2:6].view(torch.int16)
-    del whole
+    tensor = tensor_at(ctypes.addressof(memory), 10, lambda: given_back.append(1))
+    view = tensor[2:6].view(torch.int16)
+    del tensor
     view[0] = 0x6261
     assert memory.value == b"01ab456789" and not given_back
     storage = view.untyped_storage()

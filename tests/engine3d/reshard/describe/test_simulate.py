@@ -106,19 +106,20 @@ def test_process_groups_of_sglang_give_the_same(
     ]
     for process in ranks:
         process.start()
-    found = dict(traces.get(timeout=120) for _ in ranks)
+    traced = dict(traces.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(timeout=60)
-    assert [found[rank] for rank in range(tp)] == simulated
+    assert [traced[rank] for rank in range(tp)] == simulated
     assert not [path for process in ranks for path in Path("/dev/shm").glob(f"sgl_shm_*_{process.pid}_*")]
 
 
 def test_experts_are_cut_over_tp_by_ep_ranks() -> None:
     traces = trace_engine_layout(MODELS["qwen3_moe"], hf_tensors(MODELS["qwen3_moe"]), 4, 2)
-    held = [
-        {each.tensor: each.box for each in trace.holdings if "layers.0.mlp.experts" in each.tensor} for trace in traces
+    by_trace = [
+        {holding.tensor: holding.box for holding in trace.holdings if "layers.0.mlp.experts" in holding.tensor}
+        for trace in traces
     ]
-    for rank, boxes in enumerate(held):
+    for rank, boxes in enumerate(by_trace):
         experts = range(4 * (rank // 2), 4 * (rank // 2) + 4)
         rows = (12 * (rank % 2), 12 * (rank % 2) + 12)
         assert {

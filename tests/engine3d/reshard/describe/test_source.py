@@ -10,31 +10,33 @@ import torch
 
 from engine3d.layout import Layout
 from engine3d.models import model_spec
-from engine3d.models.rules import LocalParameter, Piece
+from engine3d.models.rules import LocalParameter, TensorSlice
 from engine3d.platform import platform
-from engine3d.reshard.describe.shards import Place, Shards
+from engine3d.reshard.describe.shards import Location, RankShards
 from engine3d.reshard.describe.source import PlannedTrainer, model_shards, planned_shards, registration_order
 from tests.support.distributed import run_distributed
 from tests.support.tiny_families import CONFIGS
 
-HERE = Place("node", "slot 0")
-LAYOUTS = {1: [Layout()], 2: [Layout(ep=2, dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2)]}
+HERE = Location("node", "slot 0")
+LAYOUTS = {1: [Layout()], 2: [Layout(ep=2, dp=2), Layout(tp=2), Layout(pp=2), Layout(pp=2, vpp=2), Layout(dp=2)]}
 
 
 def test_storages_are_buffers_and_views_are_holdings() -> None:
     memory = torch.arange(100, dtype=torch.bfloat16)
     box = ((2, 4), (0, 3))
-    first = LocalParameter("first", (2, 3), (Piece("a", box, ((0, 2), (0, 3))),), owner=True, primary=True)
-    second = LocalParameter("second", (4,), (Piece("b", ((0, 3),), ((1, 4),)),), owner=True, primary=True)
-    third = LocalParameter("third", (2,), (Piece("c", ((0, 2),), ((0, 2),)),), owner=True, primary=True)
+    first = LocalParameter("first", (2, 3), (TensorSlice("a", box, ((0, 2), (0, 3))),), owner=True, primary=True)
+    second = LocalParameter("second", (4,), (TensorSlice("b", ((0, 3),), ((1, 4),)),), owner=True, primary=True)
+    third = LocalParameter("third", (2,), (TensorSlice("c", ((0, 2),), ((0, 2),)),), owner=True, primary=True)
     bias = torch.zeros(2)
     tensors = [(first, memory[10:30].view(2, 10)[:, :3]), (second, memory[50:54]), (third, bias)]
     shards, storages = model_shards(tensors, "trainer rank 7", 7, HERE)
-    assert (shards.name, shards.rank, shards.place) == ("trainer rank 7", 7, HERE)
+    assert (shards.name, shards.rank, shards.location) == ("trainer rank 7", 7, HERE)
     assert [(buffer.dtype, buffer.shape) for buffer in shards.buffers] == [("bfloat16", (100,)), ("float32", (2,))]
     assert [storage.data_ptr() for storage in storages] == [memory.data_ptr(), bias.data_ptr()]
-    found = [(each.tensor, each.box, each.buffer, each.offset, each.strides) for each in shards.holdings]
-    assert found == [
+    rows = [
+        (holding.tensor, holding.box, holding.buffer, holding.offset, holding.strides) for holding in shards.holdings
+    ]
+    assert rows == [
         ("a", box, 0, 10, (10, 1)),
         ("b", ((0, 3),), 0, 51, (1,)),
         ("c", ((0, 2),), 1, 0, (1,)),
@@ -52,15 +54,15 @@ def test_numbers_in_names_are_ordered_as_numbers() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_planned_memory_is_real_memory(world_size: int) -> None:
-    for rank, found in enumerate(run_distributed(compare_all, world_size, timeout_s=240)):
-        assert found and not any(found.values()), (rank, found)
+    for rank, differing in enumerate(run_distributed(compare_all, world_size, timeout_s=240)):
+        assert differing and not any(differing.values()), (rank, differing)
 
 
 def compare_all() -> dict[tuple[str, str], list[str]]:
-    """For every layout and model, what differs."""
+    """Compare planned with real memory for every layout and model. Returns the differences."""
     from engine3d.training import parallel
 
-    found = {}
+    differing = {}
     for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
         coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
         from megatron.core import parallel_state
@@ -68,10 +70,10 @@ def compare_all() -> dict[tuple[str, str], list[str]]:
         for name, config in CONFIGS.items():
             if layout.ep == 1 or "num_experts" in config or "n_routed_experts" in config:
                 spec = model_spec(config).of_trainer(layout, transformer_engine=platform.has_transformer_engine)
-                found[str(layout), name] = compare(spec, layout, coordinates)
+                differing[str(layout), name] = compare(spec, layout, coordinates)
         parallel_state.destroy_model_parallel()
     parallel.leave()
-    return found
+    return differing
 
 
 def compare(spec: Any, layout: Layout, coordinates: Any) -> list[str]:
@@ -81,26 +83,28 @@ def compare(spec: Any, layout: Layout, coordinates: Any) -> list[str]:
     from engine3d.training.optimizer import wrap_for_training
 
     rank = int(os.environ["RANK"])
-    model = wrap_for_training(build_model(spec, layout, torch.float32), TrainConfig())
+    model = build_model(spec, layout, torch.float32)
+    chunks = wrap_for_training(model, TrainConfig())
+    assert len(chunks) == layout.vpp
     real, _ = model_shards(rank_parameters(model, spec, layout, coordinates), "real", rank, HERE)
     fused = platform.has_transformer_engine
     planned = planned_shards(spec, layout, rank, HERE, torch.float32, transformer_engine=fused)
-    one, other = places(planned), places(real)
+    one, other = memory_layout(planned), memory_layout(real)
     return sorted(str(key) for key in one.keys() | other.keys() if one.get(key) != other.get(key))[:5]
 
 
-def places(shards: Shards) -> dict[Any, Any]:
-    """For each box, its memory's shape, its offset and strides."""
+def memory_layout(shards: RankShards) -> dict[Any, Any]:
+    """Map each box to its memory's shape, its offset and strides."""
     return {
-        (each.tensor, each.box): (shards.buffers[each.buffer].elements, each.offset, each.strides)
-        for each in shards.holdings
+        (holding.tensor, holding.box): (shards.buffers[holding.buffer].elements, holding.offset, holding.strides)
+        for holding in shards.holdings
     }
 
 
 def test_the_tensor_of_an_element_is_found() -> None:
     spec = model_spec(CONFIGS["deepseek_v3"])
     planned = PlannedTrainer(spec, Layout.of_world(2, tp=2), torch.float32, transformer_engine=False)
-    shards = planned.shards(1, Place("here", "cpu:1"))
+    shards = planned.shards(1, Location("here", "cpu:1"))
     for holding in shards.holdings:
         steps = [
             (stop - start - 1) * stride for (start, stop), stride in zip(holding.box, holding.strides, strict=True)

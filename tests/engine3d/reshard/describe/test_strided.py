@@ -13,17 +13,17 @@ from engine3d.reshard.describe.strided import BoxOfView, NotABox, boxes_of_view
 
 
 def elements(boxes: list[BoxOfView]) -> dict[tuple[int, ...], int]:
-    """Where each element of the tensor is on the other side."""
-    found: dict[tuple[int, ...], int] = {}
+    """Map each element of the tensor to its position on the other side."""
+    positions: dict[tuple[int, ...], int] = {}
     for box in boxes:
         for index in product(*(range(*edges) for edges in box.box)):
             inside = zip(index, box.box, box.strides, strict=True)
-            place = box.offset + sum((i - start) * stride for i, (start, _), stride in inside)
-            assert found.setdefault(index, place) == place
-    return found
+            position = box.offset + sum((i - start) * stride for i, (start, _), stride in inside)
+            assert positions.setdefault(index, position) == position
+    return positions
 
 
-def told(view: Tensor, shape: tuple[int, ...], other: Tensor) -> list[BoxOfView]:
+def boxes_of(view: Tensor, shape: tuple[int, ...], other: Tensor) -> list[BoxOfView]:
     return boxes_of_view(
         shape, int(view.storage_offset()), view.shape, view.stride(), int(other.storage_offset()), other.stride()
     )
@@ -50,28 +50,28 @@ def random_view(tensor: Tensor, chooser: random.Random) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_every_element_is_told_once_and_rightly(seed: int) -> None:
+def test_every_element_is_in_one_box_at_its_position(seed: int) -> None:
     chooser = random.Random(seed)
     shape = tuple(chooser.choice([1, 2, 3, 4, 6]) for _ in range(chooser.randint(1, 3)))
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    view = random_view(whole, chooser)
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    view = random_view(tensor, chooser)
     permutation = random.Random(seed).sample(range(view.dim()), view.dim())
     other = torch.arange(2 * view.numel())[view.numel() :].view([view.shape[d] for d in permutation])
     other = other.permute([permutation.index(d) for d in range(view.dim())])
-    wanted = dict(zip(view.flatten().tolist(), other.flatten().tolist(), strict=True))
-    for place, found in elements(told(view, shape, other)).items():
-        assert found == wanted.pop(int(whole[place]))
-    assert not wanted
+    expected = dict(zip(view.flatten().tolist(), other.flatten().tolist(), strict=True))
+    for position, other_position in elements(boxes_of(view, shape, other)).items():
+        assert other_position == expected.pop(int(tensor[position]))
+    assert not expected
 
 
 def test_a_merged_view_is_one_box_of_the_tensor() -> None:
     flat = torch.empty(2, 3, 4).view(-1)
-    assert told(flat, (2, 3, 4), flat) == [BoxOfView(((0, 2), (0, 3), (0, 4)), 0, (12, 4, 1))]
+    assert boxes_of(flat, (2, 3, 4), flat) == [BoxOfView(((0, 2), (0, 3), (0, 4)), 0, (12, 4, 1))]
 
 
 def test_an_empty_view_is_no_box() -> None:
     empty = torch.empty(4, 6)[:, 6:]
-    assert told(empty, (4, 6), empty) == []
+    assert boxes_of(empty, (4, 6), empty) == []
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_an_empty_view_is_no_box() -> None:
 )
 def test_what_is_no_box(view: Tensor, reason: str) -> None:
     with pytest.raises(NotABox, match=reason):
-        told(view, (4, 6), view)
+        boxes_of(view, (4, 6), view)

@@ -40,7 +40,7 @@ def test_what_is_traced_is_what_the_loader_makes(name: str, tp: int, ep: int) ->
     traces = []
     for rank in range(tp):
         with engine_rank(tp, ep, rank):
-            model = build_model(MODELS[name], torch.bfloat16, "cpu")
+            model: Any = build_model(MODELS[name], torch.bfloat16, "cpu")
             parameters = poison(model)
             trace = trace_load(model, tensors)
             assert [buffer.name for buffer in trace.buffers] == list(parameters)
@@ -51,8 +51,8 @@ def test_what_is_traced_is_what_the_loader_makes(name: str, tp: int, ep: int) ->
             for tensor, parameter in zip(trace.tensors, parameters.values(), strict=True):
                 assert tensor.data_ptr() == parameter.data_ptr()
             model.load_weights(iter(values.items()))
-        for buffer, found, expected in zip(trace.buffers, written, trace.tensors, strict=True):
-            assert torch.equal(found, expected), buffer.name
+        for buffer, actual, expected in zip(trace.buffers, written, trace.tensors, strict=True):
+            assert torch.equal(actual, expected), buffer.name
         traces.append(trace)
     check_same_model(traces, shapes(tensors))
 
@@ -60,7 +60,7 @@ def test_what_is_traced_is_what_the_loader_makes(name: str, tp: int, ep: int) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_a_parameter_that_was_traced_may_give_its_memory_up(name: str) -> None:
     with engine_rank(1, 1, 0):
-        model = build_model(MODELS[name], torch.bfloat16, "cpu")
+        model: Any = build_model(MODELS[name], torch.bfloat16, "cpu")
         gc.collect()
         gc.disable()
         try:
@@ -79,7 +79,8 @@ def test_derived_tensors_are_written_where_they_are(tp: int) -> None:
     old, new = random_tensors(hf_tensors(config)), random_tensors(hf_tensors(config))
     new = {name: tensor + 1 for name, tensor in new.items()}
     with engine_rank(tp, 1, tp - 1):
-        model, expected = (build_model(config, torch.bfloat16, "cpu") for _ in range(2))
+        models: list[Any] = [build_model(config, torch.bfloat16, "cpu") for _ in range(2)]
+        model, expected = models
         model.load_weights(iter(old.items()))
         expected.load_weights(iter(new.items()))
         trace = trace_load(model, hf_tensors(config))
@@ -87,9 +88,9 @@ def test_derived_tensors_are_written_where_they_are(tp: int) -> None:
         before = [tensor.clone() for tensor in derived]
         write_holdings(trace.tensors, trace.holdings, new)
         refresh_derived(model)
-    wanted = [getattr(layer.self_attn, name) for layer in expected.model.layers for name in ("w_kc", "w_vc")]
-    for found, stale, right in zip(derived, before, wanted, strict=True):
-        assert torch.equal(found, right) and not torch.equal(found, stale)
+    expected_tensors = [getattr(layer.self_attn, name) for layer in expected.model.layers for name in ("w_kc", "w_vc")]
+    for actual, stale, right in zip(derived, before, expected_tensors, strict=True):
+        assert torch.equal(actual, right) and not torch.equal(actual, stale)
 
 
 def test_other_families_have_nothing_to_refresh() -> None:
@@ -100,7 +101,7 @@ def test_other_families_have_nothing_to_refresh() -> None:
 def test_the_trace_leaves_the_model_as_it_was() -> None:
     config = MODELS["deepseek_v3"]
     with engine_rank(1, 1, 0):
-        model = build_model(config, torch.bfloat16, "cpu")
+        model: Any = build_model(config, torch.bfloat16, "cpu")
         model.load_weights(iter(random_tensors(hf_tensors(config)).items()))
         attention = model.model.layers[0].self_attn
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -115,7 +116,7 @@ def test_a_shared_expert_may_be_one_of_the_experts() -> None:
     config = {**MODELS["deepseek_v3"], "n_shared_experts": 1}
     values = random_tensors(hf_tensors(config))
     with engine_rank(2, 1, 1, {"enforce_shared_experts_fusion": True}):
-        model = build_model(config, torch.bfloat16, "cpu")
+        model: Any = build_model(config, torch.bfloat16, "cpu")
         trace = trace_load(model, hf_tensors(config))
         written = [tensor.clone() for tensor in trace.tensors]
         write_holdings(written, trace.holdings, values)
@@ -127,7 +128,7 @@ def test_a_shared_expert_may_be_one_of_the_experts() -> None:
 
 def test_weights_that_are_rearranged_after_loading_are_refused() -> None:
     with engine_rank(1, 1, 0, {"moe_runner_backend": "flashinfer_trtllm"}):
-        model = build_model(MODELS["qwen3_moe"], torch.bfloat16, "cpu")
+        model: Any = build_model(MODELS["qwen3_moe"], torch.bfloat16, "cpu")
         with pytest.raises(EngineError, match=r"layers.0.mlp.experts.*flashinfer_trtllm permutes"):
             trace_load(model, hf_tensors(MODELS["qwen3_moe"]))
 
@@ -229,7 +230,7 @@ FOLLOWED: dict[str, Load] = {
     "whole": lambda p, w: p.copy_(w[A]),
     "transposed": lambda p, w: p.copy_(w[B].transpose(0, 1)),
     "transposed target": lambda p, w: p.data.t().copy_(w[B]),
-    "chunks": lambda p, w: [p.data[2 * i : 2 * i + 2].copy_(part) for i, part in enumerate(w[A].chunk(3))],
+    "chunks": lambda p, w: [p.data[2 * i : 2 * i + 2].copy_(chunk) for i, chunk in enumerate(w[A].chunk(3))],
     "split columns": lambda p, w: list(map(Tensor.copy_, p.data.split([3, 1], 1), w[A].split([3, 1], 1))),
     "one view for two": lambda p, w: p.view(3, 8).copy_(w[A].view(3, 8)),
     "heads": lambda p, w: p.data.view(2, 3, 4).copy_(w[A].unflatten(0, (3, 2)).transpose(0, 1)),
@@ -253,11 +254,11 @@ def test_views_and_copies_are_followed(load: Load) -> None:
     model = Model(load)
     trace = trace_load(model, SHAPES)
     assert trace.buffers == (Buffer("weight", "float32", (6, 4)),)
-    found = [model.weight.data.clone()]
+    actual = [model.weight.data.clone()]
     values = random_tensors(SHAPES)
-    write_holdings(found, trace.holdings, values)
+    write_holdings(actual, trace.holdings, values)
     model.load_weights(values.items())
-    assert torch.equal(found[0], model.weight)
+    assert torch.equal(actual[0], model.weight)
     assert trace_load(model, SHAPES) == trace
 
 
@@ -282,7 +283,10 @@ REFUSED: dict[str, tuple[Load, str]] = {
     "other bytes": (lambda p, w: p.copy_(w[A].view(torch.int32)), "a: the loader reads its bytes as another dtype"),
     "repeated": (lambda p, w: p.copy_(w[A][:1].expand(6, 4)), "it repeats an element"),
     "flat piece": (lambda p, w: p.view(-1)[:6].copy_(w[A].view(-1)[1:7]), "runs over the edge of a dimension"),
-    "partly over": (lambda p, w: (p.copy_(w[A]), p[1:].copy_(w[A][1:])), "a part of what is loaded into it"),
+    "partly over": (
+        lambda p, w: (p.copy_(w[A]), p[1:].copy_(w[A][1:])),
+        "some of what is loaded into it is overwritten",
+    ),
     "too little": (lambda p, w: p[:5].copy_(w[A][:5]), "weight of SGLang's model: no tensor.* 4 of its 24 elements"),
     "ones": (lambda p, w: p.fill_(1), r"calls aten.fill_.Scalar on memory of the model of shape \[6, 4\]"),
     "own values": (lambda p, w: p.copy_(torch.ones(6, 4)), "calls aten.copy_.default on memory of the model"),
@@ -304,7 +308,7 @@ def test_a_registered_buffer_that_is_loaded_is_one_of_the_models() -> None:
         parameter.copy_(weights[A])
         model.bias.copy_(weights[B][0])
 
-    model = Model(load)
+    model: Any = Model(load)
     model.register_buffer("cosines", torch.ones(3))
     model.register_buffer("bias", torch.ones(6))
     assert [buffer.name for buffer in trace_load(model, SHAPES).buffers] == ["weight", "bias"]

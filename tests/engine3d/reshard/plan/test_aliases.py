@@ -11,17 +11,17 @@ import pytest
 from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.rules import Box
-from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Shards
+from engine3d.reshard.describe.shards import Alias, Buffer, Holding, RankShards
 from engine3d.reshard.plan.aliases import find_aliases
 from engine3d.reshard.plan.planner import make_plan
 from tests.support.tiny_families import CONFIGS, MOE
-from tests.support.worlds import bound, check, engines, full_tensors, memory_of, place, shapes, trainer
+from tests.support.worlds import bound, check, engines, full_tensors, location, memory_of, shapes, trainer
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(ep=4, dp=4), Layout(tp=2, ep=2, dp=2)]
 SPEC = model_spec(MOE)
 
 
-def named(target: Shards, aliases: tuple[Alias, ...]) -> dict[str, Alias]:
+def named(target: RankShards, aliases: tuple[Alias, ...]) -> dict[str, Alias]:
     return {target.buffers[alias.target_buffer].name: alias for alias in aliases}
 
 
@@ -43,7 +43,7 @@ def test_bound_buffers_hold_what_they_should(layout: Layout, tp: int, ep: int, t
         check(plan, sources, targets, shapes(spec))
         for target in targets:
             for alias in target.aliases:
-                assert sources[alias.source_rank].place == target.place
+                assert sources[alias.source_rank].location == target.location
 
 
 def test_all_experts_are_bound_where_the_layouts_agree() -> None:
@@ -75,14 +75,14 @@ def test_experts_that_lie_apart_are_bound_with_strides() -> None:
     assert alias.strides == (3 * 24 * 32, 32, 1)
 
 
-def one(name: str, shape: tuple[int, ...], holdings: list[Holding], dtype: str = "bfloat16", at: int = 0) -> Shards:
-    return Shards(name, 0, place(at), (Buffer("memory", dtype, shape),), tuple(holdings))
+def one(name: str, shape: tuple[int, ...], holdings: list[Holding], dtype: str = "bfloat16", at: int = 0) -> RankShards:
+    return RankShards(name, 0, location(at), (Buffer("memory", dtype, shape),), tuple(holdings))
 
 
-def _spans(*places: tuple[int, int], end: int) -> list[tuple[Box, int]]:
+def _spans(*starts_at: tuple[int, int], end: int) -> list[tuple[Box, int]]:
     """Boxes of a vector, each from its start to the next one's, with where it lies."""
-    starts = [start for start, _ in places]
-    return [(((start, stop),), at) for (start, at), stop in zip(places, [*starts[1:], end], strict=True)]
+    starts = [start for start, _ in starts_at]
+    return [(((start, stop),), at) for (start, at), stop in zip(starts_at, [*starts[1:], end], strict=True)]
 
 
 WHOLE = Holding("a", ((0, 4), (0, 6)), 0, 0, (6, 1))
@@ -95,7 +95,7 @@ def test_what_can_be_bound() -> None:
     assert find_aliases([SOURCE], one("target", (24,), [WHOLE])) == (Alias(0, 0, 0, 5, (1,)),)
     assert find_aliases([SOURCE], one("target", (2, 2, 6), [WHOLE])) == (Alias(0, 0, 0, 5, (12, 6, 1)),)
     assert find_aliases([SOURCE], one("target", (1, 4, 1, 6), [WHOLE]))[0].strides[1::2] == (6, 1)
-    elsewhere = replace(SOURCE, place=place(1))
+    elsewhere = replace(SOURCE, location=location(1))
     second = replace(SOURCE, rank=1)
     assert find_aliases([elsewhere, second], one("target", (4, 6), [WHOLE])) == (Alias(0, 1, 0, 5, (6, 1)),)
     rows = [Holding("a", ((row, row + 1), (0, 6)), 0, row * 9, (6, 1)) for row in range(4)]
@@ -108,7 +108,7 @@ def test_what_can_be_bound() -> None:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (replace(SOURCE, place=place(1)), one("target", (4, 6), [WHOLE])),
+        (replace(SOURCE, location=location(1)), one("target", (4, 6), [WHOLE])),
         (SOURCE, one("target", (4, 6), [WHOLE], "float32")),
         (SOURCE, one("target", (5, 6), [WHOLE])),  # a row of padding
         (SOURCE, one("target", (4, 6), [replace(WHOLE, box=((0, 2), (0, 6)))])),  # half of it is padding
@@ -138,19 +138,19 @@ def test_what_can_be_bound() -> None:
         (SOURCE, one("target", (3, 8), [replace(WHOLE, tensor="b")])),
     ],
 )
-def test_what_cannot_be_bound(source: Shards, target: Shards) -> None:
+def test_what_cannot_be_bound(source: RankShards, target: RankShards) -> None:
     assert find_aliases([source], target) == ()
 
 
 def test_parts_in_two_buffers_cannot_be_bound() -> None:
     halves = tuple(Holding("a", ((2 * half, 2 * half + 2), (0, 6)), half, 0, (6, 1)) for half in (0, 1))
     buffers = (Buffer("one", "bfloat16", (12,)), Buffer("other", "bfloat16", (12,)))
-    assert find_aliases([Shards("source", 0, place(0), buffers, halves)], one("target", (4, 6), [WHOLE])) == ()
+    assert find_aliases([RankShards("source", 0, location(0), buffers, halves)], one("target", (4, 6), [WHOLE])) == ()
 
 
 def test_random_memory() -> None:
     """A tensor in blocks at random distances, the target in random shapes: every element of what is bound is right."""
-    found = 0
+    aliased = 0
     for seed in range(600):
         draw = random.Random(seed)
         blocks, rows, columns = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4)
@@ -169,7 +169,7 @@ def test_random_memory() -> None:
         tensors = full_tensors({"a": shape})
         for alias in aliases:
             assert (bound(alias, target_shape, [memory_of(source, tensors)]) == memory_of(target, tensors)[0]).all()
-            found += 1
+            aliased += 1
         if row_step == columns and not any(steps[:-1]):
             assert aliases
-    assert 200 < found < 590
+    assert 200 < aliased < 590

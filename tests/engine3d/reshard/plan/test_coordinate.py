@@ -1,4 +1,4 @@
-"""What each rank is told of a transfer: its own part, and no more of the others than it needs."""
+"""Orders of each rank for a transfer: its own share, and no more of the others than it needs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from engine3d.errors import EngineError, UserError
 from engine3d.reshard.describe.memory import SharedShards
-from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
-from engine3d.reshard.plan.coordinate import CollectiveOrder, Orders, coordinate
-from engine3d.reshard.plan.pieces import Link
+from engine3d.reshard.describe.shards import Buffer, Holding, Location, RankShards
+from engine3d.reshard.plan.coordinate import CollectiveOrder, Orders, ReceiveOrder, SendOrder, coordinate
 from engine3d.reshard.plan.rounds import count_rounds
+from engine3d.reshard.plan.transfers import Link
 from tests.support.work import calls_of
 
 ROWS, COLUMNS = 512, 64
@@ -23,14 +23,14 @@ LAYERS = 64
 GPUS_PER_NODE = 8
 
 
-def _shards(name: str, number: int, place: int, tensors: list[str], part: int, parts: int, owner: str) -> SharedShards:
+def _shards(name: str, number: int, slot: int, tensors: list[str], shard: int, count: int, owner: str) -> SharedShards:
     """A rank that holds the same rows of some tensors, one buffer a tensor."""
-    rows = ROWS // parts
+    rows = ROWS // count
     buffers = tuple(Buffer(tensor, "bfloat16", (rows, COLUMNS)) for tensor in tensors)
-    box = ((part * rows, (part + 1) * rows), (0, COLUMNS))
+    box = ((shard * rows, (shard + 1) * rows), (0, COLUMNS))
     holdings = tuple(Holding(tensor, box, index, 0, (COLUMNS, 1)) for index, tensor in enumerate(tensors))
-    node, gpu = divmod(place, GPUS_PER_NODE)
-    shards = Shards(name, number, Place(f"node {node}", f"gpu {gpu}"), buffers, holdings, owner=owner)
+    node, gpu = divmod(slot, GPUS_PER_NODE)
+    shards = RankShards(name, number, Location(f"node {node}", f"gpu {gpu}"), buffers, holdings, owner=owner)
     return SharedShards(shards, (None,) * len(buffers))
 
 
@@ -56,10 +56,12 @@ def _world() -> tuple[list[SharedShards], list[SharedShards], dict[str, tuple[in
     return sources, targets, dict.fromkeys(tensors, (ROWS, COLUMNS))
 
 
-def _parts(orders: Orders) -> list[CollectiveOrder]:
-    return [each.collective for each in (*orders.send, *orders.receive) if each.collective is not None]
+def _collective_orders(orders: Orders) -> list[CollectiveOrder]:
+    every: list[SendOrder | ReceiveOrder] = [*orders.send, *orders.receive]
+    return [order.collective for order in every if order.collective is not None]
 
 
+@pytest.mark.slow
 def test_1024_ranks_of_a_trainer_and_512_of_engines_are_coordinated_soon() -> None:
     sources, targets, tensors = _world()
     made: list[Orders] = []
@@ -69,36 +71,38 @@ def test_1024_ranks_of_a_trainer_and_512_of_engines_are_coordinated_soon() -> No
         )
     )
     [orders] = made
-    parts = _parts(orders)
-    assert len(parts) == len(sources) + len(targets)
+    orders_of_ranks = _collective_orders(orders)
+    assert len(orders_of_ranks) == len(sources) + len(targets)
     assert len(orders.plan.transfers) == ENGINES * TP * STAGES * CUT // TP
     transfers = len(orders.plan.transfers)
     assert calls < 200 * transfers
-    # All that goes to the ranks: their pieces, and what grows with the participants by a name each.
-    names = len(pickle.dumps(parts[0].names))
-    for order in (*orders.send[::100], *orders.receive[::100]):
-        pieces = sum(
+    # All that goes to the ranks: their segments, and what grows with the participants by a name each.
+    names = len(pickle.dumps(orders_of_ranks[0].names))
+    some: list[SendOrder | ReceiveOrder] = [*orders.send[::100], *orders.receive[::100]]
+    for order in some:
+        assert order.collective is not None
+        segments = sum(
             column.nbytes
             for message in (*order.collective.outgoing, *order.collective.incoming)
             for transfer in message.transfers
-            for column in (getattr(transfer.pieces, name) for name in transfer.pieces.__slots__)
+            for column in (getattr(transfer.segments, name) for name in transfer.segments.__slots__)
         )
-        assert len(pickle.dumps(order)) < names + 3 * pieces + 50_000
+        assert len(pickle.dumps(order)) < names + 3 * segments + 50_000
 
 
 def test_every_message_is_at_both_of_its_ends_and_all_take_the_same_rounds() -> None:
     sources, targets, tensors = _world()
     orders = coordinate(sources, targets[:TP], tensors, store=lambda: "tcp://127.0.0.1:1", staging_bytes=1 << 14)
-    parts = _parts(orders)
-    sent = {(each.sender, each.receiver): each for part in parts for each in part.outgoing}
-    received = {(each.sender, each.receiver): each for part in parts for each in part.incoming}
+    orders_of_ranks = _collective_orders(orders)
+    sent = {(message.sender, message.receiver): message for order in orders_of_ranks for message in order.outgoing}
+    received = {(message.sender, message.receiver): message for order in orders_of_ranks for message in order.incoming}
     assert sent == received and sent
-    for index, part in enumerate(sorted(parts, key=lambda part: part.index)):
-        assert part.index == index
-        assert {message.sender for message in part.outgoing} <= {index}
-        assert {message.receiver for message in part.incoming} <= {index}
-    wanted = count_rounds({pair: message.nbytes for pair, message in sent.items()}, 1 << 14)
-    assert wanted > 1 and {part.rounds for part in parts} == {wanted}
+    for index, order in enumerate(sorted(orders_of_ranks, key=lambda order: order.index)):
+        assert order.index == index
+        assert {message.sender for message in order.outgoing} <= {index}
+        assert {message.receiver for message in order.incoming} <= {index}
+    rounds = count_rounds({pair: message.nbytes for pair, message in sent.items()}, 1 << 14)
+    assert rounds > 1 and {order.rounds for order in orders_of_ranks} == {rounds}
 
 
 def test_staging_that_is_too_small_is_refused_before_any_rank_is_told() -> None:
@@ -123,21 +127,21 @@ def _colocated(first_device: int) -> tuple[list[SharedShards], list[SharedShards
 def test_an_engine_that_releases_its_weights_reads_them_from_its_node() -> None:
     sources, targets, tensors = _colocated(2)
     orders = coordinate(sources, targets, tensors)
-    assert orders.engines_receive and all(not each.one_sided and not each.targets for each in orders.send)
-    pulled = [transfer for each in orders.receive for transfer in each.one_sided]
-    assert sorted(pulled, key=lambda each: (each.source, each.target)) == list(orders.plan.transfers)
+    assert orders.engines_receive and all(not order.one_sided and not order.targets for order in orders.send)
+    pulled = [transfer for order in orders.receive for transfer in order.one_sided]
+    assert sorted(pulled, key=lambda transfer: (transfer.source, transfer.target)) == list(orders.plan.transfers)
     for target, order in enumerate(orders.receive):
-        assert {each.target for each in order.one_sided} == {target}
-        assert order.sources == {each.source: sources[each.source] for each in order.one_sided}
+        assert {transfer.target for transfer in order.one_sided} == {target}
+        assert order.sources == {transfer.source: sources[transfer.source] for transfer in order.one_sided}
         assert order.collective is None
-        assert [each.link for each in order.one_sided][-1] is Link.DEVICE  # the others are under way before
+        assert [transfer.link for transfer in order.one_sided][-1] is Link.DEVICE  # the others are in flight before
     assert orders.plan.bytes_moved == orders.plan.bytes_needed
 
 
 def test_an_engine_that_releases_its_weights_takes_messages_only_where_no_trainer_is() -> None:
     sources, targets, tensors = _colocated(GPUS_PER_NODE)
     orders = coordinate(sources, targets, tensors, store=lambda: "tcp://127.0.0.1:1")
-    assert all(each.collective is not None and not each.one_sided for each in orders.receive)
+    assert all(order.collective is not None and not order.one_sided for order in orders.receive)
     sources, targets, tensors = _colocated(2)
     with pytest.raises(UserError, match=r"^engine 0 rank 0 releases .* with actor rank 2, .* from actor rank 0 over"):
         coordinate(sources, targets, tensors, transport="collective", store=lambda: "tcp://127.0.0.1:1")

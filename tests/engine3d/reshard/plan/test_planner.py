@@ -1,4 +1,4 @@
-"""Plans: every element of every target from one source, the nearest, evenly, in few pieces."""
+"""Plans: every element of every target from one source, the nearest, evenly, in few segments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
-from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Place, Shards
+from engine3d.models.rules import ExpertOrder
+from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Location, RankShards
 from engine3d.reshard.plan import planner as plan_module
-from engine3d.reshard.plan.pieces import Link, Pieces, Plan
 from engine3d.reshard.plan.planner import make_plan
+from engine3d.reshard.plan.transfers import Link, Plan, Segments
 from tests.support.tiny_families import CONFIGS, MOE
-from tests.support.worlds import check, engine_rank, engines, place, shapes, trainer
+from tests.support.worlds import check, engine_rank, engines, location, shapes, trainer
 
 SPECS = {name: model_spec(CONFIGS[name]) for name in ("qwen3_moe", "qwen3-tied", "llama")}
 SMALL_MOE = SPECS["qwen3_moe"]
@@ -36,6 +37,8 @@ LAYOUTS = [
     Layout(tp=2, ep=2, etp=2, dp=2),
     Layout(etp=2, dp=2),
     Layout(tp=2, cp=2, ep=2, dp=2),
+    Layout(cp=4),
+    Layout(cp=4, ep=2, pp=2),
 ]
 ENGINES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 
@@ -44,7 +47,7 @@ ENGINES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 @pytest.mark.parametrize(("tp", "ep"), ENGINES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_element_arrives(layout: Layout, tp: int, ep: int, colocated: bool) -> None:
-    order = "descending" if (layout.ep + tp) % 2 else "ascending"
+    order: ExpertOrder = "descending" if (layout.ep + tp) % 2 else "ascending"
     spec = replace(SMALL_MOE, expert_order=order)
     sources = trainer(spec, layout)
     targets = engines(spec, tp, ep, count=2, first_node=0 if colocated else 9)
@@ -60,24 +63,24 @@ def test_dense_models_arrive(name: str, layout: Layout, tp: int) -> None:
     check(make_plan(sources, targets, shapes(spec)), sources, targets, shapes(spec))
 
 
-def links(plan: Plan, targets: list[Shards], sources: list[Shards]) -> None:
+def links(plan: Plan, targets: list[RankShards], sources: list[RankShards]) -> None:
     for transfer in plan.transfers:
-        source, target = sources[transfer.source].place, targets[transfer.target].place
+        source, target = sources[transfer.source].location, targets[transfer.target].location
         expected = Link.DEVICE if source == target else Link.NODE if source.node == target.node else Link.NETWORK
         assert transfer.link is expected
 
 
-def one_buffer(name: str, rank: int, where: Place, holdings: list[Holding], elements: int) -> Shards:
-    return Shards(name, rank, where, (Buffer("memory", "bfloat16", (elements,)),), tuple(holdings))
+def one_buffer(name: str, rank: int, where: Location, holdings: list[Holding], elements: int) -> RankShards:
+    return RankShards(name, rank, where, (Buffer("memory", "bfloat16", (elements,)),), tuple(holdings))
 
 
 def test_the_nearest_source_is_chosen() -> None:
-    whole = [Holding("a", ((0, 8), (0, 4)), 0, 0, (4, 1))]
-    sources = [one_buffer(f"source {rank}", rank, place(rank, 2), whole, 32) for rank in range(6)]
+    complete = [Holding("a", ((0, 8), (0, 4)), 0, 0, (4, 1))]
+    sources = [one_buffer(f"source {rank}", rank, location(rank, 2), complete, 32) for rank in range(6)]
     targets = [
-        one_buffer("on gpu 3", 0, place(3, 2), whole, 32),
-        one_buffer("on node 2", 1, Place("node 2", "another"), whole, 32),
-        one_buffer("elsewhere", 2, Place("node 7", "gpu 0"), whole, 32),
+        one_buffer("on gpu 3", 0, location(3, 2), complete, 32),
+        one_buffer("on node 2", 1, Location("node 2", "another"), complete, 32),
+        one_buffer("elsewhere", 2, Location("node 7", "gpu 0"), complete, 32),
     ]
     plan = make_plan(sources, targets, {"a": (8, 4)})
     links(plan, targets, sources)
@@ -97,10 +100,11 @@ def test_links_of_whole_plans(layout: Layout) -> None:
     assert len({(transfer.source, transfer.target) for transfer in plan.transfers}) == len(plan.transfers)
 
 
-def test_equally_near_sources_send_equally_much(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", [Layout(dp=8), Layout(cp=8), Layout(cp=4, dp=2)], ids=str)
+def test_equally_near_sources_send_equally_much(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "_SMALLEST_SHARE", 256)
     spec = SPECS["llama"]
-    sources, targets = trainer(spec, Layout(dp=8)), engines(spec, 2, 1, count=3, first_node=9)
+    sources, targets = trainer(spec, layout), engines(spec, 2, 1, count=3, first_node=9)
     plan = make_plan(sources, targets, shapes(spec))
     check(plan, sources, targets, shapes(spec))
     sent = np.zeros(8)
@@ -111,36 +115,52 @@ def test_equally_near_sources_send_equally_much(monkeypatch: pytest.MonkeyPatch)
     assert sent.max() - sent.min() <= largest and abs(sent[:4].sum() - sent[4:].sum()) <= largest
 
 
+def test_context_parallel_copies_share_what_a_stage_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "_SMALLEST_SHARE", 256)
+    targets = engines(SMALL_MOE, 2, 2, count=2, first_node=9)
+    most = {}
+    for layout in (Layout(tp=2, pp=2), Layout(tp=2, pp=2, cp=2), Layout(tp=2, pp=2, cp=4)):
+        plan = make_plan(sources := trainer(SMALL_MOE, layout), targets, shapes(SMALL_MOE))
+        check(plan, sources, targets, shapes(SMALL_MOE))
+        sent = np.zeros(layout.world_size)
+        for transfer in plan.transfers:
+            sent[transfer.source] += transfer.nbytes
+        for stage in sent.reshape(layout.pp, layout.cp * layout.tp):
+            assert stage.max() < 1.25 * stage.mean()
+        most[layout.cp] = sent.max()
+    assert most[2] < 0.6 * most[1] and most[4] < 0.6 * most[2]
+
+
 def test_a_node_that_sends_much_to_others_is_spared() -> None:
     def holds(*names: str) -> list[Holding]:
         return [Holding(name, ((0, 64),), 0, 64 * number, (1,)) for number, name in enumerate(names)]
 
     # Only rank 0 has b; a is on three ranks, of which rank 1 shares rank 0's node.
     sources = [
-        one_buffer("source 0", 0, Place("node 0", "gpu 0"), holds("b"), 128),
-        one_buffer("source 1", 1, Place("node 0", "gpu 1"), holds("a"), 128),
-        one_buffer("source 2", 2, Place("node 1", "gpu 0"), holds("a"), 128),
+        one_buffer("source 0", 0, Location("node 0", "gpu 0"), holds("b"), 128),
+        one_buffer("source 1", 1, Location("node 0", "gpu 1"), holds("a"), 128),
+        one_buffer("source 2", 2, Location("node 1", "gpu 0"), holds("a"), 128),
     ]
-    targets = [one_buffer("target", 0, Place("node 2", "gpu 0"), holds("a", "b"), 128)]
+    targets = [one_buffer("target", 0, Location("node 2", "gpu 0"), holds("a", "b"), 128)]
     plan = make_plan(sources, targets, {"a": (64,), "b": (64,)})
     assert [(transfer.source, transfer.nbytes) for transfer in plan.transfers] == [(0, 128), (2, 128)]
 
 
 def test_a_rank_that_alone_has_something_is_spared() -> None:
-    whole = Holding("a", ((0, 64),), 0, 0, (1,))
+    complete = Holding("a", ((0, 64),), 0, 0, (1,))
     alone = Holding("b", ((0, 64),), 0, 64, (1,))
-    where = [Place("node 0", f"gpu {rank}") for rank in range(3)]
+    where = [Location("node 0", f"gpu {rank}") for rank in range(3)]
     sources = [
-        one_buffer("source 0", 0, where[0], [whole, alone], 128),
-        one_buffer("source 1", 1, where[1], [whole], 64),
+        one_buffer("source 0", 0, where[0], [complete, alone], 128),
+        one_buffer("source 1", 1, where[1], [complete], 64),
     ]
-    targets = [one_buffer("target", 0, where[2], [whole, alone], 128)]
+    targets = [one_buffer("target", 0, where[2], [complete, alone], 128)]
     plan = make_plan(sources, targets, {"a": (64,), "b": (64,)})
     assert [(transfer.source, transfer.nbytes) for transfer in plan.transfers] == [(0, 128), (1, 128)]
 
 
 def pieces_of(plan: Plan) -> int:
-    return sum(len(transfer.pieces) for transfer in plan.transfers)
+    return sum(len(transfer.segments) for transfer in plan.transfers)
 
 
 def test_all_experts_of_a_rank_are_one_run() -> None:
@@ -149,11 +169,11 @@ def test_all_experts_of_a_rank_are_one_run() -> None:
     for name in ("w13", "w2"):
         number = [buffer.name for buffer in buffers].index(f"model.layers.2.{name}")
         only = tuple(replace(holding, buffer=0) for holding in holdings if holding.buffer == number)
-        target = Shards("engine", 0, place(0), (buffers[number],), only)
+        target = RankShards("engine", 0, location(0), (buffers[number],), only)
         plan = make_plan(sources, [target], shapes(SMALL_MOE))
         assert len(plan.transfers) == 1 and plan.transfers[0].source == 1
-        pieces = plan.transfers[0].pieces
-        assert len(pieces) == 1 and pieces.rows[0] == 1 and pieces.length[0] == buffers[number].elements
+        segments = plan.transfers[0].segments
+        assert len(segments) == 1 and segments.rows[0] == 1 and segments.length[0] == buffers[number].elements
         # Numbered downwards, experts lie downwards in Megatron's memory: a run for each, gate and up together.
         descending = trainer(replace(SMALL_MOE, expert_order="descending"), Layout(ep=4, dp=4))
         assert pieces_of(make_plan(descending, [target], shapes(SMALL_MOE))) == 2
@@ -165,40 +185,43 @@ def test_experts_at_one_distance_are_rows_of_one_piece() -> None:
     buffers, holdings = engine_rank(SMALL_MOE, 2, 2, 0)
     number = [buffer.name for buffer in buffers].index("model.layers.2.w13")
     only = tuple(replace(holding, buffer=0) for holding in holdings if holding.buffer == number)
-    plan = make_plan(sources, [Shards("engine", 0, place(0), (buffers[number],), only)], shapes(SMALL_MOE))
-    pieces = plan.transfers[0].pieces
-    assert len(pieces) == 1 and pieces.rows[0] == 4 and pieces.length[0] == 2 * 24 * 32
-    assert pieces.source_stride[0] == 3 * 24 * 32 and pieces.target_stride[0] == 2 * 24 * 32
+    plan = make_plan(sources, [RankShards("engine", 0, location(0), (buffers[number],), only)], shapes(SMALL_MOE))
+    segments = plan.transfers[0].segments
+    assert len(segments) == 1 and segments.rows[0] == 4 and segments.length[0] == 2 * 24 * 32
+    assert segments.source_stride[0] == 3 * 24 * 32 and segments.target_stride[0] == 2 * 24 * 32
 
 
 def test_columns_are_one_piece_and_halves_of_a_matrix_one_run() -> None:
     left, right = (Holding("a", ((0, 6), (4 * half, 4 * half + 4)), 0, 4 * half, (8, 1)) for half in (0, 1))
-    source = one_buffer("source", 0, place(0), [Holding("a", ((0, 6), (0, 8)), 0, 0, (8, 1))], 48)
-    column = make_plan([source], [one_buffer("target", 0, place(1), [right], 48)], {"a": (6, 8)})
-    piece = column.transfers[0].pieces
-    assert (len(piece), piece.rows[0], piece.length[0], piece.source_offset[0]) == (1, 6, 4, 4)
-    both = make_plan([source], [one_buffer("target", 0, place(1), [left, right], 48)], {"a": (6, 8)})
-    piece = both.transfers[0].pieces
-    assert (len(piece), piece.rows[0], piece.length[0]) == (1, 1, 48)
+    source = one_buffer("source", 0, location(0), [Holding("a", ((0, 6), (0, 8)), 0, 0, (8, 1))], 48)
+    column = make_plan([source], [one_buffer("target", 0, location(1), [right], 48)], {"a": (6, 8)})
+    segment = column.transfers[0].segments
+    assert (len(segment), segment.rows[0], segment.length[0], segment.source_offset[0]) == (1, 6, 4, 4)
+    both = make_plan([source], [one_buffer("target", 0, location(1), [left, right], 48)], {"a": (6, 8)})
+    segment = both.transfers[0].segments
+    assert (len(segment), segment.rows[0], segment.length[0]) == (1, 1, 48)
 
 
 def test_runs_at_two_distances_are_pairs() -> None:
     # Gate and up of three experts: each expert is as far from the next as its halves are not.
     runs = [Holding("a", ((4 * run, 4 * run + 4),), 0, 6 * run + 8 * (run // 2), (1,)) for run in range(6)]
-    whole = Holding("a", ((0, 24),), 0, 0, (1,))
-    sources, targets = [one_buffer("source", 0, place(0), runs, 64)], [one_buffer("target", 0, place(1), [whole], 24)]
+    complete = Holding("a", ((0, 24),), 0, 0, (1,))
+    sources, targets = (
+        [one_buffer("source", 0, location(0), runs, 64)],
+        [one_buffer("target", 0, location(1), [complete], 24)],
+    )
     plan = make_plan(sources, targets, {"a": (24,)})
     check(plan, sources, targets, {"a": (24,)})
-    pieces = plan.transfers[0].pieces
-    assert pieces.rows.tolist() == [2, 2, 2] and pieces.source_stride.tolist() == [6, 6, 6]
+    segments = plan.transfers[0].segments
+    assert segments.rows.tolist() == [2, 2, 2] and segments.source_stride.tolist() == [6, 6, 6]
 
 
 def test_a_transposed_tensor_is_copied_element_by_element() -> None:
-    source = one_buffer("source", 0, place(0), [Holding("a", ((0, 3), (0, 5)), 0, 0, (5, 1))], 15)
-    target = one_buffer("target", 0, place(1), [Holding("a", ((0, 3), (0, 5)), 0, 0, (1, 3))], 15)
+    source = one_buffer("source", 0, location(0), [Holding("a", ((0, 3), (0, 5)), 0, 0, (5, 1))], 15)
+    target = one_buffer("target", 0, location(1), [Holding("a", ((0, 3), (0, 5)), 0, 0, (1, 3))], 15)
     plan = make_plan([source], [target], {"a": (3, 5)})
     check(plan, [source], [target], {"a": (3, 5)})
-    assert (plan.transfers[0].pieces.length == 1).all() and len(plan.transfers[0].pieces) == 5
+    assert (plan.transfers[0].segments.length == 1).all() and len(plan.transfers[0].segments) == 5
 
 
 def test_random_boxes_and_strides() -> None:
@@ -216,12 +239,12 @@ def test_random_boxes_and_strides() -> None:
         plan = make_plan(sources, targets, named)
         check(plan, sources, targets, named)
         for transfer in plan.transfers:
-            pieces = transfer.pieces
-            order = np.lexsort((pieces.target_offset, pieces.target_buffer))
-            assert (order == np.arange(len(pieces))).all()
-            one_row = pieces.rows == 1
-            assert (pieces.source_stride[one_row] == pieces.length[one_row]).all()
-            assert (pieces.target_stride[one_row] == pieces.length[one_row]).all()
+            segments = transfer.segments
+            order = np.lexsort((segments.target_offset, segments.target_buffer))
+            assert (order == np.arange(len(segments))).all()
+            one_row = segments.rows == 1
+            assert (segments.source_stride[one_row] == segments.length[one_row]).all()
+            assert (segments.target_stride[one_row] == segments.length[one_row]).all()
 
 
 def _cuts(draw: random.Random, named: dict[str, tuple[int, ...]]) -> list[dict[str, list[tuple[tuple[int, int], ...]]]]:
@@ -242,7 +265,7 @@ def _random_rank(
     rank: int,
     named: dict[str, tuple[int, ...]],
     cut: dict[str, list[tuple[tuple[int, int], ...]]],
-) -> Shards:
+) -> RankShards:
     boxes = [(tensor, box) for tensor in named for box in cut.get(tensor, [])]
     if draw.random() < 0.5:
         draw.shuffle(boxes)
@@ -258,13 +281,13 @@ def _random_rank(
             step *= box[dimension][1] - box[dimension][0] + draw.choice([0, 0, 0, 1])
         holdings.append(Holding(tensor, box, 0, offset, tuple(strides)))
         offset += step
-    return one_buffer(name, rank, place(rank), holdings, offset + 8)
+    return one_buffer(name, rank, location(rank), holdings, offset + 8)
 
 
 def same(one: Plan, other: Plan) -> bool:
     return len(one.transfers) == len(other.transfers) and all(
         (a.source, a.target, a.link, a.nbytes) == (b.source, b.target, b.link, b.nbytes)
-        and all((getattr(a.pieces, c.name) == getattr(b.pieces, c.name)).all() for c in fields(Pieces))
+        and all((getattr(a.segments, c.name) == getattr(b.segments, c.name)).all() for c in fields(Segments))
         for a, b in zip(one.transfers, other.transfers, strict=True)
     )
 
@@ -274,7 +297,7 @@ def test_every_process_makes_the_same_plan() -> None:
     first = make_plan(trainer(SMALL_MOE, layout), engines(SMALL_MOE, 2, 2, 3), shapes(SMALL_MOE))
     # Equal shards that are other objects, as they are in another process, engine for engine.
     targets = [
-        replace(target, buffers=(*target.buffers,)[:], holdings=tuple(replace(each) for each in target.holdings))
+        replace(target, buffers=(*target.buffers,)[:], holdings=tuple(replace(holding) for holding in target.holdings))
         for target in engines(SMALL_MOE, 2, 2, 3)
     ]
     assert same(first, make_plan(trainer(SMALL_MOE, layout), targets, shapes(SMALL_MOE)))
@@ -286,8 +309,8 @@ def test_aliased_buffers_need_nothing() -> None:
     everything = make_plan(sources, [target], shapes(SMALL_MOE))
     number = [buffer.name for buffer in target.buffers].index("model.layers.0.w2")
     # One expert follows another in memory, so the buffer is a stretch of the source's.
-    piece = everything.transfers[0].pieces
-    start = int(piece.source_offset[piece.target_buffer == number][0])
+    segment = everything.transfers[0].segments
+    start = int(segment.source_offset[segment.target_buffer == number][0])
     alias = Alias(number, 0, 0, start, (32 * 24, 24, 1))
     bound = replace(target, aliases=(alias,))
     plan = make_plan(sources, [bound], shapes(SMALL_MOE))
@@ -302,10 +325,10 @@ def test_aliased_buffers_need_nothing() -> None:
 
 
 def test_bytes_are_of_the_targets_dtype() -> None:
-    source = one_buffer("source", 0, place(0), [Holding("a", ((0, 8),), 0, 0, (1,))], 8)
+    source = one_buffer("source", 0, location(0), [Holding("a", ((0, 8),), 0, 0, (1,))], 8)
     target = replace(source, buffers=(Buffer("memory", "float32", (8,)),))
     plan = make_plan([source], [target], {"a": (8,)})
-    assert plan.bytes_moved == plan.bytes_needed == 32 and plan.transfers[0].pieces.elements == 8
+    assert plan.bytes_moved == plan.bytes_needed == 32 and plan.transfers[0].segments.elements == 8
 
 
 WHOLE = Holding("a", ((0, 8), (0, 4)), 0, 0, (4, 1))
@@ -314,7 +337,7 @@ OTHER = Holding("b", ((0, 8), (0, 4)), 0, 0, (4, 1))
 
 
 @pytest.mark.parametrize(
-    ("held", "needed", "error", "message"),
+    ("holdings", "needed", "error", "message"),
     [
         (
             [OTHER],
@@ -374,16 +397,16 @@ OTHER = Holding("b", ((0, 8), (0, 4)), 0, 0, (4, 1))
         ([replace(WHOLE, buffer=1)], [WHOLE], EngineError, "reshard: trainer rank 0: a reaches outside its buffer 1"),
     ],
 )
-def test_errors(held: list[Holding], needed: list[Holding], error: type[Exception], message: str) -> None:
-    source = one_buffer("trainer rank 0", 0, place(0), held, 32)
-    target = one_buffer("engine 0 rank 0", 0, place(1), needed, 32)
+def test_errors(holdings: list[Holding], needed: list[Holding], error: type[Exception], message: str) -> None:
+    source = one_buffer("trainer rank 0", 0, location(0), holdings, 32)
+    target = one_buffer("engine 0 rank 0", 0, location(1), needed, 32)
     with pytest.raises(error) as caught:
         make_plan([source], [target], {"a": (8, 4), "b": (8, 4)})
     assert str(caught.value) == message
 
 
 def test_no_sources_and_no_targets() -> None:
-    target = one_buffer("engine 0 rank 0", 0, place(1), [WHOLE], 32)
+    target = one_buffer("engine 0 rank 0", 0, location(1), [WHOLE], 32)
     with pytest.raises(UserError, match="no source holds the tensor"):
         make_plan([], [target], {"a": (8, 4)})
     assert make_plan([target], [], {"a": (8, 4)}) == Plan((), (), 0, 0)

@@ -19,11 +19,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 from engine3d.platform.wire import Wire, WireError
-from engine3d.reshard.plan.pieces import Pieces
 from engine3d.reshard.plan.rounds import ALIGNMENT, BUFFERS, count_rounds, cuts, fragments, message_sizes
+from engine3d.reshard.plan.transfers import Segments
 from engine3d.reshard.transport.collective import CollectiveTransfer, Incoming, Outgoing
 from tests.support.distributed import run_distributed
-from tests.support.random_pieces import DTYPES, copied, empty_targets, nbytes, random_pieces, random_sources
+from tests.support.random_segments import DTYPES, copied, empty_targets, nbytes, random_segments, random_sources
 
 on_cpu = pytest.mark.skipif(platform.device_type != "cpu", reason="a process that has asked for GPUs cannot fork")
 
@@ -39,20 +39,22 @@ def _store() -> Store:
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
-def _pieces(pair: tuple[int, int], count: int = 60) -> Pieces:
-    return random_pieces(100 * pair[0] + pair[1], count)
+def _segments(pair: tuple[int, int], count: int = 60) -> Segments:
+    return random_segments(100 * pair[0] + pair[1], count)
 
 
 def _transfer(
     wire: Wire, pairs: list[tuple[int, int]], staging_bytes: int
 ) -> tuple[CollectiveTransfer, list[Incoming]]:
-    """Every pair's pieces are random, from the sender's buffers to buffers of the pair's own."""
-    sizes = {pair: nbytes(_pieces(pair)) for pair in pairs}
+    """Every pair's segments are random, from the sender's buffers to buffers of the pair's own."""
+    sizes = {pair: nbytes(_segments(pair)) for pair in pairs}
     device = platform.device(wire.rank)
     sources = [source.to(device) for source in random_sources(wire.rank)]
-    outgoing = [Outgoing(to, sizes[me, to], _pieces((me, to)), sources, DTYPES) for me, to in pairs if me == wire.rank]
+    outgoing = [
+        Outgoing(to, sizes[me, to], _segments((me, to)), sources, DTYPES) for me, to in pairs if me == wire.rank
+    ]
     incoming = [
-        Incoming(sender, sizes[sender, me], _pieces((sender, me)), [target.to(device) for target in empty_targets()])
+        Incoming(sender, sizes[sender, me], _segments((sender, me)), [target.to(device) for target in empty_targets()])
         for sender, me in pairs
         if me == wire.rank
     ]
@@ -85,11 +87,11 @@ def _run(pairs: list[tuple[int, int]], staging_bytes: int) -> tuple[int, int, in
     for version in range(2):
         transfer.run(version)
         platform.synchronize()
-        for each in incoming:
+        for message in incoming:
             expected = empty_targets()
-            copied(each.pieces, random_sources(each.sender), expected)
-            for made, wanted in zip(each.targets, expected, strict=True):
-                assert torch.equal(made.cpu(), wanted), (each.sender, made.dtype)
+            copied(message.segments, random_sources(message.sender), expected)
+            for made, right in zip(message.targets, expected, strict=True):
+                assert torch.equal(made.cpu(), right), (message.sender, made.dtype)
                 made.zero_()
     assert sum(recorded.buffers.values()) <= transfer.staged_bytes <= staging_bytes
     assert recorded.most <= staging_bytes // BUFFERS
@@ -114,10 +116,10 @@ def test_what_arrives_is_what_the_loop_copies(size: int, pairs: list[tuple[int, 
     rounds = {rounds for rounds, _, _ in results}
     assert len(rounds) == 1
     sent = sum(sent for _, _, sent in results)
-    assert sent == sum(nbytes(_pieces(pair)) for pair in pairs)
+    assert sent == sum(nbytes(_segments(pair)) for pair in pairs)
     # As many as the busiest rank needs, but for what aligns messages.
     busiest = max(
-        sum(nbytes(_pieces(pair)) for pair in pairs if pair[end] == rank) for end in (0, 1) for rank in range(4)
+        sum(nbytes(_segments(pair)) for pair in pairs if pair[end] == rank) for end in (0, 1) for rank in range(4)
     )
     assert rounds.pop() <= -(-busiest // (staging_bytes // BUFFERS - 100))
 
@@ -157,7 +159,7 @@ def _stop_in_round_3(wire: Wire, stop: Callable[[], None]) -> None:
             stop()
         return begin(*arguments)
 
-    wire._exchange = stopping  # type: ignore[method-assign]
+    wire._exchange = stopping  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.processes
@@ -216,30 +218,34 @@ def test_one_that_closes_at_once_breaks_no_connection_that_another_still_makes()
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("seed", range(4))
-def test_fragments_are_the_pieces_in_order(seed: int, rounds: int) -> None:
-    """Written into a stream by fragments, and by pieces with the widest dtypes first, the elements are the same."""
-    pieces = random_pieces(seed, count=30)
-    itemsize = np.array([dtype.itemsize for dtype in DTYPES])[pieces.target_buffer]
-    total = nbytes(pieces)
+def test_fragments_are_the_segments_in_order(seed: int, rounds: int) -> None:
+    """Written into a stream by fragments, and by segments with the widest dtypes first, the elements are the same."""
+    segments = random_segments(seed, count=30)
+    itemsize = np.array([dtype.itemsize for dtype in DTYPES])[segments.target_buffer]
+    total = nbytes(segments)
     stream = []
-    for number in sorted(range(len(pieces)), key=lambda n: -itemsize[n]):
+    for number in sorted(range(len(segments)), key=lambda n: -itemsize[n]):
         elements = [
-            (number, row, column) for row in range(pieces.rows[number]) for column in range(pieces.length[number])
+            (number, row, column) for row in range(segments.rows[number]) for column in range(segments.length[number])
         ]
         stream += [element for element in elements for _ in range(itemsize[number])]
     made: list[tuple[int, int, int] | None] = [None] * total
-    some, cut = fragments(pieces, itemsize, rounds), cuts(total, rounds)
-    for n in range(len(some.piece)):
-        piece, size = int(some.piece[n]), int(itemsize[some.piece[n]])
-        assert some.offset[n] % size == 0
-        place = int(cut[some.round[n]] + some.offset[n])
-        for row in range(some.rows[n]):
-            for column in range(some.length[n]):
+    message_fragments, cut = fragments(segments, itemsize, rounds), cuts(total, rounds)
+    for n in range(len(message_fragments.segment)):
+        segment, size = int(message_fragments.segment[n]), int(itemsize[message_fragments.segment[n]])
+        assert message_fragments.offset[n] % size == 0
+        position = int(cut[message_fragments.round[n]] + message_fragments.offset[n])
+        for row in range(message_fragments.rows[n]):
+            for column in range(message_fragments.length[n]):
                 for _ in range(size):
-                    assert made[place] is None
-                    made[place] = (piece, int(some.row[n]) + row, int(some.column[n]) + column)
-                    place += 1
-        assert place <= cut[some.round[n] + 1]
+                    assert made[position] is None
+                    made[position] = (
+                        segment,
+                        int(message_fragments.row[n]) + row,
+                        int(message_fragments.column[n]) + column,
+                    )
+                    position += 1
+        assert position <= cut[message_fragments.round[n] + 1]
     assert made == stream
 
 
@@ -247,7 +253,7 @@ def test_rounds_keep_every_rank_within_its_staging() -> None:
     random = np.random.default_rng(0)
     for _ in range(50):
         size = int(random.integers(2, 9))
-        pairs = [pair for pair in product(range(size), repeat=2) if pair[0] != pair[1]]
+        pairs = [(one, other) for one, other in product(range(size), repeat=2) if one != other]
         sizes = {pair: int(random.integers(0, 5000)) * 2 for pair in pairs if random.random() < 0.6}
         staging = int(random.integers(4000, 40000))
         rounds = count_rounds(sizes, staging)
@@ -270,6 +276,6 @@ def test_sizes_that_are_not_those_of_the_pieces_are_refused() -> None:
 
         def _abort(self) -> None: ...
 
-    outgoing = [Outgoing(1, 16, _pieces((0, 1)), random_sources(0), DTYPES)]
+    outgoing = [Outgoing(1, 16, _segments((0, 1)), random_sources(0), DTYPES)]
     with pytest.raises(ValueError, match="to pack for 1, planned 16"):
         CollectiveTransfer(Nowhere(["a", "b"], 0, 1.0), 1, outgoing, [], torch.device("cpu"))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 
 from engine3d.platform import platform
 from engine3d.platform.copies import WORDS, Copies
-from engine3d.reshard.plan.pieces import Pieces
+from engine3d.reshard.plan.transfers import Segments
 from engine3d.reshard.transport.program import CopyProgram, Route, _joined, flat
-from tests.support.random_pieces import copied, empty_targets, nbytes, random_pieces, random_sources
+from tests.support.interpreted import run_interpreted
+from tests.support.random_segments import copied, empty_targets, nbytes, random_segments, random_sources
 from tests.support.work import calls_of
 
 
@@ -28,20 +25,20 @@ def _flat_on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_a_program_copies_what_the_loop_copies(seed: int, method: str) -> None:
     routes, expected, programs = [], [], []
     for number in range(3):
-        pieces = random_pieces(10 * seed + number)
+        segments = random_segments(10 * seed + number)
         sources, targets = random_sources(10 * seed + number), empty_targets()
         on_device = (_flat_on_device(sources), _flat_on_device(targets))
-        routes.append(Route(pieces, *on_device))
-        copied(pieces, sources, targets)
+        routes.append(Route(segments, *on_device))
+        copied(segments, sources, targets)
         expected.append(targets)
         programs.append(on_device[1])
     program = CopyProgram(routes, method=method)  # type: ignore[arg-type]
-    assert program.nbytes == sum(nbytes(route.pieces) for route in routes)
+    assert program.nbytes == sum(nbytes(route.segments) for route in routes)
     for _ in range(2):
         program.run()
         platform.synchronize()
-        for made, wanted in zip(programs, expected, strict=True):
-            assert all(torch.equal(a.cpu(), b) for a, b in zip(made, wanted, strict=True))
+        for made, right in zip(programs, expected, strict=True):
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(made, right, strict=True))
             for tensor in made:
                 tensor.zero_()
             platform.synchronize()
@@ -55,21 +52,21 @@ def test_a_program_without_pieces_runs() -> None:
 
 def test_pieces_that_reach_out_of_their_buffers_are_refused() -> None:
     one = np.array([1], dtype=np.int64)
-    pieces = Pieces(one * 0, one * 90, one * 20, one * 0, one * 0, one * 20, one, one * 20)
+    segments = Segments(one * 0, one * 90, one * 20, one * 0, one * 0, one * 20, one, one * 20)
     with pytest.raises(ValueError, match="reaches out"):
-        CopyProgram([Route(pieces, [torch.zeros(100)], [torch.zeros(100)])])
+        CopyProgram([Route(segments, [torch.zeros(100)], [torch.zeros(100)])])
 
 
 def test_a_flat_tensor_is_part_of_its_storage() -> None:
     memory = torch.arange(20, dtype=torch.float32)
-    part = flat(memory.untyped_storage(), torch.float32, 16, 6)
-    assert part.tolist() == [4, 5, 6, 7, 8, 9]
-    part[0] = -1
+    block = flat(memory.untyped_storage(), torch.float32, 16, 6)
+    assert block.tolist() == [4, 5, 6, 7, 8, 9]
+    block[0] = -1
     assert memory[4] == -1
 
 
 def _copies(seed: int) -> Copies:
-    routes = [Route(random_pieces(seed + n), random_sources(seed + n), empty_targets()) for n in range(3)]
+    routes = [Route(random_segments(seed + n), random_sources(seed + n), empty_targets()) for n in range(3)]
     copies = _joined(routes).simplified()
     return copies[~copies.casts()]
 
@@ -89,7 +86,7 @@ def test_tiles_cover_each_byte_once(tile_bytes: int) -> None:
                     to = target + row * target_stride * word + byte
                     assert to not in moves
                     moves[to] = source + row * source_stride * word + byte
-    expected = {}
+    expected: dict[int, int] = {}
     for n in range(len(copies)):
         source_tensor, target_tensor = copies.sources[copies.source[n]], copies.targets[copies.target[n]]
         size = source_tensor.dtype.itemsize
@@ -117,8 +114,8 @@ def test_routes_of_different_size_advance_together() -> None:
         length=column + 1,
     )
     order = copies.interleaved().route
-    for part in np.split(order, 10):
-        assert np.abs(np.bincount(part, minlength=3) - [10, 30, 60]).max() <= 2
+    for block in np.split(order, 10):
+        assert np.abs(np.bincount(block, minlength=3) - [10, 30, 60]).max() <= 2
 
 
 def test_tables_of_many_pieces_are_made_without_a_loop_over_them() -> None:
@@ -142,33 +139,38 @@ def test_tables_of_many_pieces_are_made_without_a_loop_over_them() -> None:
     assert calls_of(lambda: copies.simplified().interleaved().tiles(1 << 17)) < 1000
 
 
-def _interpret() -> None:
-    """In a process of its own, where Triton interprets."""
+def _interpreted(_device: str) -> None:
     from engine3d.platform.cuda import copy as cuda_copy
 
-    for seed in range(3):
-        for tile_bytes in (64, 512):
-            copies = _copies(seed)
-            for word, table in copies.tiles(tile_bytes).items():
-                cuda_copy.launch(torch.from_numpy(table), len(table), word, programs=3)
-            for number in range(3):
-                sources, expected = random_sources(seed + number), empty_targets()
-                made = copies.targets[number * len(expected) : (number + 1) * len(expected)]
-                pieces = random_pieces(seed + number)
-                same = np.array([sources[s].dtype == expected[t].dtype for s, t in _buffers(pieces)])
-                copied(_selected(pieces, same), sources, expected)
-                assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+    for seed, tile_bytes in ((0, 64), (1, 512)):
+        copies = _copies(seed)
+        for word, table in copies.tiles(tile_bytes).items():
+            cuda_copy.launch(torch.from_numpy(table), len(table), word, programs=3)
+        for number in range(3):
+            sources, expected = random_sources(seed + number), empty_targets()
+            made = copies.targets[number * len(expected) : (number + 1) * len(expected)]
+            segments = random_segments(seed + number)
+            same = np.array([sources[s].dtype == expected[t].dtype for s, t in _buffers(segments)])
+            copied(_selected(segments, same), sources, expected)
+            assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
-def _buffers(pieces: Pieces) -> list[tuple[int, int]]:
-    return list(zip(pieces.source_buffer.tolist(), pieces.target_buffer.tolist(), strict=True))
+def _buffers(segments: Segments) -> list[tuple[int, int]]:
+    return list(zip(segments.source_buffer.tolist(), segments.target_buffer.tolist(), strict=True))
 
 
-def _selected(pieces: Pieces, which: np.ndarray) -> Pieces:
-    return Pieces(*(getattr(pieces, name)[which] for name in Pieces.__dataclass_fields__))
+def _selected(segments: Segments, which: np.ndarray) -> Segments:
+    return Segments(*(getattr(segments, name)[which] for name in Segments.__dataclass_fields__))
 
 
-def _compile() -> None:
+@pytest.mark.processes
+@pytest.mark.skipif(platform.gpus > 0, reason="the tests above run the kernel on the GPU")
+def test_the_kernel_interpreted_copies_what_the_loop_copies() -> None:
+    run_interpreted(_interpreted)
+
+
+@pytest.mark.slow
+def test_accesses_of_the_compiled_kernel_are_as_wide_as_the_words() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -192,14 +194,3 @@ def _compile() -> None:
         ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": cuda_copy._WARPS}).asm["ptx"]
         assert f"ld.global.cg.{accesses[word]}" in ptx
         assert f"st.global.{accesses[word]}" in ptx
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(platform.gpus > 0, reason="the tests above run the kernel on the GPU")
-@pytest.mark.parametrize(("function", "interpret"), [("_interpret", "1"), ("_compile", "0")])
-def test_the_kernel_without_a_gpu(function: str, interpret: str) -> None:
-    """Interpreted it copies what the loop copies, and compiled for sm_90 its accesses are as wide as the words."""
-    code = f"from {__name__} import {function}; {function}()"
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ STOP = 9
 
 
 def reason(tokens: list[int], *, aborted: bool, longest: int = 8, status: int | None = None) -> str:
-    """How SGLang tells that a response of these tokens has ended."""
+    """Finish reason of SGLang for a response of these tokens."""
     from http import HTTPStatus
 
     from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req

@@ -1,4 +1,4 @@
-"""Who waits while memory is released, and for what."""
+"""Waits of schedulers while memory is released or generation is paused."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from engine3d.rollout.scheduler import released
 def pairs() -> Iterator[list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]]:
     """The two sockets of a scheduler, each with the socket that sends to it."""
     with zmq.Context() as context:
-        found = []
+        sockets = []
         for name in ("tokenizer", "rpc"):
             receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
             receiver.bind(f"inproc://{name}")
             sender.connect(f"inproc://{name}")
-            found.append((receiver, sender))
-        yield found
-        for pair in found:
+            sockets.append((receiver, sender))
+        yield sockets
+        for pair in sockets:
             for socket in pair:
                 socket.close(linger=0)
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("index", [0, 1])
 def test_the_first_rank_waits_until_it_is_asked(
-    pairs: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]], asked: int, monkeypatch: pytest.MonkeyPatch
+    pairs: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]], index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = SimpleNamespace(
         weight_updater=SimpleNamespace(offload_tags={"kv_cache"}),
@@ -43,9 +43,9 @@ def test_the_first_rank_waits_until_it_is_asked(
     released.wait_while_released(None, scheduler)
     assert time.monotonic() - began > 0.9 * released._LONGEST_MS / 1000
     monkeypatch.setattr(released, "_LONGEST_MS", 60_000)
-    threading.Timer(0.1, pairs[asked][1].send, (b"call",)).start()
+    threading.Timer(0.1, pairs[index][1].send, (b"call",)).start()
     released.wait_while_released(None, scheduler)
-    assert pairs[asked][0].recv(zmq.NOBLOCK) == b"call"
+    assert pairs[index][0].recv(zmq.NOBLOCK) == b"call"
     assert time.monotonic() - began < 30
 
 
@@ -60,3 +60,11 @@ def test_no_other_waits(tags: set[str], sleep_on_idle: bool, tp_rank: int, pp_ra
         ps=SimpleNamespace(tp_rank=tp_rank, pp_rank=pp_rank),
     )
     released.wait_while_released(None, scheduler)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_paused_scheduler_waits_as_one_without_work(paused: bool) -> None:
+    waited: list[bool] = []
+    scheduler = SimpleNamespace(_engine_paused=paused, maybe_sleep_on_idle=lambda: waited.append(True))
+    released.wait_while_paused(None, scheduler, [])
+    assert waited == [True] * paused

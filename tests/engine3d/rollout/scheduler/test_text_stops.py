@@ -17,7 +17,7 @@ def byte_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     longer = [level.pre_tokenize_str(text)[0][0] for text in MERGES]
-    vocabulary = {piece: number for number, piece in enumerate([*alphabet, *longer])}
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *longer])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -33,28 +33,30 @@ IDS = TOKENIZER.get_vocab()
 
 def tokens_of(text: str, rng: random.Random) -> list[int]:
     """A text, cut into tokens at random."""
-    raw = "".join(piece for piece, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text))
-    found = []
+    raw = "".join(
+        text_bytes for text_bytes, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)
+    )
+    tokens = []
     while raw:
-        fitting = [piece for piece in IDS if raw.startswith(piece)]
-        piece = rng.choice(fitting)
-        found.append(IDS[piece])
-        raw = raw[len(piece) :]
-    return found
+        fitting = [token for token in IDS if raw.startswith(token)]
+        chosen = rng.choice(fitting)
+        tokens.append(IDS[chosen])
+        raw = raw[len(chosen) :]
+    return tokens
 
 
 @pytest.mark.parametrize("stops", [("</answer>",), ("\n\n",), ("é",), (" a", "abc"), ("日本",), ("b ",)])
 def test_the_first_token_that_completes_a_stop_is_found(stops: tuple[str, ...]) -> None:
     rng = random.Random(0)
-    found = TextStops(decode)
+    text_stops = TextStops(decode)
     ended = 0
     for _ in range(60):
-        parts = rng.choices(
+        texts = rng.choices(
             ["</answer>", "\n", "\n\n", "é", " a", "ab", "c", "日本", "日", "</", "answer", ">", "b "], k=12
         )
-        tokens = tokens_of("".join(parts), rng)
+        tokens = tokens_of("".join(texts), rng)
         expected = next((n for n in range(1, len(tokens) + 1) if any(s in decode(tokens[:n]) for s in stops)), None)
-        counts = (n for n in range(1, len(tokens) + 1) if found.found(tokens[:n], stops) is not None)
+        counts = (n for n in range(1, len(tokens) + 1) if text_stops.completed_stop(tokens[:n], stops) is not None)
         assert next(counts, None) == expected
         ended += expected is not None
     assert ended > 0
@@ -70,5 +72,5 @@ def test_texts_are_made_only_where_a_stop_may_end() -> None:
     stops = TextStops(counted)
     tokens = [IDS["a"], IDS["b"]] * 50
     for count in range(1, len(tokens) + 1):
-        assert stops.found(tokens[:count], ("xyz",)) is None
+        assert stops.completed_stop(tokens[:count], ("xyz",)) is None
     assert calls == [[IDS["a"]], [IDS["b"]]]

@@ -51,16 +51,16 @@ def test_gae_by_hand() -> None:
 
 
 def double_sum(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t as the sum over l of (gamma lambda)^l delta_{t+l}, response by response over its counted tokens alone."""
+    """A_t as the sum over l of (gamma lambda)^l delta_{t+l}, response by response over its loss tokens alone."""
     advantages, returns = torch.zeros(mask.shape), torch.zeros(mask.shape)
     for row in range(len(mask)):
-        places = mask[row].nonzero()[:, 0].tolist()
-        reward = [rewards[row, place].item() for place in places]
-        value = [values[row, place].item() for place in places] + [0.0]
-        delta = [reward[t] + gamma * value[t + 1] - value[t] for t in range(len(places))]
-        for t, place in enumerate(places):
-            advantage = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(places)))
-            advantages[row, place], returns[row, place] = advantage, advantage + value[t]
+        positions = mask[row].nonzero()[:, 0].tolist()
+        reward = [rewards[row, position].item() for position in positions]
+        value = [values[row, position].item() for position in positions] + [0.0]
+        delta = [reward[t] + gamma * value[t + 1] - value[t] for t in range(len(positions))]
+        for t, position in enumerate(positions):
+            advantage = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(positions)))
+            advantages[row, position], returns[row, position] = advantage, advantage + value[t]
     return advantages, returns
 
 
@@ -68,8 +68,8 @@ def double_sum(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam:
 def test_gae_is_the_double_sum_of_discounted_errors(gamma: float, lam: float) -> None:
     torch.manual_seed(1)
     rewards, values, mask = torch.randn(9, 13), torch.randn(9, 13), mask_with_holes(9, 13)
-    found = gae_advantages(rewards, values, mask, gamma=gamma, lam=lam)
-    for column, expected in zip(found, double_sum(rewards, values, mask, gamma, lam), strict=True):
+    advantages = gae_advantages(rewards, values, mask, gamma=gamma, lam=lam)
+    for column, expected in zip(advantages, double_sum(rewards, values, mask, gamma, lam), strict=True):
         torch.testing.assert_close(column, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -150,8 +150,8 @@ def test_a_lambda_of_one_gives_monte_carlo_returns_whatever_the_critic_says() ->
 
 
 def test_lambda_by_length_by_hand() -> None:
-    found = length_adaptive_lambda(torch.tensor([0, 1, 20, 21, 100, 4000]), 0.05)
-    assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 1 - 1 / 1.05, 0.8, 0.995])
+    result = length_adaptive_lambda(torch.tensor([0, 1, 20, 21, 100, 4000]), 0.05)
+    assert result.dtype == torch.float64
+    assert result.tolist() == pytest.approx([0.0, 0.0, 0.0, 1 - 1 / 1.05, 0.8, 0.995])
     # What it is made for: the geometric series of lambda is alpha times the length.
-    assert (1 / (1 - found[3:])).tolist() == pytest.approx([1.05, 5.0, 200.0])
+    assert (1 / (1 - result[3:])).tolist() == pytest.approx([1.05, 5.0, 200.0])

@@ -45,9 +45,9 @@ def test_group_advantages_against_the_standard_library_in_any_order() -> None:
     rewards = torch.rand(len(groups))
     expected = []
     for reward, group in zip(rewards.tolist(), groups.tolist(), strict=True):
-        own = [other for other, of in zip(rewards.tolist(), groups.tolist(), strict=True) if of == group]
-        std = statistics.stdev(own) if len(own) > 1 else 1.0
-        expected.append((reward - statistics.fmean(own)) / (std + 1e-6))
+        members = [other for other, of in zip(rewards.tolist(), groups.tolist(), strict=True) if of == group]
+        std = statistics.stdev(members) if len(members) > 1 else 1.0
+        expected.append((reward - statistics.fmean(members)) / (std + 1e-6))
     for _ in range(5):
         order = torch.randperm(len(groups))
         got = advantages(rewards[order].tolist(), (groups[order] * 1000 + 17).tolist())
@@ -67,10 +67,10 @@ def test_a_group_is_exactly_what_is_left_of_it_in_the_batch() -> None:
     left = [8, 3, 5, 10, 0, 9, 1, 11]
     got = dict(zip(left, advantages(rewards[left].tolist(), groups[left].tolist()), strict=True))
     for group in ([0, 1, 3], [5], [8, 9, 10, 11]):
-        own = [float(rewards[sample]) for sample in group]
-        std = statistics.stdev(own) if len(own) > 1 else 1.0
-        for sample, reward in zip(group, own, strict=True):
-            assert got[sample] == pytest.approx((reward - statistics.fmean(own)) / (std + 1e-6), rel=1e-5)
+        members = [float(rewards[sample]) for sample in group]
+        std = statistics.stdev(members) if len(members) > 1 else 1.0
+        for sample, reward in zip(group, members, strict=True):
+            assert got[sample] == pytest.approx((reward - statistics.fmean(members)) / (std + 1e-6), rel=1e-5)
     assert got[5] == 0.0
 
 
@@ -78,14 +78,16 @@ def test_a_group_is_exactly_what_is_left_of_it_in_the_batch() -> None:
 
 WHOLE = [70, 70, 70, 70, 71, 71, 71, 71, 72, 72, 72, 72]
 LEFT = [8, 3, 5, 10, 0, 9, 1, 11]
-"""Of group 70 one sample was filtered, of 71 three failed, and samples of 72 came late, between the others."""
+"""Samples that remain: one of group 70 was filtered, three of 71 failed, and samples of 72 came late, between the
+others.
+"""
 
 
 def test_leave_one_out_advantages_by_hand() -> None:
     rewards, groups = torch.tensor([1.0, 3.0, 0.0, 7.0, 5.0]), torch.tensor([4, 9, 4, 2, 4])
-    found = leave_one_out_advantages(rewards, groups)
-    assert found.tolist() == [1.0 - 2.5, 0.0, 0.0 - 3.0, 0.0, 5.0 - 0.5]  # groups of one have no baseline
-    assert found.dtype == torch.float32
+    result = leave_one_out_advantages(rewards, groups)
+    assert result.tolist() == [1.0 - 2.5, 0.0, 0.0 - 3.0, 0.0, 5.0 - 0.5]  # groups of one have no baseline
+    assert result.dtype == torch.float32
 
 
 def test_leave_one_out_is_of_what_is_left_of_a_group() -> None:
@@ -108,9 +110,9 @@ def test_a_left_out_reward_has_no_part_in_its_own_baseline() -> None:
 
 def test_length_weighted_advantages_by_hand() -> None:
     rewards, groups = torch.tensor([1.0, 3.0, 0.0, 7.0]), torch.tensor([4, 9, 4, 9])
-    found = length_weighted_advantages(rewards, torch.tensor([3, 5, 1, 0]), groups)
-    assert found.tolist() == [1.0 - 0.75, 0.0, 0.0 - 0.75, 4.0]
-    assert found.dtype == torch.float32
+    result = length_weighted_advantages(rewards, torch.tensor([3, 5, 1, 0]), groups)
+    assert result.tolist() == [1.0 - 0.75, 0.0, 0.0 - 0.75, 4.0]
+    assert result.dtype == torch.float32
     # Of one length they are GRPO's without the standard deviation.
     same = length_weighted_advantages(rewards, torch.full((4,), 11), groups)
     assert same.tolist() == advantages(rewards.tolist(), groups.tolist(), std=False)
@@ -119,8 +121,8 @@ def test_length_weighted_advantages_by_hand() -> None:
 def test_length_weighted_is_of_what_is_left_of_a_group() -> None:
     torch.manual_seed(4)
     rewards, lengths, groups = torch.rand(12), torch.randint(1, 900, (12,)), torch.tensor(WHOLE)
-    found = length_weighted_advantages(rewards[LEFT], lengths[LEFT], groups[LEFT]).tolist()
-    got = dict(zip(LEFT, found, strict=True))
+    result = length_weighted_advantages(rewards[LEFT], lengths[LEFT], groups[LEFT]).tolist()
+    got = dict(zip(LEFT, result, strict=True))
     for group in ([0, 1, 3], [8, 9, 10, 11]):
         total = sum(int(lengths[sample]) for sample in group)
         baseline = sum(int(lengths[sample]) * float(rewards[sample]) for sample in group) / total
@@ -147,16 +149,16 @@ def test_a_group_without_a_counted_token_gets_zero() -> None:
 def test_valid_group_advantages_by_hand() -> None:
     # Of seven samples, four are in the one group whose rewards differ.
     rewards, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 7.0, 0.0]), torch.tensor([4, 9, 4, 9, 4, 2, 4])
-    found, share = valid_group_advantages(rewards, groups)
+    result, share = valid_group_advantages(rewards, groups)
     assert share == pytest.approx(4 / 7)
     centred = torch.tensor([0.75, 0.0, -0.25, 0.0, -0.25, 0.0, -0.25])
-    torch.testing.assert_close(found, centred * 7 / 4)
-    assert found.dtype == torch.float32
+    torch.testing.assert_close(result, centred * 7 / 4)
+    assert result.dtype == torch.float32
 
 
 def test_without_a_valid_group_nothing_is_scaled() -> None:
-    found, share = valid_group_advantages(torch.tensor([0.1, 0.1, 0.7]), torch.tensor([1, 1, 2]))
-    assert (found.tolist(), share) == ([0.0, 0.0, 0.0], 0.0)
+    result, share = valid_group_advantages(torch.tensor([0.1, 0.1, 0.7]), torch.tensor([1, 1, 2]))
+    assert (result.tolist(), share) == ([0.0, 0.0, 0.0], 0.0)
 
 
 def test_valid_groups_are_of_what_is_left_of_them() -> None:
@@ -164,9 +166,9 @@ def test_valid_groups_are_of_what_is_left_of_them() -> None:
     left = [7, 0, 3, 1, 4]  # the wrong one of group 1 failed, and so on: no group that is left differs
     assert valid_group_advantages(rewards[left], groups[left])[1] == 0.0
     left = [5, 0, 2, 6, 3]
-    found, share = valid_group_advantages(rewards[left], groups[left])
+    result, share = valid_group_advantages(rewards[left], groups[left])
     assert share == pytest.approx(4 / 5)
-    torch.testing.assert_close(found, torch.tensor([0.5, 0.5, -0.5, 0.0, -0.5]) * 5 / 4)
+    torch.testing.assert_close(result, torch.tensor([0.5, 0.5, -0.5, 0.0, -0.5]) * 5 / 4)
 
 
 def test_equal_rewards_give_exactly_zero_with_every_baseline() -> None:
@@ -191,8 +193,8 @@ def test_remax_advantages_by_hand() -> None:
 def test_remax_advantages_follow_their_rows_and_add_nothing_on_average() -> None:
     torch.manual_seed(0)
     rewards, baseline = torch.randn(9), torch.randn(9)
-    whole, order = remax_advantages(rewards, baseline), torch.randperm(9)
-    assert torch.equal(remax_advantages(rewards[order], baseline[order]), whole[order])
+    full, order = remax_advantages(rewards, baseline), torch.randperm(9)
+    assert torch.equal(remax_advantages(rewards[order], baseline[order]), full[order])
     # A baseline that does not depend on the sample leaves the policy gradient what it is: the sum over all actions of
     # p * grad log p * (r - b) is that of p * grad log p * r.
     logits, reward = torch.randn(6).double().requires_grad_(), torch.randn(6)

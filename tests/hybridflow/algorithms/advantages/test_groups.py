@@ -12,12 +12,12 @@ from hybridflow.algorithms.advantages.groups import Groups, groups_of
 
 def test_figures_of_groups_by_hand_in_any_order_and_size() -> None:
     groups = Groups.of(torch.tensor([7, 900, 7, -3, 900, 7]))
-    figures = torch.tensor([1.0, 10.0, 2.0, 5.0, 20.0, 6.0])
+    stats = torch.tensor([1.0, 10.0, 2.0, 5.0, 20.0, 6.0])
     assert groups.count == 3
-    assert groups.of_samples(groups.sums(figures)).tolist() == [9.0, 30.0, 9.0, 5.0, 30.0, 9.0]
-    assert groups.of_samples(groups.means(figures)).tolist() == [3.0, 15.0, 3.0, 5.0, 15.0, 3.0]
+    assert groups.of_samples(groups.sums(stats)).tolist() == [9.0, 30.0, 9.0, 5.0, 30.0, 9.0]
+    assert groups.of_samples(groups.means(stats)).tolist() == [3.0, 15.0, 3.0, 5.0, 15.0, 3.0]
     assert groups.of_samples(groups.sizes()).tolist() == [3.0, 2.0, 3.0, 1.0, 2.0, 3.0]
-    assert groups.sums(figures).dtype == groups.sizes().dtype == torch.float64
+    assert groups.sums(stats).dtype == groups.sizes().dtype == torch.float64
     assert groups.sums(torch.tensor([True, False, True, True, False, False])).tolist() == [1.0, 2.0, 0.0]
 
 

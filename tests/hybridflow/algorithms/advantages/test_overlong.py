@@ -10,10 +10,10 @@ from hybridflow.algorithms.advantages.overlong import overlong_penalty
 
 def test_the_penalty_grows_within_the_buffer_and_no_further() -> None:
     lengths = torch.tensor([0, 6, 7, 8, 10, 11, 50])
-    found = overlong_penalty(lengths, limit=10, buffer=4, factor=2.0)
-    assert found.dtype == torch.float32
-    assert found.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0, -2.0]
-    assert not found[:2].signbit().any()  # no -0, which would be seen in files
+    penalty = overlong_penalty(lengths, limit=10, buffer=4, factor=2.0)
+    assert penalty.dtype == torch.float32
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0, -2.0]
+    assert not penalty[:2].signbit().any()  # no -0, which would be seen in files
 
 
 def test_a_buffer_may_be_the_whole_response() -> None:
@@ -30,8 +30,8 @@ def test_the_paper_as_it_is_written() -> None:
             expected = ((limit - cache) - length) / cache
         else:
             expected = -1.0
-        found = overlong_penalty(torch.tensor([length]), limit=limit, buffer=cache, factor=1.0)
-        assert found.item() == pytest.approx(expected)
+        penalty = overlong_penalty(torch.tensor([length]), limit=limit, buffer=cache, factor=1.0)
+        assert penalty.item() == pytest.approx(expected)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -44,8 +44,8 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 def test_each_response_may_have_a_limit_of_its_own() -> None:
     lengths, limits = torch.tensor([8, 8, 8]), torch.tensor([8, 10, 100])
-    found = overlong_penalty(lengths, limit=limits, buffer=4, factor=1.0)
-    assert found.tolist() == [-1.0, -0.5, 0.0]
+    penalty = overlong_penalty(lengths, limit=limits, buffer=4, factor=1.0)
+    assert penalty.tolist() == [-1.0, -0.5, 0.0]
     with pytest.raises(ValueError, match="a buffer of 9 tokens before a limit of 8"):
         overlong_penalty(lengths, limit=limits, buffer=9, factor=1.0)
     with pytest.raises(ValueError, match="limit"):

@@ -13,19 +13,19 @@ from hybridflow.algorithms.advantages.pass_at_k import pass_at_k_advantages
 
 
 def advantages(right: list[bool], groups: list[int], k: int) -> list[float]:
-    found, _ = pass_at_k_advantages(torch.tensor(right), torch.tensor(groups), k)
-    assert found.dtype == torch.float32
-    return found.tolist()
+    result, _ = pass_at_k_advantages(torch.tensor(right), torch.tensor(groups), k)
+    assert result.dtype == torch.float32
+    return result.tolist()
 
 
 def over_all_sets(right: list[bool], k: int) -> list[float]:
-    """For each response, the mean over the sets it is in of (reward - mean) / standard deviation, as GRPO has it."""
+    """Average GRPO's (reward - mean) / standard deviation over the sets that contain a response, for each response."""
     sets = list(itertools.combinations(range(len(right)), k))
-    rewards = [float(any(right[response] for response in each)) for each in sets]
+    rewards = [float(any(right[response] for response in subset)) for subset in sets]
     mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
     scaled = [(reward - mean) / (std + 1e-6) for reward in rewards]
     return [
-        statistics.fmean([value for each, value in zip(sets, scaled, strict=True) if response in each])
+        statistics.fmean([value for subset, value in zip(sets, scaled, strict=True) if response in subset])
         for response in range(len(right))
     ]
 
@@ -44,7 +44,7 @@ def test_by_hand() -> None:
 def test_they_are_means_over_all_sets(k: int) -> None:
     for size in range(k + 1, 9):
         for count in range(size + 1):
-            right = [place < count for place in range(size)]
+            right = [index < count for index in range(size)]
             assert advantages(right, [1] * size, k) == pytest.approx(over_all_sets(right, k), abs=1e-5), (size, count)
 
 
@@ -52,15 +52,15 @@ def test_groups_are_what_is_left_of_them_in_any_order() -> None:
     torch.manual_seed(0)
     groups = [3, 9, 3, 9, 3, 4, 9, 3, 8, 8, 3]  # of eight each once: five, three, one and two are left
     right = [True, False, False, True, False, True, False, True, True, False, False]
-    found = dict(zip(range(11), advantages(right, groups, 2), strict=True))
+    result = dict(zip(range(11), advantages(right, groups, 2), strict=True))
     for group in (3, 9):
         members = [row for row, of in enumerate(groups) if of == group]
         expected = over_all_sets([right[row] for row in members], 2)
-        assert [found[row] for row in members] == pytest.approx(expected, abs=1e-5)
-    assert [found[row] for row in (5, 8, 9)] == [0.0, 0.0, 0.0]  # of k responses there is one set, of one none
+        assert [result[row] for row in members] == pytest.approx(expected, abs=1e-5)
+    assert [result[row] for row in (5, 8, 9)] == [0.0, 0.0, 0.0]  # of k responses there is one set, of one none
     order = torch.randperm(11).tolist()
     shuffled = advantages([right[row] for row in order], [groups[row] for row in order], 2)
-    assert shuffled == [found[row] for row in order]
+    assert shuffled == [result[row] for row in order]
 
 
 def test_groups_that_say_nothing_get_exactly_zero() -> None:
@@ -70,11 +70,11 @@ def test_groups_that_say_nothing_get_exactly_zero() -> None:
 
 def test_large_groups_stay_numbers() -> None:
     right = torch.arange(4096) < 40
-    found, passed = pass_at_k_advantages(right, torch.zeros(4096, dtype=torch.int64), 64)
+    result, passed = pass_at_k_advantages(right, torch.zeros(4096, dtype=torch.int64), 64)
     exact = 1 - math.comb(4096 - 40, 64) / math.comb(4096, 64)
     assert passed == pytest.approx(exact, rel=1e-12)
-    assert float(found[0]) == pytest.approx((1 - exact) / math.sqrt(exact * (1 - exact)), rel=1e-5)
-    assert float(found.double().sum()) == pytest.approx(0.0, abs=1e-3)
+    assert float(result[0]) == pytest.approx((1 - exact) / math.sqrt(exact * (1 - exact)), rel=1e-5)
+    assert float(result.double().sum()) == pytest.approx(0.0, abs=1e-3)
 
 
 def test_the_share_of_sets_with_a_right_response_is_that_of_whole_groups() -> None:

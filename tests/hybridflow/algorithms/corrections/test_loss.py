@@ -1,4 +1,4 @@
-"""What the weights of a correction do to a loss, whatever the loss of a token is."""
+"""Effect of a correction's weights on the loss, for any token loss."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_only_the_policy_loss_is_weighed_and_the_gradient_is_that_of_the_formula
     columns = with_correction(random_columns(6, 7), mask, settings)
     weights = token_weights(mask, mode, normalising_length=length)
     columns["logprobs"].requires_grad_()
-    loss, found = call(columns, weights, policy_loss)
+    loss, stats = call(columns, weights, policy_loss)
     (gradient,) = torch.autograd.grad(loss, columns["logprobs"])
 
     exact = {name: column.detach().double() for name, column in columns.items()}
@@ -86,7 +86,7 @@ def test_only_the_policy_loss_is_weighed_and_the_gradient_is_that_of_the_formula
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-4, atol=1e-7)
     policy = (weights.double() * corrected).sum().item()
-    assert found.values()[metrics.TRAIN_POLICY_LOSS] == pytest.approx(policy, rel=1e-5, abs=1e-7)
+    assert stats.values()[metrics.TRAIN_POLICY_LOSS] == pytest.approx(policy, rel=1e-5, abs=1e-7)
 
 
 def plain_or_clipped(logprobs: Tensor, columns: dict[str, Tensor], policy_loss: PolicyLossFunction) -> Tensor:
@@ -121,8 +121,8 @@ def test_weights_of_one_change_no_bit() -> None:
         columns = random_columns(5, 6)
         columns["logprobs"].requires_grad_()
         given = columns if correction is None else columns | {"correction_weights": correction}
-        loss, found = call(given, weights)
-        results.append((loss, torch.autograd.grad(loss, columns["logprobs"])[0], found.values()))
+        loss, stats = call(given, weights)
+        results.append((loss, torch.autograd.grad(loss, columns["logprobs"])[0], stats.values()))
     (loss, gradient, values), (again, gradient_again, values_again) = results
     assert torch.equal(loss, again) and torch.equal(gradient, gradient_again) and values == values_again
 

@@ -87,8 +87,8 @@ def test_every_algorithm_has_a_correction_off_unless_asked_for(name: str) -> Non
     more = ["cost.functions=[{name: long, path: tests.support.runs:reward}]"] if name == "safe_rlhf" else []
     common = [*SMALL, f"algorithm.name={name}", *more]
     assert load_recipe(DEMO, common).algorithm.correction is None
-    found = load_recipe(DEMO, [*common, "algorithm.correction.weights=sequence"]).algorithm.correction
-    assert found == CorrectionSettings(weights="sequence", truncate=2.0)
+    result = load_recipe(DEMO, [*common, "algorithm.correction.weights=sequence"]).algorithm.correction
+    assert result == CorrectionSettings(weights="sequence", truncate=2.0)
 
 
 def test_what_does_not_fit_the_rest_of_a_recipe_is_refused() -> None:

@@ -57,41 +57,41 @@ def test_weights_by_hand(settings: dict[str, object], expected: list[float]) -> 
 
 
 def test_what_was_truncated_masked_and_vetoed_by_hand() -> None:
-    found = correct(
+    result = correct(
         ratios(),
         MASK,
         LENGTHS,
         CorrectionSettings(weights="token", truncate=2.5, mask="token", mask_low=0.3, mask_high=3.5, veto=0.4),
     )
-    assert found.truncated.tolist() == [False, False, True, False, False, True]
-    assert found.low.tolist() == [False, False, False, True, False, False]
-    assert found.high.tolist() == [False, False, True, False, False, False]
-    assert found.vetoed.tolist() == [False, True, False]
-    assert found.weights.tolist() == [2.0, 0.5, 0.0, 0.0, 0.0, 0.0]
-    assert found.weights.dtype == torch.float32
+    assert result.truncated.tolist() == [False, False, True, False, False, True]
+    assert result.low.tolist() == [False, False, False, True, False, False]
+    assert result.high.tolist() == [False, False, True, False, False, False]
+    assert result.vetoed.tolist() == [False, True, False]
+    assert result.weights.tolist() == [2.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert result.weights.dtype == torch.float32
 
 
 def naive(ratio: list[list[float | None]], settings: CorrectionSettings) -> list[float]:
     """Token by token in Python floats; None is a token of the environment."""
-    found: list[float] = []
+    results: list[float] = []
     for response in ratio:
-        own = [each for each in response if each is not None]
-        levels = {"sequence": math.prod(own), "geometric": math.prod(own) ** (1 / len(own)) if own else 1.0}
-        for each in response:
-            if each is None:
-                found.append(0.0)
+        ratios = [of_token for of_token in response if of_token is not None]
+        levels = {"sequence": math.prod(ratios), "geometric": math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0}
+        for of_token in response:
+            if of_token is None:
+                results.append(0.0)
                 continue
             weight = 1.0
             if settings.weights is not None:
-                weight = (levels | {"token": each})[settings.weights]
+                weight = (levels | {"token": of_token})[settings.weights]
                 weight = min(weight, settings.truncate or math.inf)
             if settings.mask is not None:
-                bounded = (levels | {"token": each})[settings.mask]
+                bounded = (levels | {"token": of_token})[settings.mask]
                 weight *= settings.mask_low <= bounded <= settings.mask_high  # type: ignore[operator]
             if settings.veto is not None:
-                weight *= min(own) >= settings.veto
-            found.append(weight)
-    return found
+                weight *= min(ratios) >= settings.veto
+            results.append(weight)
+    return results
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", None])
@@ -100,17 +100,19 @@ def naive(ratio: list[list[float | None]], settings: CorrectionSettings) -> list
 def test_weights_against_a_plain_loop(level: str | None, mask: str | None, veto: float | None) -> None:
     torch.manual_seed(3)
     lengths = torch.randint(0, 6, (12,))
-    counted = torch.rand(int(lengths.sum())) < 0.8
-    found = (0.4 * torch.randn(len(counted), dtype=torch.float64)).where(counted, 0.0)
+    loss_mask = torch.rand(int(lengths.sum())) < 0.8
+    result = (0.4 * torch.randn(len(loss_mask), dtype=torch.float64)).where(loss_mask, 0.0)
     bounds = {"mask_low": 0.8, "mask_high": 1.6} if mask is not None else {}
     settings = CorrectionSettings(
         weights=level, truncate=1.3 if level is not None else None, mask=mask, veto=veto, **bounds
     )
     rows = [
         [math.exp(value) if inside else None for value, inside in zip(row.tolist(), of_row.tolist(), strict=True)]
-        for row, of_row in zip(found.split(lengths.tolist()), counted.split(lengths.tolist()), strict=True)
+        for row, of_row in zip(result.split(lengths.tolist()), loss_mask.split(lengths.tolist()), strict=True)
     ]
-    assert correct(found, counted, lengths, settings).weights.tolist() == pytest.approx(naive(rows, settings), rel=1e-6)
+    assert correct(result, loss_mask, lengths, settings).weights.tolist() == pytest.approx(
+        naive(rows, settings), rel=1e-6
+    )
 
 
 def test_equal_policies_have_weights_of_one_in_every_setting() -> None:
@@ -144,7 +146,7 @@ def test_the_weights_of_a_sample_do_not_depend_on_what_lies_beside_it() -> None:
     lengths = torch.randint(0, 40, (9,))
     column = torch.randn(int(lengths.sum()), dtype=torch.float64)
     alone = torch.cat(
-        [sums_of(each, lengths[row : row + 1]) for row, each in enumerate(column.split(lengths.tolist()))]
+        [sums_of(entry, lengths[row : row + 1]) for row, entry in enumerate(column.split(lengths.tolist()))]
     )
     assert torch.equal(sums_of(column, lengths), alone)
     every = torch.ones(len(column), dtype=torch.bool)

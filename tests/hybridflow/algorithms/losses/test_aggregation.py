@@ -25,7 +25,7 @@ def test_token_weights_by_hand() -> None:
 
 def test_token_weights_refuse_what_has_no_meaning() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="none of 2 sequences has a token"):
+    with pytest.raises(ValueError, match="none of 2 sequences has a loss token"):
         token_weights(~mask, "token-mean")
     with pytest.raises(ValueError, match="needs normalising_length"):
         token_weights(mask, "seq-mean-token-sum-norm")

@@ -27,9 +27,9 @@ def test_covariances_by_hand() -> None:
 
 def test_sums_of_samples_are_exact_and_leave_out_what_does_not_count() -> None:
     column = torch.tensor([1e8, 1.0, -1e8, torch.nan, 2.0, 3.0])
-    counted = torch.tensor([True, True, True, False, True, True])
-    assert sample_sums(column, counted, torch.tensor([4, 0, 2])).tolist() == [1.0, 0.0, 5.0]
-    assert sample_sums(column[:0], counted[:0], torch.tensor([], dtype=torch.int64)).tolist() == []
+    loss_mask = torch.tensor([True, True, True, False, True, True])
+    assert sample_sums(column, loss_mask, torch.tensor([4, 0, 2])).tolist() == [1.0, 0.0, 5.0]
+    assert sample_sums(column[:0], loss_mask[:0], torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
 def test_means_are_the_same_bits_in_any_order() -> None:

@@ -46,9 +46,9 @@ def test_what_the_student_gives_to_other_tokens_counts() -> None:
     """Renormalised over the two tokens both would be the same."""
     p = torch.tensor([0.6, 0.3]).log()
     q = torch.tensor([0.002, 0.001]).log()
-    found = truncated_divergence(q, p, divergence="reverse_kl").item()
+    result = truncated_divergence(q, p, divergence="reverse_kl").item()
     expected = 0.003 * math.log(1 / 300) + 0.997 * math.log(9.97)
-    assert found == pytest.approx(expected, rel=1e-5) and found > 2
+    assert result == pytest.approx(expected, rel=1e-5) and result > 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,9 +59,9 @@ def test_a_lower_bound_that_grows_to_the_divergence_of_the_whole_vocabulary(kind
     before = torch.zeros(50, dtype=torch.float64)
     for k in range(1, 13):
         chosen = order[:, :k]
-        found = truncated_divergence(student.gather(1, chosen), teacher.gather(1, chosen), divergence=kind)
-        assert (found >= before - 1e-9).all() and (found <= exact + 1e-9).all()
-        before = found
+        divergence = truncated_divergence(student.gather(1, chosen), teacher.gather(1, chosen), divergence=kind)
+        assert (divergence >= before - 1e-9).all() and (divergence <= exact + 1e-9).all()
+        before = divergence
     # All tokens, or all but one, which is the rest.
     torch.testing.assert_close(before, exact, atol=1e-9, rtol=1e-9)
     same = truncated_divergence(student[:, :4].float(), student[:, :4].float(), divergence=kind)
@@ -77,14 +77,14 @@ def test_the_gradient_of_the_plain_formula(kind: Divergence, k: int) -> None:
     given = q.float().requires_grad_()
     truncated_divergence(given, p.float(), divergence=kind, jsd_beta=0.3).sum().backward()
     exact = q.clone().requires_grad_()
-    whole = [torch.cat([each.exp(), 1 - each.exp().sum(dim=1, keepdim=True)], dim=1) for each in (exact, p)]
-    plain(whole[0], whole[1], kind, 0.3).sum().backward()
+    full = [torch.cat([entry.exp(), 1 - entry.exp().sum(dim=1, keepdim=True)], dim=1) for entry in (exact, p)]
+    plain(full[0], full[1], kind, 0.3).sum().backward()
     assert given.grad is not None and exact.grad is not None
     torch.testing.assert_close(given.grad, exact.grad.float(), atol=2e-5, rtol=1e-4)
 
 
 def test_the_mixture_of_jsd_goes_to_the_forward_kl() -> None:
-    student, teacher = (each.float() for each in two_distributions(20, 6))
+    student, teacher = (distribution.float() for distribution in two_distributions(20, 6))
     little = truncated_divergence(student, teacher, divergence="jsd", jsd_beta=1e-3) / 1e-3
     forward = truncated_divergence(student, teacher, divergence="forward_kl")
     torch.testing.assert_close(little, forward, atol=1e-2, rtol=1e-1)
@@ -94,10 +94,12 @@ def test_the_mixture_of_jsd_goes_to_the_forward_kl() -> None:
 def test_where_nothing_is_left_to_others_all_is_finite(kind: Divergence) -> None:
     q = torch.tensor([[0.0, -40.0], [-1e-4, -30.0], [0.0, 0.0]], requires_grad=True)
     p = torch.tensor([[-30.0, 0.0], [-1e-4, -30.0], [0.0, 0.0]])
-    found = truncated_divergence(q, p, divergence=kind)
-    found.sum().backward()
-    assert found.isfinite().all() and q.grad is not None and q.grad.isfinite().all()
-    assert found[1:].tolist() == pytest.approx([0.0, 0.0], abs=1e-6)  # the last is that of a token that does not count
+    divergence = truncated_divergence(q, p, divergence=kind)
+    divergence.sum().backward()
+    assert divergence.isfinite().all() and q.grad is not None and q.grad.isfinite().all()
+    assert divergence[1:].tolist() == pytest.approx(
+        [0.0, 0.0], abs=1e-6
+    )  # the last is that of a token that does not count
     assert math.exp(with_tail(p)[0, -1]) == pytest.approx(TAIL_FLOOR)
 
 

@@ -62,8 +62,8 @@ def columns_of(mask: Tensor) -> dict[str, Tensor]:
 
 
 def call(name: str, columns: dict[str, Tensor], weights: Tensor, config: Any) -> tuple[Tensor, Statistics]:
-    """As the trainer calls it: with the columns that this algorithm has."""
-    spare = {each for other in NEEDED.values() for each in other} - set(NEEDED.get(name, ()))
+    """Call the loss as the trainer does: with the columns that this algorithm has."""
+    spare = {entry for other in NEEDED.values() for entry in other} - set(NEEDED.get(name, ()))
     given = {key: column for key, column in columns.items() if key not in spare}
     numbers = given.pop("sequences").unique_consecutive(return_inverse=True)[1]
     return policy_gradient_loss(
@@ -103,7 +103,7 @@ def plain_distillation(
 def plain_gspo_token(
     logprobs: Tensor, old: Tensor, advantages: Tensor, others: dict[str, Tensor], config: Any
 ) -> Tensor:
-    """Whose gradient is each token's own, where a correction weighs tokens of a sequence differently too."""
+    """Gradient of each token alone, also where a correction weighs tokens of a sequence differently."""
     s = ((logprobs - old).mean().exp().detach() * logprobs.exp() / logprobs.exp().detach()).log()
     return plain_clipped(s, torch.zeros_like(s), advantages, others, config)
 
@@ -123,11 +123,11 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     "vapo": plain_vapo,
     "distillation": plain_distillation,
 }
-"""Of the algorithms whose loss is not the clipped surrogate."""
+"""Formulas of the algorithms whose loss is not the clipped surrogate."""
 
 
 def plain_kl(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """Whose gradient is that of the estimator; of k1+ and k3+ that of k2, and the value is another."""
+    """KL penalty with the estimator's gradient. k1+ and k3+ have the gradient of k2 and another value."""
     difference = reference - logprobs
     if estimator == "k3":
         return difference.exp() - 1 - difference
@@ -142,10 +142,12 @@ def plain_loss(
     for row in range(len(mask)):
         if not mask[row].any():
             continue
-        own = {key: column[row][mask[row]] for key, column in columns.items()}
-        policy = formula(own["logprobs"], own["old_logprobs"], own["advantages"], own, config)
-        kl = plain_kl(own["logprobs"], own["ref_logprobs"], config.kl_estimator)
-        losses.append(own["correction_weights"] * policy + KL * kl - ENTROPY * own["entropy"])
+        row_columns = {key: column[row][mask[row]] for key, column in columns.items()}
+        policy = formula(
+            row_columns["logprobs"], row_columns["old_logprobs"], row_columns["advantages"], row_columns, config
+        )
+        kl = plain_kl(row_columns["logprobs"], row_columns["ref_logprobs"], config.kl_estimator)
+        losses.append(row_columns["correction_weights"] * policy + KL * kl - ENTROPY * row_columns["entropy"])
     match mode:
         case "token-mean":
             return torch.cat(losses).mean()
@@ -162,22 +164,22 @@ def test_all_others_have_the_clipped_surrogate() -> None:
 @pytest.mark.parametrize(("mode", "length"), MODES)
 @pytest.mark.parametrize("name", ROLLED_OUT)
 def test_loss_and_gradient_against_autograd_of_the_plain_formula(name: str, mode: str, length: int | None) -> None:
-    """With every term that a recipe can ask for, in every aggregation."""
+    """Every term of a recipe, in every aggregation."""
     torch.manual_seed(6)
     mask = mask_with_holes(7, 8)
     columns, config = columns_of(mask), settings_of(name)
     exact = {key: column.double() for key, column in columns.items()}
-    for each in (columns, exact):
-        each["logprobs"].requires_grad_()
-        each["entropy"].requires_grad_()
+    for given in (columns, exact):
+        given["logprobs"].requires_grad_()
+        given["entropy"].requires_grad_()
     weights = token_weights(mask, mode, normalising_length=length)  # type: ignore[arg-type]
     loss, _ = call(name, columns, weights, config)
     expected = plain_loss(name, exact, mask, config, mode, length)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     learned = ("logprobs", "entropy")
-    found = torch.autograd.grad(loss, [columns[key] for key in learned])
-    wanted = torch.autograd.grad(expected, [exact[key] for key in learned])
-    for one, other in zip(found, wanted, strict=True):
+    gradient = torch.autograd.grad(loss, [columns[key] for key in learned])
+    requested = torch.autograd.grad(expected, [exact[key] for key in learned])
+    for one, other in zip(gradient, requested, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-7)
         assert one[mask].count_nonzero() == mask.sum()
 
@@ -188,12 +190,12 @@ def test_the_gradient_with_every_estimator(estimator: KLEstimator) -> None:
     mask = mask_with_holes(5, 6)
     columns, config = columns_of(mask), settings_of("grpo", estimator)
     exact = {key: column.double() for key, column in columns.items()}
-    for each in (columns, exact):
-        each["logprobs"].requires_grad_()
+    for given in (columns, exact):
+        given["logprobs"].requires_grad_()
     loss, _ = call("grpo", columns, token_weights(mask, "token-mean"), config)
-    (found,) = torch.autograd.grad(loss, columns["logprobs"])
-    (wanted,) = torch.autograd.grad(plain_loss("grpo", exact, mask, config, "token-mean", None), exact["logprobs"])
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
+    (gradient,) = torch.autograd.grad(loss, columns["logprobs"])
+    (expected,) = torch.autograd.grad(plain_loss("grpo", exact, mask, config, "token-mean", None), exact["logprobs"])
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ROLLED_OUT)
@@ -205,7 +207,7 @@ def test_loss_gradients_and_statistics_do_not_depend_on_the_cut(name: str) -> No
     length = config.normalising_length(7)
     columns, weights = columns_of(mask), token_weights(mask, config.loss_aggregation, normalising_length=length)
     cuts = [torch.randperm(10).tensor_split(sizes) for sizes in ([4], [1, 3, 8], [2, 5])]
-    check_pieces_add_up(lambda *given: call(name, *given, config), columns, weights, "logprobs", cuts)
+    check_pieces_add_up(lambda given, weighted: call(name, given, weighted, config), columns, weights, "logprobs", cuts)
 
 
 def settings_with_all_terms(name: str) -> Any:
@@ -228,8 +230,8 @@ def test_a_micro_batch_without_samples_adds_nothing(name: str) -> None:
     assert loss.item() == 0 and loss.dtype == torch.float32
     (gradient,) = torch.autograd.grad(loss, empty["logprobs"])
     assert gradient.shape == (0,)
-    for pieces in ([statistics, alone], [alone, statistics], [statistics, alone, statistics]):
-        assert Statistics.merge(pieces).values() == alone.values()
+    for shards in ([statistics, alone], [alone, statistics], [statistics, alone, statistics]):
+        assert Statistics.merge(shards).values() == alone.values()
     # All ranks add up their figures by name, in one order.
     assert [*statistics.sums, *statistics.means] == [*alone.sums, *alone.means]
     assert list(statistics.maxima) == list(alone.maxima)

@@ -67,7 +67,9 @@ def test_straight_through_estimators_by_hand(estimator: KLEstimator, value: floa
 
 
 def test_which_divergence_the_gradient_of_each_estimator_is_of() -> None:
-    """In expectation over the policy, by autograd of exact sums: k3's is of the reverse divergence, k1's of none."""
+    """The expectation over the policy, by autograd of exact sums: k3 has the gradient of the reverse divergence, k1 of
+    none.
+    """
     torch.manual_seed(1)
     logits, q = torch.randn(20).double().requires_grad_(), torch.randn(20).double().log_softmax(0)
     p = logits.log_softmax(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def random_columns(samples: int, width: int) -> dict[str, Tensor]:
 
 
 def call(columns: dict[str, Tensor], weights: Tensor, config: GRPOSettings) -> tuple[Tensor, Statistics]:
-    others = {name: column for name, column in columns.items() if name != "logprobs"}
+    others: dict[str, Any] = {name: column for name, column in columns.items() if name != "logprobs"}
     return policy_gradient_loss(columns["logprobs"], weights=weights, config=config, **others)
 
 
@@ -85,14 +86,14 @@ def test_the_gradient_against_finite_differences_of_the_plain_loop() -> None:
     (gradient,) = torch.autograd.grad(loss, columns["logprobs"])
     exact = {name: column.detach().double() for name, column in columns.items()}
     step = 1e-6
-    for place in mask.nonzero().unbind():
+    for position in mask.nonzero().unbind():
         moved = torch.zeros(4, 5, dtype=torch.float64)
-        moved[tuple(place)] = step
+        moved[tuple(position)] = step
         above, below = (
             naive_loss(exact | {"logprobs": exact["logprobs"] + shift}, mask, CONFIG, "token-mean", None)
             for shift in (moved, -moved)
         )
-        assert gradient[tuple(place)].item() == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-6)
+        assert gradient[tuple(position)].item() == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-6)
     assert gradient[~mask].count_nonzero() == 0
 
 
@@ -106,13 +107,13 @@ def test_loss_gradients_and_statistics_do_not_depend_on_the_cut(mode: Aggregatio
         torch.manual_seed(seed)
         sizes = sorted(torch.randperm(11)[:3].add(1).tolist())
         cuts.append(torch.randperm(12).tensor_split(sizes))
-    check_pieces_add_up(lambda *given: call(*given, CONFIG), columns, weights, "logprobs", cuts)
+    check_pieces_add_up(lambda given, weighted: call(given, weighted, CONFIG), columns, weights, "logprobs", cuts)
 
 
 def test_policy_statistics_by_hand() -> None:
     weights = torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25])
     ratios = torch.tensor([1.0, 1.5, 7.0, 0.5, 1.1])
-    loss, found = policy_gradient_loss(
+    loss, stats = policy_gradient_loss(
         torch.zeros(5),
         old_logprobs=-ratios.log(),
         advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
@@ -120,7 +121,7 @@ def test_policy_statistics_by_hand() -> None:
         weights=weights,
         config=GRPOSettings(),
     )
-    values = found.values()
+    values = stats.values()
     assert values[metrics.TRAIN_LOSS] == pytest.approx((-1.0 - 1.2 + 0.8 + 1.1) / 4, rel=1e-6)
     assert loss.item() == pytest.approx(values[metrics.TRAIN_LOSS])
     assert values[metrics.TRAIN_RATIO] == pytest.approx((1.0 + 1.5 + 0.5 + 1.1) / 4)
@@ -142,10 +143,10 @@ def test_tokens_of_weight_zero_do_nothing_whatever_they_hold() -> None:
     weights = token_weights(mask, "token-mean")
     clean, clean_statistics = call(columns, weights, CONFIG)
     dirty = {name: column.masked_fill(~mask, float("nan")).requires_grad_() for name, column in columns.items()}
-    loss, found = call(dirty, weights, CONFIG)
+    loss, stats = call(dirty, weights, CONFIG)
     (gradient,) = torch.autograd.grad(loss, dirty["logprobs"])
     assert loss.item() == clean.item()
-    assert found.values() == clean_statistics.values()
+    assert stats.values() == clean_statistics.values()
     assert gradient.isfinite().all()
     assert gradient[~mask].count_nonzero() == 0
 
@@ -154,15 +155,15 @@ def test_without_old_logprobs_the_gradient_is_that_of_the_policy_gradient() -> N
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages_ = torch.tensor([3.0, -0.5])
     weights = torch.tensor([0.5, 0.5])
-    loss, found = policy_gradient_loss(logprobs, advantages=advantages_, weights=weights, config=GRPOSettings())
+    loss, stats = policy_gradient_loss(logprobs, advantages=advantages_, weights=weights, config=GRPOSettings())
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -weights * advantages_)
-    assert found.values()[metrics.TRAIN_RATIO] == 1.0
+    assert stats.values()[metrics.TRAIN_RATIO] == 1.0
 
 
 def test_a_micro_batch_without_a_counted_token_is_zero_and_backward_runs() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
-    loss, found = policy_gradient_loss(
+    loss, stats = policy_gradient_loss(
         logprobs,
         advantages=torch.ones(1),
         weights=torch.zeros(1),
@@ -171,11 +172,11 @@ def test_a_micro_batch_without_a_counted_token_is_zero_and_backward_runs() -> No
     )
     loss.backward()
     assert loss.item() == 0.0
-    assert found.values() == {metrics.TRAIN_POLICY_LOSS: 0.0, metrics.TRAIN_LOSS: 0.0}
+    assert stats.values() == {metrics.TRAIN_POLICY_LOSS: 0.0, metrics.TRAIN_LOSS: 0.0}
 
 
 def test_columns_that_the_config_needs_are_asked_for() -> None:
-    base = {"advantages": torch.ones(2), "weights": torch.ones(2)}
+    base: dict[str, Any] = {"advantages": torch.ones(2), "weights": torch.ones(2)}
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         policy_gradient_loss(torch.zeros(2), config=GRPOSettings(kl_coef=0.1), **base)
     with pytest.raises(ValueError, match="needs entropy"):
@@ -186,20 +187,21 @@ def test_columns_that_the_config_needs_are_asked_for() -> None:
 
 def test_an_entropy_that_is_no_number_only_reaches_a_loss_that_asks_for_it() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    columns = {"advantages": torch.ones(2), "weights": torch.full((2,), 0.5), "entropy": torch.tensor([1.0, torch.nan])}
+    columns: dict[str, Any] = {"advantages": torch.ones(2), "weights": torch.full((2,), 0.5)}
+    columns["entropy"] = torch.tensor([1.0, torch.nan])
     for coefficient, finite in ((0.0, True), (0.1, False)):
-        loss, found = policy_gradient_loss(logprobs, config=GRPOSettings(entropy_coef=coefficient), **columns)
+        loss, stats = policy_gradient_loss(logprobs, config=GRPOSettings(entropy_coef=coefficient), **columns)
         assert math.isfinite(loss.item()) == finite
-        assert math.isnan(found.values()[metrics.TRAIN_ENTROPY])
+        assert math.isnan(stats.values()[metrics.TRAIN_ENTROPY])
 
 
 def test_tokens_at_the_limit_of_the_penalty_are_counted() -> None:
-    reference = {"ref_logprobs": torch.tensor([17.0, -1.5, -2.0, 0.0])}
-    columns = {"advantages": torch.zeros(4), "weights": torch.tensor([0.5, 0.25, 0.25, 0.0])}
+    reference: dict[str, Any] = {"ref_logprobs": torch.tensor([17.0, -1.5, -2.0, 0.0])}
+    columns: dict[str, Any] = {"advantages": torch.zeros(4), "weights": torch.tensor([0.5, 0.25, 0.25, 0.0])}
     for estimator, expected in (("k3", 1 / 3), ("k2", None)):
         config = GRPOSettings(kl_coef=0.1, kl_estimator=estimator)
-        _, found = policy_gradient_loss(torch.full((4,), -1.0), config=config, **columns, **reference)
-        assert found.values().get(metrics.TRAIN_REFERENCE_KL_CAPPED) == pytest.approx(expected)
+        _, loss = policy_gradient_loss(torch.full((4,), -1.0), config=config, **columns, **reference)
+        assert loss.values().get(metrics.TRAIN_REFERENCE_KL_CAPPED) == pytest.approx(expected)
 
 
 def test_means_of_sequences_by_hand_and_their_gradient() -> None:
@@ -208,7 +210,7 @@ def test_means_of_sequences_by_hand_and_their_gradient() -> None:
         column,
         column,
         column,
-        counted=torch.tensor([True, True, False, True, False, False]),
+        loss_mask=torch.tensor([True, True, False, True, False, False]),
         sequences=torch.tensor([0, 0, 0, 1, 1, 2]),
     )
     assert sequence_sums(column, tokens).tolist() == [3.0, 4.0, 0.0]
@@ -217,12 +219,14 @@ def test_means_of_sequences_by_hand_and_their_gradient() -> None:
     means[:2].sum().backward()
     assert column.grad is not None
     assert column.grad.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    rows = TokenColumns(*[column.view(2, 3)] * 3, tokens.counted.view(2, 3), torch.tensor([[0, 0, 0], [1, 1, 1]]))
+    view, numbers = column.view(2, 3), torch.tensor([[0, 0, 0], [1, 1, 1]])
+    rows = TokenColumns(view, view, view, tokens.loss_mask.view(2, 3), numbers)
     assert sequence_means(column.view(2, 3), rows).tolist() == [[1.5] * 3, [4.0] * 3]
 
 
 def test_sequences_and_other_columns_are_asked_for_by_name() -> None:
-    tokens = TokenColumns(*[torch.zeros(2)] * 3, torch.ones(2, dtype=torch.bool))
+    zeros = torch.zeros(2)
+    tokens = TokenColumns(zeros, zeros, zeros, torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="no column sequences"):
         sequence_means(torch.zeros(2), tokens)
     with pytest.raises(ValueError, match="no column selected"):

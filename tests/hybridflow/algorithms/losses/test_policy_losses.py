@@ -47,7 +47,9 @@ def columns_of(mask: Tensor) -> dict[str, Tensor]:
 
 
 def call(columns: dict[str, Tensor], weights: Tensor, config: AlgorithmSettings) -> tuple[Tensor, Statistics]:
-    """As the trainer calls it: sequences are numbered within their piece, and `selected` is where a loss reads it."""
+    """Call the loss as the trainer does: sequences are numbered within their shard, and `selected` is where a loss
+    reads it.
+    """
     given = dict(columns)
     if config.name not in ("clip_cov", "kl_cov"):
         del given["selected"]
@@ -59,7 +61,7 @@ def call(columns: dict[str, Tensor], weights: Tensor, config: AlgorithmSettings)
 
 
 Rows = list[Tensor]
-"""Of one sequence, (n,) float64 each: log-probs, old log-probs, advantages, which tokens are chosen."""
+"""One sequence, (n,) float64 each: log-probs, old log-probs, advantages, mask of the chosen tokens."""
 
 
 def plain_gspo(logprobs: Tensor, old: Tensor, advantages: Tensor, chosen: Tensor, config: Any) -> Tensor:
@@ -76,8 +78,8 @@ def plain_cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, chosen: Tenso
 def plain_sapo(logprobs: Tensor, old: Tensor, advantages: Tensor, chosen: Tensor, config: Any) -> Tensor:
     tau = torch.tensor(
         [
-            config.gate_temperature_positive if each > 0 else config.gate_temperature_negative
-            for each in advantages.tolist()
+            config.gate_temperature_positive if advantage > 0 else config.gate_temperature_negative
+            for advantage in advantages.tolist()
         ],
         dtype=torch.float64,
     )
@@ -108,7 +110,7 @@ def plain_loss(name: str, columns: dict[str, Tensor], mask: Tensor, config: Any)
     """Sequence by sequence, from the formulas in the papers."""
     names = ("logprobs", "old_logprobs", "advantages", "selected")
     losses = [
-        PLAIN[name](*(columns[each][row][mask[row]] for each in names), config)
+        PLAIN[name](*(columns[name][row][mask[row]] for name in names), config)
         for row in range(len(mask))
         if mask[row].any()
     ]
@@ -124,14 +126,14 @@ def test_loss_and_gradient_against_autograd_of_the_plain_formula(name: str, aggr
     mask = mask_with_holes(8, 9)
     columns, config = columns_of(mask), settings_of(name, loss_aggregation=aggregation)
     exact = {key: column.double() for key, column in columns.items()}
-    for each in (columns, exact):
-        each["logprobs"].requires_grad_()
+    for given in (columns, exact):
+        given["logprobs"].requires_grad_()
     loss, _ = call(columns, token_weights(mask, aggregation), config)  # type: ignore[arg-type]
     expected = plain_loss(name, exact, mask, config)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     (gradient,) = torch.autograd.grad(loss, columns["logprobs"])
-    (wanted,) = torch.autograd.grad(expected, exact["logprobs"])
-    torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-7)
+    (requested,) = torch.autograd.grad(expected, exact["logprobs"])
+    torch.testing.assert_close(gradient.double(), requested, rtol=1e-4, atol=1e-7)
     assert 0 < gradient.count_nonzero() <= mask.sum()
 
 
@@ -146,7 +148,9 @@ def test_loss_gradients_and_statistics_do_not_depend_on_the_cut(name: str) -> No
         torch.manual_seed(seed)
         cuts.append(torch.randperm(12).tensor_split(sorted(torch.randperm(11)[:3].add(1).tolist())))
     columns, weights = columns_of(mask), token_weights(mask, config.loss_aggregation)
-    merged = check_pieces_add_up(lambda *given: call(*given, config), columns, weights, "logprobs", cuts)
+    merged = check_pieces_add_up(
+        lambda given, weighted: call(given, weighted, config), columns, weights, "logprobs", cuts
+    )
     assert metrics.TRAIN_ENTROPY in merged
 
 
@@ -159,17 +163,17 @@ def test_prompts_and_padding_do_nothing_whatever_they_hold(name: str) -> None:
     columns, weights = columns_of(mask), token_weights(mask, config.loss_aggregation)
     clean, clean_statistics = call(columns, weights, config)
     dirty = {key: column if key == "sequences" else soiled(column, mask) for key, column in columns.items()}
-    for given, each in (
+    for given, entry in (
         (dirty, weights),
         ({key: column.flatten() for key, column in dirty.items()}, weights.flatten()),
     ):
         logprobs = given["logprobs"].clone().requires_grad_()
-        loss, found = call({**given, "logprobs": logprobs}, each, config)
+        loss, stats = call({**given, "logprobs": logprobs}, entry, config)
         (gradient,) = torch.autograd.grad(loss, logprobs)
         assert loss.item() == pytest.approx(clean.item(), rel=1e-6)
-        assert found.values() == pytest.approx(clean_statistics.values(), rel=1e-6)
+        assert stats.values() == pytest.approx(clean_statistics.values(), rel=1e-6)
         assert gradient.isfinite().all()
-        assert gradient[each == 0].count_nonzero() == 0
+        assert gradient[entry == 0].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -182,10 +186,10 @@ def test_on_the_first_policy_every_gradient_is_the_policy_gradient(name: str) ->
         "sequences": torch.tensor([0, 0, 1]),
     }
     weights = torch.tensor([0.25, 0.25, 0.5])
-    loss, found = call(columns, weights, settings_of(name))
+    loss, stats = call(columns, weights, settings_of(name))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -weights * columns["advantages"])
-    assert found.values()[metrics.TRAIN_RATIO] == 1.0
+    assert stats.values()[metrics.TRAIN_RATIO] == 1.0
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -216,10 +220,10 @@ def one_sequence(name: str, log_ratios: list[float], advantage: float, **others:
         "sequences": torch.zeros(count, dtype=torch.int64),
     }
     config = load(name).settings(**others)
-    loss, found = call(columns, torch.full((count,), 1 / count), config)
+    loss, stats = call(columns, torch.full((count,), 1 / count), config)
     loss.backward()
     assert logprobs.grad is not None
-    return loss.item(), (logprobs.grad * count).tolist(), found.values()
+    return loss.item(), (logprobs.grad * count).tolist(), stats.values()
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
@@ -241,19 +245,19 @@ def test_gspo_by_hand(
 ) -> None:
     """The ratio is the geometric mean of the tokens', however they differ, and clips all of them or none."""
     third = math.log(ratio)
-    found = one_sequence(
+    result = one_sequence(
         name, [third - 0.4, third + 0.1, third + 0.3], advantage, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip
     )
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert found[1] == pytest.approx([slope] * 3, rel=1e-5)
-    values = found[2]
+    assert result[0] == pytest.approx(loss, rel=1e-5)
+    assert result[1] == pytest.approx([slope] * 3, rel=1e-5)
+    values = result[2]
     assert values[metrics.TRAIN_RATIO] == pytest.approx(ratio, rel=1e-5)
     clipped = sum(value for key, value in values.items() if "clip_fraction" in key)
     assert clipped == (slope == 0)
 
 
 def test_the_token_form_gives_each_token_its_own_advantage() -> None:
-    """Where GSPO's gradient is that of the mean ratio, with the mean advantage for every token."""
+    """GSPO's gradient is that of the mean ratio, with the mean advantage for every token."""
     slopes = {}
     for name in ("gspo", "gspo_token"):
         logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -275,7 +279,7 @@ def test_cispo_by_hand() -> None:
     ratios = [0.1, 1.0, 1.2, 9.0]
     for low, weights in ((None, [0.1, 1.0, 1.2, 1.5]), (0.3, [0.7, 1.0, 1.2, 1.5])):
         loss, slopes, values = one_sequence(
-            "cispo", [math.log(each) for each in ratios], -2.0, weight_clip_low=low, weight_clip_high=0.5
+            "cispo", [math.log(ratio) for ratio in ratios], -2.0, weight_clip_low=low, weight_clip_high=0.5
         )
         assert slopes == pytest.approx([2 * weight for weight in weights], rel=1e-5)
         expected = sum(2 * weight * (math.log(ratio) - 3) for weight, ratio in zip(weights, ratios, strict=True)) / 4

@@ -53,8 +53,8 @@ def settings(mode: AggregationMode, length: int | None, coefficient: float = 0.1
 def test_weights_by_hand() -> None:
     counts = torch.tensor([2, 5, 3, 4, 0, 1])
     weights = torch.full((6,), 1 / 15)
-    found = positive_weights(REWARDS, counts, weights, right_above=0.0)
-    assert found.tolist() == pytest.approx([15 / 5, 0, 15 / 5, 0, 0, 0])  # 5 tokens of right responses
+    result = positive_weights(REWARDS, counts, weights, right_above=0.0)
+    assert result.tolist() == pytest.approx([15 / 5, 0, 15 / 5, 0, 0, 0])  # 5 tokens of right responses
     assert positive_weights(REWARDS, counts, weights, right_above=0.5).tolist() == pytest.approx(
         [15 / 2, 0, 0, 0, 0, 0]
     )
@@ -69,7 +69,7 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(mode: AggregationMode
     torch.manual_seed(4)
     columns, weights, mask = some_columns(mode, length)
     columns["logprobs"].requires_grad_()
-    loss, found = call(columns, weights, settings(mode, length))
+    loss, stats = call(columns, weights, settings(mode, length))
     (gradient,) = torch.autograd.grad(loss, columns["logprobs"])
 
     exact = columns["logprobs"].detach().double().requires_grad_()
@@ -91,7 +91,7 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(mode: AggregationMode
     assert exact.grad is not None
     assert loss.item() == pytest.approx((-ppo + 0.1 * nll).item(), rel=1e-5)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-7)
-    values = found.values()
+    values = stats.values()
     assert values[metrics.TRAIN_POSITIVE_SHARE] == pytest.approx(int(right.sum()) / int(mask.sum()))
     assert values[metrics.TRAIN_POSITIVE_NLL] / values[metrics.TRAIN_POSITIVE_SHARE] == pytest.approx(
         nll.item(), rel=1e-5
@@ -110,18 +110,20 @@ def test_pieces_packed_or_not_add_up_and_what_does_not_count_does_nothing(
     soiled_loss, _ = call(dirty, weights, settings(mode, length))
     assert soiled_loss.item() == clean.item()
     cuts = [torch.tensor([3, 0, 5, 1, 4, 2]).tensor_split(at) for at in ([1], [2, 3], [1, 4, 5])]
-    check_pieces_add_up(lambda *given: call(*given, settings(mode, length)), columns, weights, "logprobs", cuts)
+    check_pieces_add_up(
+        lambda given, weighted: call(given, weighted, settings(mode, length)), columns, weights, "logprobs", cuts
+    )
 
 
 def test_without_a_coefficient_or_right_responses_it_is_the_clipped_surrogate() -> None:
     torch.manual_seed(6)
     columns, weights, _ = some_columns("token-mean", None)
     lm = columns.pop("lm_weights")
-    plain, figures = call(columns, weights, settings("token-mean", None, 0.0))
-    assert metrics.TRAIN_POSITIVE_NLL not in figures.values()
-    none_right, figures = call(columns | {"lm_weights": torch.zeros_like(lm)}, weights, settings("token-mean", None))
+    plain, stats = call(columns, weights, settings("token-mean", None, 0.0))
+    assert metrics.TRAIN_POSITIVE_NLL not in stats.values()
+    none_right, stats = call(columns | {"lm_weights": torch.zeros_like(lm)}, weights, settings("token-mean", None))
     assert none_right.item() == plain.item()
-    assert figures.values()[metrics.TRAIN_POSITIVE_SHARE] == 0
+    assert stats.values()[metrics.TRAIN_POSITIVE_SHARE] == 0
     with pytest.raises(ValueError, match="no column lm_weights"):
         call(columns, weights, settings("token-mean", None))
     assert math.isfinite(plain.item())

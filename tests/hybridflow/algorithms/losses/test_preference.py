@@ -15,7 +15,7 @@ from hybridflow.algorithms.kto import KTOSettings, kto_loss
 from hybridflow.algorithms.losses.policy import TokenColumns
 from hybridflow.algorithms.losses.preference import (
     PreferenceLoss,
-    Responses,
+    ResponsePairs,
     coefficient_loss,
     coefficients,
     divergence,
@@ -32,27 +32,27 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def responses(count: int = 5, seed: int = 0) -> Responses:
+def responses(count: int = 5, seed: int = 0) -> ResponsePairs:
     torch.manual_seed(seed)
     policy = -6 * torch.rand(count, 2, dtype=torch.float64)
     reference = policy + torch.randn(count, 2, dtype=torch.float64)
     tokens = torch.randint(1, 9, (count, 2))
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]]).repeat(count, 1)[:count]
-    return Responses(policy, reference, tokens, rewards)
+    return ResponsePairs(policy, reference, tokens, rewards)
 
 
 # By hand
 
 
 def test_dpo_by_hand() -> None:
-    found = pair_losses(MARGINS, beta=0.5, loss="sigmoid")
-    assert found.tolist() == pytest.approx([math.log(2), math.log(1 + math.exp(-1)), math.log(1 + math.exp(1.5))])
+    losses = pair_losses(MARGINS, beta=0.5, loss="sigmoid")
+    assert losses.tolist() == pytest.approx([math.log(2), math.log(1 + math.exp(-1)), math.log(1 + math.exp(1.5))])
 
 
 def test_label_smoothing_by_hand() -> None:
-    found = pair_losses(MARGINS, beta=0.5, loss="sigmoid", label_smoothing=0.2)
-    expected = [-0.8 * math.log(sigmoid(each)) - 0.2 * math.log(sigmoid(-each)) for each in (0.0, 1.0, -1.5)]
-    assert found.tolist() == pytest.approx(expected)
+    losses = pair_losses(MARGINS, beta=0.5, loss="sigmoid", label_smoothing=0.2)
+    expected = [-0.8 * math.log(sigmoid(entry)) - 0.2 * math.log(sigmoid(-entry)) for entry in (0.0, 1.0, -1.5)]
+    assert losses.tolist() == pytest.approx(expected)
 
 
 def test_ipo_by_hand() -> None:
@@ -70,9 +70,9 @@ def test_margins_far_from_0_have_finite_losses_and_gradients() -> None:
 def test_kto_by_hand() -> None:
     log_ratios, desirable = torch.tensor([1.0, 1.0, 0.25], dtype=torch.float64), torch.tensor([True, False, True])
     z0 = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
-    found = unpaired_losses(log_ratios, desirable, z0, beta=2.0, weights=(1.0, 1.5))
-    assert not found.requires_grad
-    assert found.tolist() == pytest.approx([1 - sigmoid(1.5), 1.5 * (1 - sigmoid(-1.5)), 0.5])
+    losses = unpaired_losses(log_ratios, desirable, z0, beta=2.0, weights=(1.0, 1.5))
+    assert not losses.requires_grad
+    assert losses.tolist() == pytest.approx([1 - sigmoid(1.5), 1.5 * (1 - sigmoid(-1.5)), 0.5])
 
 
 def test_kto_compares_with_the_divergence_and_none_below_0() -> None:
@@ -87,15 +87,15 @@ def test_a_tie_is_half_a_success() -> None:
 
 
 def test_what_dpo_tells_of_a_pair() -> None:
-    pair = Responses(
+    pair = ResponsePairs(
         torch.tensor([[-2.0, -5.0]], dtype=torch.float64),
         torch.tensor([[-4.0, -4.0]], dtype=torch.float64),
         torch.tensor([[4, 2]]),
         torch.tensor([[1.0, 0.0]]),
     )
-    found = dpo_loss(pair, DPOSettings(beta=0.5, nll_coef=2.0))
-    assert found.values[metrics.PREFERENCE_LOSS].tolist() == pytest.approx([math.log(1 + math.exp(-1.5)) + 2 * 0.5])
-    assert {name: figure.tolist() for name, figure in found.figures.items()} == {
+    loss = dpo_loss(pair, DPOSettings(beta=0.5, nll_coef=2.0))
+    assert loss.values[metrics.PREFERENCE_LOSS].tolist() == pytest.approx([math.log(1 + math.exp(-1.5)) + 2 * 0.5])
+    assert {name: figure.tolist() for name, figure in loss.stats.items()} == {
         metrics.PREFERENCE_ACCURACY: [1.0],
         metrics.PREFERENCE_MARGIN: [1.5],
         metrics.PREFERENCE_CHOSEN_REWARD: [1.0],
@@ -104,22 +104,22 @@ def test_what_dpo_tells_of_a_pair() -> None:
         metrics.PREFERENCE_REJECTED_LOGPROB: [-5.0],
     }
     by_length = dpo_loss(pair, DPOSettings(beta=0.5, length_normalisation=True))
-    assert by_length.figures[metrics.PREFERENCE_MARGIN].tolist() == [0.5 * (2 / 4 - -1 / 2)]
+    assert by_length.stats[metrics.PREFERENCE_MARGIN].tolist() == [0.5 * (2 / 4 - -1 / 2)]
 
 
 def test_what_kto_tells_is_of_the_first_responses() -> None:
-    two = Responses(
+    two = ResponsePairs(
         torch.tensor([[-2.0, -1.0], [-3.0, -1.0]], dtype=torch.float64),
         torch.tensor([[-3.0, -2.0], [-3.5, -1.0]], dtype=torch.float64),
         torch.tensor([[4, 2], [1, 1]]),
         torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
     )
-    found = kto_loss(two, KTOSettings(beta=1.0))  # z0 = 0.5; log-ratios 1 and 0.5
-    assert found.losses.tolist() == pytest.approx([1 - sigmoid(0.5), 0.5])
-    assert found.figures[metrics.PREFERENCE_Z0].tolist() == [0.5]
-    assert found.figures[metrics.PREFERENCE_ACCURACY].tolist() == [1.0, 0.5]
-    assert found.figures[metrics.PREFERENCE_CHOSEN_REWARD].tolist() == [1.0]
-    assert found.figures[metrics.PREFERENCE_REJECTED_REWARD].tolist() == [0.5]
+    loss = kto_loss(two, KTOSettings(beta=1.0))  # z0 = 0.5; log-ratios 1 and 0.5
+    assert loss.losses.tolist() == pytest.approx([1 - sigmoid(0.5), 0.5])
+    assert loss.stats[metrics.PREFERENCE_Z0].tolist() == [0.5]
+    assert loss.stats[metrics.PREFERENCE_ACCURACY].tolist() == [1.0, 0.5]
+    assert loss.stats[metrics.PREFERENCE_CHOSEN_REWARD].tolist() == [1.0]
+    assert loss.stats[metrics.PREFERENCE_REJECTED_REWARD].tolist() == [0.5]
 
 
 # Gradients
@@ -127,35 +127,35 @@ def test_what_kto_tells_is_of_the_first_responses() -> None:
 
 def plain_dpo(policy: Tensor, reference: Tensor, tokens: Tensor, config: DPOSettings) -> Tensor:
     """The mean over pairs, written pair by pair."""
-    found = []
-    for own, fixed, lengths in zip(policy, reference, tokens, strict=True):
-        better, worse = ((own[k] - fixed[k]) / (lengths[k] if config.length_normalisation else 1) for k in (0, 1))
+    results = []
+    for logprobs, fixed, lengths in zip(policy, reference, tokens, strict=True):
+        better, worse = ((logprobs[k] - fixed[k]) / (lengths[k] if config.length_normalisation else 1) for k in (0, 1))
         if config.loss == "ipo":
             loss = (better - worse - 0.5 / config.beta) ** 2
         else:
             odds = config.beta * (better - worse)
             smooth = config.label_smoothing
             loss = (1 - smooth) * torch.log1p(torch.exp(-odds)) + smooth * torch.log1p(torch.exp(odds))
-        found.append(loss - config.nll_coef * own[0] / lengths[0])
-    return torch.stack(found).mean()
+        results.append(loss - config.nll_coef * logprobs[0] / lengths[0])
+    return torch.stack(results).mean()
 
 
 def plain_kto(policy: Tensor, reference: Tensor, rewards: Tensor, config: KTOSettings) -> Tensor:
     """The mean over examples of lambda - v(x, y), written example by example."""
     kl = max(0.0, float((policy.detach()[:, 1] - reference[:, 1]).mean()))
-    found = []
-    for own, fixed, reward in zip(policy[:, 0], reference[:, 0], rewards[:, 0], strict=True):
+    results = []
+    for logprob, fixed, reward in zip(policy[:, 0], reference[:, 0], rewards[:, 0], strict=True):
         if reward > 0:
-            value = config.desirable_weight / (1 + torch.exp(-config.beta * (own - fixed - kl)))
-            found.append(config.desirable_weight - value)
+            value = config.desirable_weight / (1 + torch.exp(-config.beta * (logprob - fixed - kl)))
+            results.append(config.desirable_weight - value)
         else:
-            value = config.undesirable_weight / (1 + torch.exp(-config.beta * (kl - (own - fixed))))
-            found.append(config.undesirable_weight - value)
-    return torch.stack(found).mean()
+            value = config.undesirable_weight / (1 + torch.exp(-config.beta * (kl - (logprob - fixed))))
+            results.append(config.undesirable_weight - value)
+    return torch.stack(results).mean()
 
 
 @pytest.mark.parametrize(
-    "own",
+    "own_settings",
     [
         {},
         {"beta": 0.5, "label_smoothing": 0.1},
@@ -164,45 +164,45 @@ def plain_kto(policy: Tensor, reference: Tensor, rewards: Tensor, config: KTOSet
         {"loss": "ipo", "length_normalisation": True},
     ],
 )
-def test_coefficients_of_pairs_are_the_gradient_of_the_plain_formula(own: dict[str, Any]) -> None:
-    config, given = DPOSettings(**own), responses()
-    found, judged = coefficients(given, dpo_loss, config)
+def test_coefficients_of_pairs_are_the_gradient_of_the_plain_formula(own_settings: dict[str, Any]) -> None:
+    config, given = DPOSettings(**own_settings), responses()
+    result, judged = coefficients(given, dpo_loss, config)
     policy = given.policy.clone().requires_grad_()
     loss = plain_dpo(policy, given.reference, given.tokens, config)
     (expected,) = torch.autograd.grad(loss, policy)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
     assert judged.losses.mean().item() == pytest.approx(loss.item(), rel=1e-12)
-    assert found.count_nonzero() == found.numel()
+    assert result.count_nonzero() == result.numel()
 
 
 @pytest.mark.parametrize("shift", [-3.0, 3.0])
 def test_coefficients_of_examples_are_the_gradient_of_the_plain_formula(shift: float) -> None:
-    """Whether z0 is above 0 or not; from the responses to other prompts nothing is learned."""
+    """z0 above 0 or not. Responses to other prompts have no gradient."""
     config, given = KTOSettings(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7), responses()
     given = replace(given, reference=given.reference - shift)
-    found, judged = coefficients(given, kto_loss, config)
+    result, judged = coefficients(given, kto_loss, config)
     policy = given.policy.clone().requires_grad_()
     loss = plain_kto(policy, given.reference, given.rewards, config)
     (expected,) = torch.autograd.grad(loss, policy)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
     assert judged.losses.mean().item() == pytest.approx(loss.item(), rel=1e-12)
-    assert (judged.figures[metrics.PREFERENCE_Z0].item() > 0) == (shift > 0)
-    assert found[:, 1].count_nonzero() == 0 and found[:, 0].count_nonzero() == len(found)
+    assert (judged.stats[metrics.PREFERENCE_Z0].item() > 0) == (shift > 0)
+    assert result[:, 1].count_nonzero() == 0 and result[:, 0].count_nonzero() == len(result)
 
 
 @pytest.mark.parametrize(("loss", "config"), [(dpo_loss, DPOSettings()), (kto_loss, KTOSettings())])
 def test_a_response_is_made_likelier_where_it_is_good(loss: PreferenceLoss, config: Any) -> None:
     given = responses()
-    found, _ = coefficients(given, loss, config)
-    good = given.rewards[:, 0] > 0 if config.name == "kto" else torch.ones(len(found), dtype=torch.bool)
-    assert (found[good, 0] < 0).all() and (found[~good, 0] > 0).all()
+    result, _ = coefficients(given, loss, config)
+    good = given.rewards[:, 0] > 0 if config.name == "kto" else torch.ones(len(result), dtype=torch.bool)
+    assert (result[good, 0] < 0).all() and (result[~good, 0] > 0).all()
 
 
 def test_the_loss_of_a_token_is_its_log_prob_by_the_coefficient() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([0.5, -0.25])
     columns = TokenColumns(logprobs, torch.zeros(2), advantages, torch.ones(2, dtype=torch.bool))
-    found = coefficient_loss(columns, DPOSettings())
-    assert found.loss.tolist() == [0.5, -0.5]
-    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    loss = coefficient_loss(columns, DPOSettings())
+    assert loss.loss.tolist() == [0.5, -0.5]
+    (gradient,) = torch.autograd.grad(loss.loss.sum(), logprobs)
     assert gradient.tolist() == [-0.5, 0.25]  # whatever the policy of before was

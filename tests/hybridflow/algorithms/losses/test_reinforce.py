@@ -17,11 +17,11 @@ def test_by_hand() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     old = torch.tensor([-1.0, -1.5, -0.5])
     advantages = torch.tensor([2.0, -1.0, 0.0])
-    found = reinforce_loss(TokenColumns(logprobs, old, advantages, torch.ones(3, dtype=torch.bool)), OPOSettings())
-    assert found.loss.tolist() == [2.0, -2.0, 0.0]
-    torch.testing.assert_close(found.ratio, torch.tensor([0.0, -0.5, 0.0]).exp())
-    assert not found.ratio.requires_grad
-    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    loss = reinforce_loss(TokenColumns(logprobs, old, advantages, torch.ones(3, dtype=torch.bool)), OPOSettings())
+    assert loss.loss.tolist() == [2.0, -2.0, 0.0]
+    torch.testing.assert_close(loss.ratio, torch.tensor([0.0, -0.5, 0.0]).exp())
+    assert not loss.ratio.requires_grad
+    (gradient,) = torch.autograd.grad(loss.loss.sum(), logprobs)
     assert gradient.tolist() == [-2.0, 1.0, 0.0]  # whatever the ratio is
 
 
@@ -36,12 +36,12 @@ def test_on_policy_the_gradient_is_that_of_the_clipped_surrogate() -> None:
     logprobs = (-torch.rand(40)).requires_grad_()
     weights = torch.rand(40)
     columns = {"advantages": torch.randn(40), "weights": weights}
-    found, gradients = [], []
+    results, gradients = [], []
     for config, policy_loss in ((OPOSettings(), reinforce_loss), (GRPOSettings(), clipped_loss)):
         loss, statistics = policy_gradient_loss(logprobs, config=config, policy_loss=policy_loss, **columns)
         gradients.append(torch.autograd.grad(loss, logprobs)[0])
-        found.append(statistics.values())
+        results.append(statistics.values())
     torch.testing.assert_close(*gradients)
-    assert found[0][metrics.TRAIN_RATIO] == found[1][metrics.TRAIN_RATIO] == 1.0
-    assert found[0][metrics.TRAIN_LOSS] != pytest.approx(found[1][metrics.TRAIN_LOSS])
-    assert metrics.TRAIN_CLIP_FRACTION_LOW not in found[0]
+    assert results[0][metrics.TRAIN_RATIO] == results[1][metrics.TRAIN_RATIO] == 1.0
+    assert results[0][metrics.TRAIN_LOSS] != pytest.approx(results[1][metrics.TRAIN_LOSS])
+    assert metrics.TRAIN_CLIP_FRACTION_LOW not in results[0]

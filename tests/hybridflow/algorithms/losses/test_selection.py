@@ -1,4 +1,4 @@
-"""Which tokens come first, in pieces."""
+"""Selection of the first tokens, shard by shard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.losses.selection import Keys, Limit, share_of, token_numbers, uniform_ranks
+from hybridflow.algorithms.losses.selection import Keys, SelectionLimit, share_of, token_numbers, uniform_ranks
 
 
 def keys_of(ranks: list[float], sample_ids: list[int], tokens: list[int]) -> Keys:
@@ -19,7 +19,7 @@ def test_equal_ranks_are_ordered_by_sample_and_token() -> None:
     assert list(zip(first.ranks, first.sample_ids, first.tokens, strict=True)) == [
         *((-np.inf, 9, 0), (0.0, 3, 2), (0.0, 3, 5), (0.0, 7, 0)),
     ]
-    assert keys.within(Limit(0.0, 3, 5)).tolist() == [False, False, True, True, True]
+    assert keys.within(SelectionLimit(0.0, 3, 5)).tolist() == [False, False, True, True, True]
     assert not keys.within(None).any()
     assert len(keys.first(9).ranks) == 5
 
@@ -28,21 +28,21 @@ def test_equal_ranks_are_ordered_by_sample_and_token() -> None:
 def test_what_is_chosen_in_pieces_is_what_comes_first_of_all(count: int) -> None:
     """However few of them a piece has, and with many equal ranks."""
     generator = np.random.default_rng(1)
-    places = [(sample, token) for sample in range(8) for token in range(5)]
+    positions = [(sample, token) for sample in range(8) for token in range(5)]
     keys = keys_of(
-        generator.integers(0, 4, len(places)).tolist(),
-        [sample for sample, _ in places],
-        [token for _, token in places],
+        generator.integers(0, 4, len(positions)).tolist(),
+        [sample for sample, _ in positions],
+        [token for _, token in positions],
     )
     expected = sorted(zip(keys.ranks, keys.sample_ids, keys.tokens, strict=True))[:count]
     for seed in range(5):
-        order = np.random.default_rng(seed).permutation(len(places))
-        pieces = [keys.take(part) for part in np.array_split(order, [1, 2, 30])]
-        limit = Limit.of([piece.first(count) for piece in pieces], count)
-        chosen = [piece.take(piece.within(limit)) for piece in pieces]
-        found = [key for each in chosen for key in zip(each.ranks, each.sample_ids, each.tokens, strict=True)]
-        assert sorted(found) == expected
-    assert Limit.of([keys.take(np.array([], dtype=np.int64))], count) is None
+        order = np.random.default_rng(seed).permutation(len(positions))
+        shards = [keys.take(shard) for shard in np.array_split(order, [1, 2, 30])]
+        limit = SelectionLimit.of([shard.first(count) for shard in shards], count)
+        chosen = [shard.take(shard.within(limit)) for shard in shards]
+        results = [key for entry in chosen for key in zip(entry.ranks, entry.sample_ids, entry.tokens, strict=True)]
+        assert sorted(results) == expected
+    assert SelectionLimit.of([keys.take(np.array([], dtype=np.int64))], count) is None
 
 
 def test_a_fraction_is_the_decimal_that_was_written() -> None:

@@ -10,9 +10,9 @@ from hybridflow.metrics import names as metrics
 
 def test_sft_loss_by_hand() -> None:
     logprobs = torch.tensor([-1.0, -3.0, float("nan")], requires_grad=True)
-    loss, found = sft_loss(logprobs, torch.tensor([0.5, 0.5, 0.0]))
+    loss, stats = sft_loss(logprobs, torch.tensor([0.5, 0.5, 0.0]))
     loss.backward()
     assert loss.item() == 2.0
-    assert found.values() == {metrics.SFT_LOSS: 2.0}
+    assert stats.values() == {metrics.SFT_LOSS: 2.0}
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, -0.5, 0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,14 @@ def test_value_loss_by_hand(
     value: float, old: float, target: float, clip: float | None, loss: float, slope: float
 ) -> None:
     values = torch.tensor([value], requires_grad=True)
-    columns = {"old_values": torch.tensor([old]), "returns": torch.tensor([target]), "weights": torch.tensor([0.5])}
-    found, statistics = value_loss(values, clip=clip, **columns)
-    found.backward()
-    assert found.item() == pytest.approx(0.5 * loss, rel=1e-6)
+    columns: dict[str, Any] = {
+        "old_values": torch.tensor([old]),
+        "returns": torch.tensor([target]),
+        "weights": torch.tensor([0.5]),
+    }
+    result, statistics = value_loss(values, clip=clip, **columns)
+    result.backward()
+    assert result.item() == pytest.approx(0.5 * loss, rel=1e-6)
     assert values.grad is not None
     assert values.grad.item() == pytest.approx(0.5 * slope, rel=1e-6)
     assert statistics.values() == {
@@ -91,8 +96,8 @@ def test_value_loss_of_pieces_adds_up() -> None:
     torch.manual_seed(1)
     columns, mask = columns_of(12, 8), random_mask(12, 8)
     weights = token_weights(mask, "token-mean")
-    pieces = torch.randperm(12).tensor_split([1, 6, 9])  # in any order of rows
-    merged = check_pieces_add_up(call, columns, weights, "values", [pieces])
+    shards = torch.randperm(12).tensor_split([1, 6, 9])  # in any order of rows
+    merged = check_pieces_add_up(call, columns, weights, "values", [shards])
     assert 0 < merged[CRITIC.clip_fraction] < 1
 
 
@@ -136,7 +141,7 @@ def test_statistics_of_a_cost_critic_have_names_of_their_own() -> None:
 
 
 def explained(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Of a batch that lies in three pieces."""
+    """Explained variance of a batch in three shards."""
     rows = torch.arange(len(mask)).tensor_split([1, 4])
     return explained_variance(value_moments(values[some], returns[some], mask[some]) for some in rows)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine3d.stacks import STACKS_VARIABLE, ask_for_stacks
+from engine3d.stacks import STACKS_VARIABLE, request_stacks
 from hybridflow.cluster.processes.process_tree import catches, is_stopped, write_stacks
 
 pytestmark = pytest.mark.processes
@@ -29,7 +29,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     begun: list[subprocess.Popen[bytes]] = []
 
     def start(program: str) -> psutil.Process:
-        text = "from engine3d.stacks import write_stacks_when_asked\nwrite_stacks_when_asked()\nprint(flush=True)\n"
+        text = "from engine3d.stacks import write_stacks_on_request\nwrite_stacks_on_request()\nprint(flush=True)\n"
         environment = os.environ | {STACKS_VARIABLE: str(tmp_path / "stacks")}
         begun.append(subprocess.Popen([sys.executable, "-c", text + program], env=environment, stdout=subprocess.PIPE))
         assert begun[-1].stdout is not None
@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 def test_a_busy_process_survives_being_asked(start: Starter, tmp_path: Path) -> None:
     process = start(BUSY)
     for _ in range(100):
-        assert not ask_for_stacks([process.pid], 30.0)
+        assert not request_stacks([process.pid], 30.0)
     assert process.status() != psutil.STATUS_ZOMBIE
     text = (tmp_path / "stacks").read_text()
     assert text.count(f" process {process.pid} (python") == text.count("in <module>") == 100
@@ -55,7 +55,7 @@ def test_a_busy_process_survives_being_asked(start: Starter, tmp_path: Path) -> 
 def test_one_that_keeps_pythons_lock_gets_a_signal(start: Starter, tmp_path: Path) -> None:
     process = start("import ctypes\ndef keeps_it(): ctypes.PyDLL(None).sleep(300)\nkeeps_it()")
     time.sleep(1.0)
-    assert ask_for_stacks([process.pid], 0.2) == [process.pid]
+    assert request_stacks([process.pid], 0.2) == [process.pid]
     write_stacks([process])
     assert "in keeps_it" in (tmp_path / "stacks").read_text()
 
@@ -66,7 +66,7 @@ def test_forks_write_their_own_and_do_not_write_in_between(start: Starter, tmp_p
         time.sleep(0.05)
     pids = [process.pid, *(child.pid for child in process.children())]
     for _ in range(10):
-        assert not ask_for_stacks(pids, 30.0)
+        assert not request_stacks(pids, 30.0)
     first, *pieces = (tmp_path / "stacks").read_text().split("--- ")
     assert not first and sorted(int(piece.split()[3]) for piece in pieces) == sorted(10 * pids)
     assert all(piece.count("in <module>") == 1 for piece in pieces)
@@ -91,7 +91,7 @@ def test_other_programs_are_left_alone(start: Starter, tmp_path: Path) -> None:
     while not any(catches(child.pid, signal.SIGUSR2) for child in process.children()):
         time.sleep(0.05)
     [child] = process.children()
-    assert ask_for_stacks([child.pid], 30.0) == []
+    assert request_stacks([child.pid], 30.0) == []
     write_stacks([process])
     time.sleep(0.3)
     assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
@@ -104,5 +104,5 @@ def test_other_users_may_not_ask(start: Starter, tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         os.setuid(65534)
-        os._exit(0 if ask_for_stacks([process.pid], 1.0) == [process.pid] else 1)
+        os._exit(0 if request_stacks([process.pid], 1.0) == [process.pid] else 1)
     assert os.waitpid(child, 0)[1] == 0 and not (tmp_path / "stacks").read_text()

@@ -249,7 +249,7 @@ def test_what_does_not_end_in_order_is_ended_by_force(work: str, signals: int, c
 
 
 def test_a_full_disk_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from hybridflow.trainer.trainer import write_timeline
+    from hybridflow.trainer.run import write_timeline
 
     path = tmp_path / "timeline.json"
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,6 +43,15 @@ def start_watchdog(directory: Path, lines: str = "") -> subprocess.Popen[bytes]:
     process.stdin.write(lines.encode())
     process.stdin.flush()
     return process
+
+
+def watches(process: subprocess.Popen[bytes]) -> bool:
+    """True once the watchdog waits for the end of a process that was named to it."""
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if str(link.readlink()) == "anon_inode:[pidfd]":
+                return True
+    return False
 
 
 def test_a_process_has_ended_when_all_its_threads_have(tmp_path: Path) -> None:
@@ -103,10 +113,9 @@ def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
     end = f"{watchdog.END}\n" if case == "with one" else ""
     process = start_watchdog(tmp_path / "ray", f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n{end}")
     assert process.stdin is not None
-    time.sleep(0.5)
+    wait_until(lambda: watches(process))
     part.kill()
     part.wait()
-    time.sleep(0.1)
     process.stdin.close()
     assert process.wait(30) == 0
     failure, lines = read_failure(run), capfd.readouterr().err.splitlines()
@@ -130,7 +139,7 @@ def test_a_part_that_is_ended_after_the_driver_is_not_the_cause(
     part = subprocess.Popen(["sleep", "60"])
     process = start_watchdog(directory, f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n")
     assert process.stdin is not None
-    time.sleep(0.5)
+    wait_until(lambda: watches(process))
     process.send_signal(signal.SIGSTOP if seen_first == "both" else signal.SIGCONT)
     if seen_first != "a part":
         process.stdin.close()

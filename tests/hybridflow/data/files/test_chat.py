@@ -1,4 +1,4 @@
-"""Messages as text by chat templates, and what of it is learned."""
+"""Messages as text by chat templates, and the spans to train on."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def template(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> ChatTemplat
 
 
 def other(tokenizer: PreTrainedTokenizerBase, chat_template: Any) -> PreTrainedTokenizerBase:
-    found = copy.deepcopy(tokenizer)
-    found.chat_template = chat_template
-    return found
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = chat_template
+    return copied
 
 
 def refused(make: Any) -> str:
@@ -140,7 +140,7 @@ def test_a_template_that_writes_todays_date(bpe: PreTrainedTokenizerBase) -> Non
     asks = "{% if not day is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ day }} "
     tokenizer = other(bpe, asks + "{% for message in messages %}{{ message.content }}{% endfor %}")
     assert refused(lambda: template(tokenizer).prompt([USER], "f:1")) == (
-        "f:1: the chat template writes today's date, with which prompts are others every day; expected "
+        "f:1: the chat template writes today's date, with which prompts differ every day; expected "
         "data.files.chat.date, such as 2026-01-31, for every day"
     )
     assert template(tokenizer, date="2026-01-31").prompt([USER], "f:1") == "31 Jan 2026 1+2?"
@@ -223,8 +223,8 @@ def test_what_is_null_is_left_out_before_the_template_sees_it(bpe: PreTrainedTok
 
 
 def test_texts_of_parts_are_joined(chat: PreTrainedTokenizerBase) -> None:
-    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?", "image": None}]
-    assert template(chat).prompt([{"role": "user", "content": parts}], "f:1").startswith("<|user|>1+2?<|end|>")
+    content = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?", "image": None}]
+    assert template(chat).prompt([{"role": "user", "content": content}], "f:1").startswith("<|user|>1+2?<|end|>")
     assert joined([], "f:1") == ""
 
 
@@ -234,20 +234,20 @@ def test_special_tokens_of_a_prompt_are_those_of_its_template(bpe: PreTrainedTok
     assert tokens == bpe.apply_chat_template([USER], add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-# What is learned
+# Spans to train on
 
 
-def learned(found: Rendered) -> list[str]:
-    return [found.text[begin:end] for begin, end in found.learned]
+def trained_on(rendered: Rendered) -> list[str]:
+    return [rendered.text[begin:end] for begin, end in rendered.trained_on]
 
 
-def test_what_the_assistant_wrote_is_learned_with_the_end_of_its_turn(chat: PreTrainedTokenizerBase) -> None:
+def test_what_the_assistant_wrote_is_trained_on_with_the_end_of_its_turn(chat: PreTrainedTokenizerBase) -> None:
     messages = [SYSTEM, USER, ANSWER, USER, {"role": "assistant", "content": "three"}, USER]
-    found = template(chat).conversation(messages, "f:1")
-    assert learned(found) == ["3<|end|>", "three<|end|>"]
-    assert found.text.endswith("three<|end|>")  # nothing is learned after it
-    assert learned(template(chat, learn="last").conversation(messages, "f:1")) == ["three<|end|>"]
-    assert learned(template(chat).conversation(messages, "f:1", learn="last")) == ["three<|end|>"]
+    rendered = template(chat).conversation(messages, "f:1")
+    assert trained_on(rendered) == ["3<|end|>", "three<|end|>"]
+    assert rendered.text.endswith("three<|end|>")  # nothing after it is trained on
+    assert trained_on(template(chat, train_on="last").conversation(messages, "f:1")) == ["three<|end|>"]
+    assert trained_on(template(chat).conversation(messages, "f:1", train_on="last")) == ["three<|end|>"]
 
 
 def test_a_template_that_strips_earlier_thinking(bpe: PreTrainedTokenizerBase) -> None:
@@ -255,28 +255,28 @@ def test_a_template_that_strips_earlier_thinking(bpe: PreTrainedTokenizerBase) -
     thought = {"role": "assistant", "content": "<think>\none\n</think>\n\n3"}
     message = refused(lambda: template(bpe).conversation([USER, thought, USER, thought], "f:1"))
     assert message.startswith(
-        "f:1: the chat template renders the beginning of the conversation otherwise once message 2 "
+        "f:1: the chat template renders the beginning of the conversation differently once message 2 "
     )
-    [last] = learned(template(bpe, learn="last").conversation([USER, thought, USER, thought], "f:1"))
+    [last] = trained_on(template(bpe, train_on="last").conversation([USER, thought, USER, thought], "f:1"))
     assert last == "<think>\none\n</think>\n\n3<|im_end|>\n"
-    assert learned(template(bpe).conversation([USER, ANSWER, USER, ANSWER], "f:1")) == ["3<|im_end|>\n"] * 2
+    assert trained_on(template(bpe).conversation([USER, ANSWER, USER, ANSWER], "f:1")) == ["3<|im_end|>\n"] * 2
 
 
 def test_a_conversation_without_anything_to_learn(chat: PreTrainedTokenizerBase) -> None:
-    message = "f:1: no message of the assistant after another, expected one to learn"
+    message = "f:1: no message of the assistant after another, expected one to train on"
     for messages in ([USER], [ANSWER, USER]):
         assert refused(lambda messages=messages: template(chat).conversation(messages, "f:1")) == message
 
 
 @pytest.mark.parametrize("generation_prompt", [True, False])
 @pytest.mark.parametrize("name", ["chat", "bpe"])
-def test_what_is_learned_begins_where_a_prompt_ends(
+def test_what_is_trained_on_begins_where_a_prompt_ends(
     request: pytest.FixtureRequest, name: str, generation_prompt: bool
 ) -> None:
     made = template(request.getfixturevalue(name), generation_prompt=generation_prompt)
     messages = [SYSTEM, USER, ANSWER, USER, {"role": "assistant", "content": "three"}]
-    found = made.conversation(messages, "f:1")
-    before = [found.text[:begin] for begin, _ in found.learned]
+    rendered = made.conversation(messages, "f:1")
+    before = [rendered.text[:begin] for begin, _ in rendered.trained_on]
     assert before == [made.prompt(messages[:count], "f:1") for count in (2, 4)]
-    whole = template(request.getfixturevalue(name), generation_prompt=False).prompt(messages, "f:1")
-    assert before[-1] + learned(found)[-1] == whole
+    prompt = template(request.getfixturevalue(name), generation_prompt=False).prompt(messages, "f:1")
+    assert before[-1] + trained_on(rendered)[-1] == prompt

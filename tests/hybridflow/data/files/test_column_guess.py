@@ -34,14 +34,14 @@ ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
 def test_columns_are_known_by_their_names(
     row: dict[str, Any], prompt: str, answer: str | None, others: tuple[str, ...]
 ) -> None:
-    found = guess_columns([row], "file")
-    assert (found.prompt, found.answer, found.others) == (prompt, answer, others)
+    columns = guess_columns([row], "file")
+    assert (columns.prompt, columns.answer, columns.others) == (prompt, answer, others)
 
 
 def test_what_the_user_names_comes_first() -> None:
     rows = [{"prompt": "p", "body": "b", "answer": "a", "points": 3}]
-    found = guess_columns(rows, "file", prompt="body", answer="points")
-    assert (found.prompt, found.answer, found.has_text_answers) == ("body", "points", False)
+    columns = guess_columns(rows, "file", prompt="body", answer="points")
+    assert (columns.prompt, columns.answer, columns.has_text_answers) == ("body", "points", False)
     assert guess_columns(rows, "file").has_text_answers
     with pytest.raises(UserError, match="--answer none: file has no such column, only prompt, body, answer, points"):
         guess_columns(rows, "file", answer="none")

@@ -50,7 +50,13 @@ def test_texts_that_are_stored_as_bytes_within_objects_and_lists(tmp_path: Path)
         "extra": {"name": b"x", "picture": b"\xff\xd8"},
         "hash": {"sha": b"ab"},
     }
-    empty = {"prompt": [], "reward_model": {"ground_truth": None}, "tags": None, "extra": None, "hash": None}
+    empty: dict[str, Any] = {
+        "prompt": [],
+        "reward_model": {"ground_truth": None},
+        "tags": None,
+        "extra": None,
+        "hash": None,
+    }
     columns = [pa.array([row[name], empty[name]], kind) for name, kind in kinds.items()]
     pq.write_table(pa.table(columns, names=list(kinds)), tmp_path / "a.parquet")
     rows = opened(tmp_path / "a.parquet")

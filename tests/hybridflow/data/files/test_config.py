@@ -65,8 +65,8 @@ def test_the_weight_of_a_step() -> None:
     [
         ({"path": []}, "expected at least one file"),
         ({"path": ["a", ""]}, "no empty name"),
-        ({"path": "a", "where": {"x": {}}}, "nothing is asked"),
-        ({"path": "a", "where": {"x": {"min": None}}}, "nothing is asked"),
+        ({"path": "a", "where": {"x": {}}}, "no condition is set"),
+        ({"path": "a", "where": {"x": {"min": None}}}, "no condition is set"),
         ({"path": "a", "where": {"x": {"min": 2, "max": 1}}}, "min=2 is above max=1"),
         ({"path": "a", "weight": [{"step": 2, "weight": 1}]}, r"steps \[2\], expected ascending ones from 1"),
         ({"path": "a", "weight": [{"step": 1, "weight": 1}] * 2}, r"steps \[1, 1\], expected ascending"),

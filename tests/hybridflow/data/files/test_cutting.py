@@ -1,4 +1,4 @@
-"""Which prompts are too long, and what is cut of messages while their template stays whole."""
+"""Prompts that are too long, and the cut of messages, which keeps their template complete."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def cut(
     template = ChatTemplate(ChatConfig.model_validate(chat), tokenizer)
     tokens = tokenizer(template.prompt(messages, "f:1"), add_special_tokens=False)["input_ids"]
     assert len(tokens) > most
-    found = cut_messages(tokenizer, template, messages, tokens, Fit(1, None, most, policy), "f:1")
-    assert 0 < len(found) <= most
-    return str(tokenizer.decode(found))
+    tokens_left = cut_messages(tokenizer, template, messages, tokens, Fit(1, None, most, policy), "f:1")
+    assert 0 < len(tokens_left) <= most
+    return str(tokenizer.decode(tokens_left))
 
 
 @pytest.mark.parametrize(("policy", "left"), [("cut_left", "56789"), ("cut_right", "01234"), ("cut_middle", "01289")])
@@ -33,8 +33,8 @@ def test_the_template_stays_whole_where_messages_are_cut(
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c" * 12}]
     messages.append({"role": "user", "content": "0123456789"})
     head = f"<|system|>x<|end|><|user|>ab<|end|><|assistant|>{'c' * 12}<|end|><|user|>"
-    found = cut(chat, messages, 29, policy, system="x")
-    assert found == f"{head}{left}<|end|><|assistant|>"
+    text = cut(chat, messages, 29, policy, system="x")
+    assert text == f"{head}{left}<|end|><|assistant|>"
 
 
 def test_the_longest_of_user_and_tools_is_cut(chat: PreTrainedTokenizerBase) -> None:
@@ -43,8 +43,8 @@ def test_the_longest_of_user_and_tools_is_cut(chat: PreTrainedTokenizerBase) -> 
 
 
 def test_a_content_of_parts_is_cut_as_the_text_that_it_is(chat: PreTrainedTokenizerBase) -> None:
-    parts = [{"type": "text", "text": "0123"}, {"type": "text", "text": "4567"}]
-    assert cut(chat, [{"role": "user", "content": parts}], 8, "cut_right") == "<|user|>01234<|end|><|assistant|>"
+    content = [{"type": "text", "text": "0123"}, {"type": "text", "text": "4567"}]
+    assert cut(chat, [{"role": "user", "content": content}], 8, "cut_right") == "<|user|>01234<|end|><|assistant|>"
 
 
 @pytest.mark.parametrize("policy", ["cut_left", "cut_right", "cut_middle"])
@@ -53,9 +53,9 @@ def test_texts_whose_characters_are_several_tokens(
     bpe: PreTrainedTokenizerBase, policy: OverlongPolicy, text: str
 ) -> None:
     for most in (15, 16, 17, 24, 40):
-        found = cut(bpe, [{"role": "user", "content": text}], most, policy)
-        assert found.startswith("<|im_start|>user\n") and found.endswith("<|im_end|>\n<|im_start|>assistant\n")
-        inside = found.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+        text_left = cut(bpe, [{"role": "user", "content": text}], most, policy)
+        assert text_left.startswith("<|im_start|>user\n") and text_left.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        inside = text_left.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
         assert "\ufffd" not in inside  # no character is cut in two
         if policy == "cut_left":
             assert text.endswith(inside)
@@ -86,4 +86,4 @@ def test_why_a_prompt_is_dropped() -> None:
         "more than 10 tokens (max_prompt_tokens)",
     ]
     assert [Fit(1, None, 6, "cut_left").reason_to_drop(tokens) for tokens in (0, 7)] == [None, None]
-    assert fit.facts() == [3, 10, 6, "drop"]
+    assert fit.key_values() == [3, 10, 6, "drop"]

@@ -64,9 +64,9 @@ def test_the_special_tokens_of_a_tokenizer_are_those_of_texts_alone(
     path = write(
         tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}, {"prompt": "c"}]
     )
-    found = read_prompts(tokenizer, tmp_path / "cache", {"path": str(path), "answer": None})
-    assert texts(tokenizer, found) == ["<bos>a", USER.format("b"), "<bos>c"]
-    assert found.raw == 2
+    prompts = read_prompts(tokenizer, tmp_path / "cache", {"path": str(path), "answer": None})
+    assert texts(tokenizer, prompts) == ["<bos>a", USER.format("b"), "<bos>c"]
+    assert prompts.raw == 2
 
 
 def test_special_tokens_that_a_text_has_already_are_reported(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
@@ -75,12 +75,12 @@ def test_special_tokens_that_a_text_has_already_are_reported(tmp_path: Path, cha
         "<bos> $A <|end|>", special_tokens=[("<bos>", 1), ("<|end|>", 2)]
     )
     rows = ["a", "<bos>b", "<bos>c<|end|>", [{"role": "user", "content": "d"}]]
-    source = {"path": str(write(tmp_path / "a.jsonl", [{"prompt": each} for each in rows])), "answer": None}
+    source = {"path": str(write(tmp_path / "a.jsonl", [{"prompt": text} for text in rows])), "answer": None}
     first = f"the first is {tmp_path}/a.jsonl"
     for _ in range(2):  # the second finds what the first has kept
-        found = read_prompts(tokenizer, tmp_path / "cache", source)
-        assert texts(tokenizer, found) == ["<bos>a", "<bos><bos>b", "<bos><bos>c<|end|>", USER.format("d")]
-        assert lines(found.spans[0].remarks, tokenizer, "rows") == [
+        prompts = read_prompts(tokenizer, tmp_path / "cache", source)
+        assert texts(tokenizer, prompts) == ["<bos>a", "<bos><bos>b", "<bos><bos>c<|end|>", USER.format("d")]
+        assert lines(prompts.spans[0].remarks, tokenizer, "rows") == [
             f"data: 2 rows begin with '<bos>' twice: the text has one, and the tokenizer puts one before it; {first}:2",
             f"data: 1 rows end with '<|end|>', after which a model has nothing to continue; {first}:3",
         ]
@@ -88,9 +88,9 @@ def test_special_tokens_that_a_text_has_already_are_reported(tmp_path: Path, cha
 
 def test_the_same_tokens_as_of_prompts_in_memory(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": f"What is {n}\u00e4 \U0001f600?" * (n % 5 + 1), "answer": "x"} for n in range(1500)]
-    found = read_prompts(bpe, tmp_path / "cache", {"path": str(write(tmp_path / "a.jsonl", rows))})
-    examples = [found.examples[index] for index in range(1500)]
-    assert list(found.tokens) == encode_prompts(bpe, examples, max_tokens=1000)
+    prompts = read_prompts(bpe, tmp_path / "cache", {"path": str(write(tmp_path / "a.jsonl", rows))})
+    examples = [prompts.examples[index] for index in range(1500)]
+    assert list(prompts.tokens) == encode_prompts(bpe, examples, max_tokens=1000)
     assert [example.fields for example in examples] == rows
 
 
@@ -105,9 +105,9 @@ def test_null_columns_of_parquet_are_dropped_before_the_template_sees_them(
             {"role": "tool", "content": "c", "tool_calls": None},
         ],
     ]
-    pq.write_table(pa.Table.from_pylist([{"prompt": each, "answer": "x"} for each in messages]), tmp_path / "a.parquet")
-    found = read_prompts(bpe, tmp_path / "cache", {"path": str(tmp_path / "a.parquet")})
-    assert texts(bpe, found) == [
+    pq.write_table(pa.Table.from_pylist([{"prompt": row, "answer": "x"} for row in messages]), tmp_path / "a.parquet")
+    prompts = read_prompts(bpe, tmp_path / "cache", {"path": str(tmp_path / "a.parquet")})
+    assert texts(bpe, prompts) == [
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n",
         '<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[{"name": "f"}]<|im_end|>\n'
         "<|im_start|>tool\nc<|im_end|>\n<|im_start|>assistant\n",
@@ -137,16 +137,16 @@ def test_tools_of_rows_from_every_format(tmp_path: Path, bpe: PreTrainedTokenize
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
     given = [[tool("weather", city={"type": "string"})], [tool("add", a={"type": "number"}), tool("clock")], None, []]
-    rows = [{"prompt": [{"role": "user", "content": "a"}], "tools": tools} for tools in given]
+    rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": "a"}], "tools": tools} for tools in given]
     template = tmp_path / "tools.jinja"
     template.write_text("{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}")
 
     def read(path: Path) -> list[str]:
         source = {"path": str(path), "tools": "tools", "answer": None}
-        found = read_prompts(bpe, tmp_path / "cache", source, chat={"template": str(template)})
-        assert found.spans[0].with_tools == 2 and not found.spans[0].remarks
-        assert found.examples[1].prompt == expected[1]
-        return texts(bpe, found)
+        prompts = read_prompts(bpe, tmp_path / "cache", source, chat={"template": str(template)})
+        assert prompts.spans[0].with_tools == 2 and not prompts.spans[0].remarks
+        assert prompts.examples[1].prompt == expected[1]
+        return texts(bpe, prompts)
 
     expected = [f"{json.dumps(tools) if tools else ''}a" for tools in given]
     assert read(write(tmp_path / "a.jsonl", [*rows[:3], {"prompt": rows[0]["prompt"]}])) == expected
@@ -155,8 +155,8 @@ def test_tools_of_rows_from_every_format(tmp_path: Path, bpe: PreTrainedTokenize
     listed = [row | {"tools": row["tools"] and list(map(json.dumps, row["tools"]))} for row in rows]
     for name, some in {"c": rows, "d": as_text, "e": listed}.items():
         pq.write_table(pa.Table.from_pylist(some), tmp_path / f"{name}.parquet")
-        found = read(tmp_path / f"{name}.parquet")
-        assert [json.loads(text[:-1] or "null") for text in found] == [tools or None for tools in given]
+        read_back = read(tmp_path / f"{name}.parquet")
+        assert [json.loads(text[:-1] or "null") for text in read_back] == [tools or None for tools in given]
 
 
 def test_tools_that_no_prompt_has_are_reported_or_refused(
@@ -209,9 +209,9 @@ def test_messages_as_a_text_of_json(tmp_path: Path, chat: PreTrainedTokenizerBas
         write(path, rows)
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
-    found = read_prompts(chat, tmp_path / "cache", {"path": str(path), "answer": None})
-    assert texts(chat, found) == [USER.format("[1]"), "[1, 2]", '[{"a": 1}]', "[{1}]"]
-    assert found.raw == 3
+    prompts = read_prompts(chat, tmp_path / "cache", {"path": str(path), "answer": None})
+    assert texts(chat, prompts) == [USER.format("[1]"), "[1, 2]", '[{"a": 1}]', "[{1}]"]
+    assert prompts.raw == 3
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_messages_of_from_and_value(tmp_path: Path, chat: PreTrainedTokenizerBas
     messages = [{"from": speaker, "value": value} for speaker, value in said]
     source = {"prompt": "conversations", "answer": None}
     path = write(tmp_path / "a.jsonl", [{"conversations": messages}])
-    found = read_prompts(chat, tmp_path / "cache", source | {"path": str(path)})
-    assert texts(chat, found) == [
+    prompts = read_prompts(chat, tmp_path / "cache", source | {"path": str(path)})
+    assert texts(chat, prompts) == [
         "<|system|>S<|end|><|user|>a<|end|><|assistant|>b<|end|><|tool|>c<|end|><|user|>d<|end|><|assistant|>"
     ]
     write(path, [{"conversations": [{"from": "narrator", "value": "a"}]}])
@@ -249,11 +249,11 @@ def test_a_column_of_objects_as_texts_of_json(tmp_path: Path, chat: PreTrainedTo
 def test_rows_that_are_dropped_are_counted_by_why(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "x" * n, "answer": "", "level": n % 4, "extra": {"rate": n / 10}} for n in range(1, 21)]
     source = {"path": str(write(tmp_path / "a.jsonl", rows)), "where": {"level": [0, 1, 2], "extra.rate": {"max": 1.8}}}
-    found = read_prompts(
+    prompts = read_prompts(
         chat, tmp_path / "cache", source, policy="drop", max_tokens=12, min_prompt_tokens=3, max_prompt_tokens=16
     )
-    assert found.tokens.lengths().tolist() == [4, 5, 6, 8, 9, 10, 12]  # type: ignore[attr-defined]
-    [span] = found.spans
+    assert prompts.tokens.lengths().tolist() == [4, 5, 6, 8, 9, 10, 12]  # type: ignore[attr-defined]
+    [span] = prompts.spans
     assert span.dropped == {
         "another level (where)": 5,
         "another extra.rate (where)": 1,
@@ -261,13 +261,13 @@ def test_rows_that_are_dropped_are_counted_by_why(tmp_path: Path, chat: PreTrain
         "more than 12 tokens (data.overlong_prompts=drop)": 3,
         "more than 16 tokens (max_prompt_tokens)": 2,
     }
-    assert (found.overlong, span.begin, span.end) == (3, 0, 7)
-    assert [found.examples[index].identity for index in range(7)] == [f"a:{n}" for n in (3, 4, 5, 7, 8, 9, 11)]
+    assert (prompts.overlong, span.begin, span.end) == (3, 0, 7)
+    assert [prompts.examples[index].identity for index in range(7)] == [f"a:{n}" for n in (3, 4, 5, 7, 8, 9, 11)]
 
 
 def test_only_the_first_rows_before_any_condition(tmp_path: Path, file: Path, chat: PreTrainedTokenizerBase) -> None:
-    found = read_prompts(chat, tmp_path / "cache", {"path": str(file), "rows": 4, "where": {"level": [0]}})
-    assert texts(chat, found) == ["0+1=", "3+1="]
+    prompts = read_prompts(chat, tmp_path / "cache", {"path": str(file), "rows": 4, "where": {"level": [0]}})
+    assert texts(chat, prompts) == ["0+1=", "3+1="]
 
 
 def test_a_first_row_without_the_columns_may_be_left_out(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
@@ -280,13 +280,13 @@ def test_a_first_row_without_the_columns_may_be_left_out(tmp_path: Path, chat: P
 def test_several_sources_are_one_after_the_other(tmp_path: Path, file: Path, chat: PreTrainedTokenizerBase) -> None:
     other = write(tmp_path / "b.jsonl", [{"q": {"text": "x"}, "a": True, "n": "id-1"}, {"q": {"text": "y"}, "a": 1}])
     second = {"path": str(other), "prompt": "q.text", "answer": "a", "where": {"n": "id-1"}, "id": "n", "name": "own"}
-    found = read_prompts(chat, tmp_path / "cache", {"path": [str(file), str(file)], "rows": 10}, second)
-    assert texts(chat, found) == [f"{n % 8}+1=" for n in range(10)] + ["x"]
-    assert [(span.label, span.begin, span.end) for span in found.spans] == [("a", 0, 10), ("own", 10, 11)]
-    assert found.columns == ("prompt", "answer", "level", "q", "a", "n")
-    assert found.answers() == [True]
-    assert [found.examples[index].identity for index in (9, 10)] == ["a:9", "own:id-1"]
-    assert [found.examples[index].answer for index in (9, 10)] == ["2", True]
+    prompts = read_prompts(chat, tmp_path / "cache", {"path": [str(file), str(file)], "rows": 10}, second)
+    assert texts(chat, prompts) == [f"{n % 8}+1=" for n in range(10)] + ["x"]
+    assert [(span.label, span.begin, span.end) for span in prompts.spans] == [("a", 0, 10), ("own", 10, 11)]
+    assert prompts.columns == ("prompt", "answer", "level", "q", "a", "n")
+    assert prompts.answers() == [True]
+    assert [prompts.examples[index].identity for index in (9, 10)] == ["a:9", "own:id-1"]
+    assert [prompts.examples[index].answer for index in (9, 10)] == ["2", True]
 
 
 def test_a_row_without_a_label_and_a_prompt_of_no_tokens(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
@@ -361,8 +361,8 @@ def test_numbers_are_no_values_of_a_column_of_texts(tmp_path: Path, chat: PreTra
     path.write_text("prompt,answer,level\na,x,4\nb,y,5\n")
     for condition in ({"none_of": [5]}, [4], {"min": 5}, {"none_of": [True]}, {"none_of": [5, "6"]}):
         assert refused(chat, cache, {"path": str(path), "where": {"level": condition}}) == (
-            f"{path}, row 0: column 'level' is of texts, such as '4', and where compares it with others; expected "
-            "one_of or none_of with texts, in quotes"
+            f"{path}, row 0: column 'level' is of texts, such as '4', and where compares it with other values; "
+            "expected one_of or none_of with texts, in quotes"
         )
     in_quotes = {"path": str(path), "where": {"level": {"none_of": ["5"]}}}
     assert texts(chat, read_prompts(chat, cache, in_quotes)) == ["a"]
@@ -399,13 +399,13 @@ def test_prompts_that_are_too_long_by_policy(
     rows = [{"prompt": "ok", "answer": ""}, {"prompt": "012345678", "answer": ""}]
     source = {"path": str(write(tmp_path / "a.jsonl", rows))}
     cache = tmp_path / "cache"
-    found = read_prompts(chat, cache, source, policy=policy, max_tokens=5)
-    assert texts(chat, found) == ["ok", raw][: 1 + (raw is not None)]
-    assert found.overlong == 1
-    found = read_prompts(chat, cache, source, policy=policy, max_tokens=6, chat={"texts": "user"})
-    assert texts(chat, found) == [USER.format("ok"), USER.format(user)][: 1 + (user is not None)]
+    prompts = read_prompts(chat, cache, source, policy=policy, max_tokens=5)
+    assert texts(chat, prompts) == ["ok", raw][: 1 + (raw is not None)]
+    assert prompts.overlong == 1
+    prompts = read_prompts(chat, cache, source, policy=policy, max_tokens=6, chat={"texts": "user"})
+    assert texts(chat, prompts) == [USER.format("ok"), USER.format(user)][: 1 + (user is not None)]
     if raw is not None:  # rewards get all of it
-        assert found.examples[1].prompt == USER.format("012345678")
+        assert prompts.examples[1].prompt == USER.format("012345678")
     assert refused(chat, cache, source, policy="refuse", max_tokens=5) == (
         f"{source['path']}:2: the prompt has 9 tokens, expected at most 5; or data.overlong_prompts=drop, cut_left, "
         "cut_right or cut_middle"
@@ -429,7 +429,12 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Directories that were encoded, as they come."""
     made: list[Path] = []
     real = encoding._write
-    monkeypatch.setattr(encoding, "_write", lambda part, *rest: made.append(part) or real(part, *rest))
+
+    def write(directory: Path, *rest: Any) -> Any:
+        made.append(directory)
+        return real(directory, *rest)
+
+    monkeypatch.setattr(encoding, "_write", write)
     return made
 
 
@@ -534,12 +539,12 @@ def test_another_text_of_a_template_is_another_key(
     tmp_path: Path, file: Path, chat: PreTrainedTokenizerBase, encoded: list[Path]
 ) -> None:
     path = tmp_path / "own.jinja"
-    found = []
+    keys = []
     for text in ("a{{ messages[0].content }}", "b{{ messages[0].content }}", "a{{ messages[0].content }}"):
         path.write_text(text)
         settings = {"template": str(path), "texts": "user"}
-        found.append(texts(chat, read_prompts(chat, tmp_path / "cache", {"path": str(file)}, chat=settings))[0])
-    assert found == ["a0+1=", "b0+1=", "a0+1="]
+        keys.append(texts(chat, read_prompts(chat, tmp_path / "cache", {"path": str(file)}, chat=settings))[0])
+    assert keys == ["a0+1=", "b0+1=", "a0+1="]
     assert len(encoded) == 2
 
 
@@ -592,7 +597,7 @@ def test_what_a_killed_process_left_is_never_read(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(encoding._Writer, "facts", killed)
+        patched.setattr(encoding._Writer, "summary", killed)
         patched.setattr(opening.shutil, "rmtree", lambda *_, **__: None)  # as nobody cleans up after a kill
         with pytest.raises(KeyboardInterrupt):
             read_prompts(chat, tmp_path / "cache", {"path": str(file)})

@@ -42,7 +42,7 @@ def test_lines_and_lists_under_either_name(tmp_path: Path, name: str, content: s
     rows = opened(tmp_path / name, content)
     assert [rows[number] for number in range(len(rows))] == ROWS
     if isinstance(content, str) and content.startswith("{"):
-        assert rows.place(1) == f"{tmp_path / name}:2"
+        assert rows.location(1) == f"{tmp_path / name}:2"
 
 
 @pytest.mark.parametrize("content", [LINES, json.dumps(ROWS)])

@@ -87,7 +87,7 @@ def refused(path: Any, cache: Path, **settings: Any) -> str:
     with pytest.raises(UserError) as error:
         opened(path, cache, **settings)
     assert "\n" not in str(error.value)
-    left = [each.name for each in cache.rglob("*") if each.name.startswith(".")]
+    left = [path.name for path in cache.rglob("*") if path.name.startswith(".")]
     assert not left  # nothing half-written
     return str(error.value)
 
@@ -112,8 +112,8 @@ def test_every_format_has_the_same_rows(tmp_path: Path, name: str) -> None:
     rows = opened(tmp_path / name, tmp_path / "cache")
     assert list(rows.read(0, 3)) == [rows[number] for number in range(3)] == ROWS
     assert rows.columns == ("prompt", "answer", "level")
-    place = f"{tmp_path / name}:3" if name.lower().endswith(("jsonl", "ndjson")) else f"{tmp_path / name}, row 2"
-    assert rows.place(2) == place
+    location = f"{tmp_path / name}:3" if name.lower().endswith(("jsonl", "ndjson")) else f"{tmp_path / name}, row 2"
+    assert rows.location(2) == location
     assert all_rows(tmp_path / name, tmp_path / "cache") == ROWS  # of what is kept
 
 
@@ -146,18 +146,19 @@ def test_compressed_arrow_files_are_not_kept_in_memory(tmp_path: Path) -> None:
         path = tmp_path / f"{compression}.arrow"
         as_arrow(path, rows, compression)
         before = pa.total_allocated_bytes()
-        found = opened(path, tmp_path / "cache")
+        stored = opened(path, tmp_path / "cache")
         assert pa.total_allocated_bytes() - before < 50_000
-        assert list(found.read(0, 200)) == rows
+        assert list(stored.read(0, 200)) == rows
     assert len(list((tmp_path / "cache" / "rows").iterdir())) == 2
 
 
 def test_nested_columns_and_dictionaries_of_parquet(tmp_path: Path) -> None:
     named = pa.dictionary(pa.int32(), pa.string())
     kinds = {"kind": named, "kinds": pa.list_(named), "inside": pa.struct([("kind", named)])}
-    parts = [{"kind": [x], "kinds": [[x, "b"]], "inside": [{"kind": x}]} for x in ("x", "y")]
+    columns = [{"kind": [x], "kinds": [[x, "b"]], "inside": [{"kind": x}]} for x in ("x", "y")]
     tables = [
-        pa.table([pa.array(part[name], type=kind) for name, kind in kinds.items()], names=list(kinds)) for part in parts
+        pa.table([pa.array(values[name], type=kind) for name, kind in kinds.items()], names=list(kinds))
+        for values in columns
     ]
     with pq.ParquetWriter(tmp_path / "a.parquet", tables[0].schema) as writer:
         for table in tables:
@@ -198,10 +199,10 @@ def test_rows_of_csv_may_be_long(tmp_path: Path) -> None:
 def test_csv_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(text.encode("latin-1"))
-    found = refused(path, tmp_path / "cache")
-    assert found.startswith(f"{path}{message}")
+    refusal = refused(path, tmp_path / "cache")
+    assert refusal.startswith(f"{path}{message}")
     if "parse" in message:
-        assert "Expected 2 columns, got 3: 1,2,3" in found
+        assert "Expected 2 columns, got 3: 1,2,3" in refusal
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
@@ -239,7 +240,7 @@ def test_texts_with_a_byte_order_mark(tmp_path: Path, name: str, encoding: str) 
         mark = "\t" if plain_name.endswith("tsv") else ","
         text = "".join(f"{mark.join(line)}\n" for line in (rows[0], *(row.values() for row in rows)))
     data = ("\ufeff" + text if encoding == "utf-16-be" else text).encode(encoding)
-    compress = {"gz": gzip.compress, "xz": lzma.compress}.get(name.rpartition(".")[2], bytes)
+    compress: Any = {"gz": gzip.compress, "xz": lzma.compress}.get(name.rpartition(".")[2], bytes)
     (tmp_path / name).write_bytes(compress(data))
     assert all_rows(tmp_path / name, tmp_path / "cache") == rows
     assert all_rows(tmp_path / name, tmp_path / "cache") == rows  # of what is kept
@@ -283,8 +284,8 @@ def test_parquet_and_arrow_that_cannot_be_read(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     path = tmp_path / "a.parquet"
     as_parquet(path, [{"a": "x" * 50 + str(number)} for number in range(3000)])
-    whole = path.read_bytes()
-    for data in (b"", b"PAR1", b"nonsense" * 10, whole[:-100], whole[:400] + bytes(1000) + whole[1400:]):
+    content = path.read_bytes()
+    for data in (b"", b"PAR1", b"nonsense" * 10, content[:-100], content[:400] + bytes(1000) + content[1400:]):
         path.write_bytes(data)
         assert refused(path, cache).startswith(f"{path}: cannot be read as Parquet (")
     as_parquet(path, [{"a": 1}])
@@ -357,8 +358,8 @@ def test_the_same_bytes_under_other_names_are_other_rows(tmp_path: Path) -> None
 def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
     import datasets
 
-    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "both")
     as_dataset(tmp_path / "one", ROWS)
     cache = tmp_path / "cache"
     assert all_rows(tmp_path / "both", cache, split="test") == ROWS[:1]
@@ -380,9 +381,9 @@ def test_a_saved_data_set_that_was_filtered_and_has_columns_of_bytes(tmp_path: P
     rows = [{"prompt": [{"role": "user", "content": f"{number}"}], "raw": b"\xff", "n": number} for number in range(9)]
     dataset = datasets.Dataset.from_list(rows).shuffle(seed=1).filter(lambda row: row["n"] % 2 == 0)
     dataset.save_to_disk(tmp_path / "saved")
-    found = all_rows(tmp_path / "saved", tmp_path / "cache")
-    assert found == [{"prompt": row["prompt"], "n": row["n"]} for row in dataset]
-    assert sorted(row["n"] for row in found) == [0, 2, 4, 6, 8]
+    kept = all_rows(tmp_path / "saved", tmp_path / "cache")
+    assert kept == [{"prompt": row["prompt"], "n": row["n"]} for row in dataset]
+    assert sorted(row["n"] for row in kept) == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("format", ["parquet", "dataset"])
@@ -446,7 +447,7 @@ def test_files_of_another_file_system_are_copied_once(tmp_path: Path, monkeypatc
         memory.pipe_file(f"/rows/{name}", (tmp_path / name).read_bytes())
     assert all_rows("memory://rows/a.jsonl", cache) == ROWS
     assert all_rows("memory://rows/a.csv.gz", cache) == ROWS
-    assert opened("memory://rows/part-*.jsonl", cache).place(3) == "memory:///rows/part-2.jsonl:1"
+    assert opened("memory://rows/part-*.jsonl", cache).location(3) == "memory:///rows/part-2.jsonl:1"
     assert all_rows(f"file://{tmp_path}/a.jsonl", cache) == ROWS
     assert all_rows(f"file://{tmp_path}/part-[12].jsonl", cache) == ROWS * 2
     monkeypatch.setattr(type(memory), "get_file", None)
@@ -487,36 +488,39 @@ def test_a_query_of_an_address_is_no_wildcard() -> None:
 def test_a_file_of_the_cache_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "a" / "b"
 
-    def fails(part: Path) -> None:
-        part.write_text("half")
+    def fails(temporary: Path) -> None:
+        temporary.write_text("half")
         raise KeyboardInterrupt
 
-    def fails_with_directory(part: Path) -> None:
-        part.mkdir()
-        (part / "x").write_text("half")
+    def fails_with_directory(temporary: Path) -> None:
+        temporary.mkdir()
+        (temporary / "x").write_text("half")
         raise KeyboardInterrupt
+
+    def writes(temporary: Path) -> None:
+        temporary.write_text("whole")
 
     for write in (fails, fails_with_directory):
         with pytest.raises(KeyboardInterrupt):
             write_once(path, write)
         assert list(path.parent.iterdir()) == []
-    assert write_once(path, lambda part: part.write_text("whole") and None).read_text() == "whole"
+    assert write_once(path, writes).read_text() == "whole"
     assert write_once(path, fails).read_text() == "whole"  # not again
 
 
 def test_of_two_processes_that_write_the_same_both_have_it(tmp_path: Path) -> None:
     path = tmp_path / "made"
 
-    def second(part: Path) -> None:
-        part.mkdir()
-        (part / "x").write_text("1")
+    def second(temporary: Path) -> None:
+        temporary.mkdir()
+        (temporary / "x").write_text("1")
 
-    def first(part: Path) -> None:
+    def first(temporary: Path) -> None:
         write_once(path, second)
-        second(part)
+        second(temporary)
 
     assert (write_once(path, first) / "x").read_text() == "1"
-    assert [each.name for each in tmp_path.iterdir()] == ["made"]
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -530,7 +534,12 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 def test_checksums_are_kept_of_files_that_have_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Path] = []
     real = opening.checksum
-    monkeypatch.setattr(opening, "checksum", lambda path: counted.append(path) or real(path))
+
+    def checksum(path: Path) -> str:
+        counted.append(path)
+        return real(path)
+
+    monkeypatch.setattr(opening, "checksum", checksum)
     path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
     as_jsonl(path, ROWS)
     source = FileSource.model_validate({"path": str(path)})
@@ -565,5 +574,5 @@ def test_files_of_a_source_have_their_columns_in_every_row_or_none_has(tmp_path:
     as_jsonl(tmp_path / "a.jsonl", ROWS)
     as_parquet(tmp_path / "b.parquet", ROWS)
     paths = tuple(str(tmp_path / name) for name in ("a.jsonl", "b.parquet"))
-    with pytest.raises(UserError, match=r"b.parquet beside .*a.jsonl: parquet and jsonl in one source"):
+    with pytest.raises(UserError, match=r"b.parquet and .*a.jsonl: parquet and jsonl in one source"):
         open_rows(files_of(FileSource(path=paths), cache), cache)

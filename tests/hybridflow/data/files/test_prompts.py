@@ -46,9 +46,9 @@ def test_examples_are_the_rows_of_their_sources(prompts: FilePrompts) -> None:
             prompts.tokens[index]
 
 
-def _read(pickled: Path, found: Path) -> None:
+def _read(pickled: Path, output: Path) -> None:
     examples, tokens = pickle.loads(pickled.read_bytes())
-    found.write_bytes(pickle.dumps((list(examples), list(tokens))))
+    output.write_bytes(pickle.dumps((list(examples), list(tokens))))
 
 
 def test_another_process_reads_the_same_files(prompts: FilePrompts, tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_packed_prompts_in_memory_and_in_files(tmp_path: Path) -> None:
     packed = PackedPrompts.of(lists)
     packed.tokens.tofile(tmp_path / "tokens.bin")
     packed.ends.tofile(tmp_path / "ends.bin")
-    for each in (packed, PackedPrompts.mapped(tmp_path), pickle.loads(pickle.dumps(packed))):
-        found: Any = each
-        assert list(found) == lists
-        assert found.lengths().tolist() == [3, 1, 2] == [found.length(index) for index in range(3)]
-        assert [found.first_above(largest) for largest in (6, 5, 3, 0)] == [None, (2, 6), (1, 4), (0, 1)]
-        assert PackedPrompts.of(found) is found
+    for prompts in (packed, PackedPrompts.mapped(tmp_path), pickle.loads(pickle.dumps(packed))):
+        read: Any = prompts
+        assert list(read) == lists
+        assert read.lengths().tolist() == [3, 1, 2] == [read.length(index) for index in range(3)]
+        assert [read.first_above(largest) for largest in (6, 5, 3, 0)] == [None, (2, 6), (1, 4), (0, 1)]
+        assert PackedPrompts.of(read) is read
     assert type(PackedPrompts.mapped(tmp_path).tokens) is np.ndarray
     for name in ("tokens.bin", "ends.bin"):
         (tmp_path / name).write_bytes(b"")

@@ -38,7 +38,7 @@ def all_rows(rows: Rows) -> list[Any]:
 def test_lines_by_their_numbers_with_blank_ones_between(tmp_path: Path) -> None:
     rows = lines(tmp_path / "a.jsonl", b'\n \t\r\n{"a":1}\r\n\n  {"a":2}\n\x0b\x0c\n\n{"a":3}')
     assert all_rows(rows) == [{"a": 1}, {"a": 2}, {"a": 3}]
-    assert [rows.place(number).rpartition(":")[2] for number in range(3)] == ["3", "5", "8"]
+    assert [rows.location(number).rpartition(":")[2] for number in range(3)] == ["3", "5", "8"]
     assert rows.columns == ("a",)
     assert rows[2] == {"a": 3}
 
@@ -72,7 +72,7 @@ def test_offsets_of_lines_of_any_shape(tmp_path: Path) -> None:
             continue
         rows = lines(path, data)
         assert all_rows(rows) == [row for _, row in expected]
-        assert [rows.place(number) for number in range(len(rows))] == [f"{path}:{line}" for line, _ in expected]
+        assert [rows.location(number) for number in range(len(rows))] == [f"{path}:{line}" for line, _ in expected]
 
 
 def test_lines_across_the_blocks_that_are_searched(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_lines_across_the_blocks_that_are_searched(tmp_path: Path) -> None:
     )
     assert len(rows) == 3
     assert (len(rows[0]["a"]), rows[1], rows[2]) == (block - 100, {"a": "y"}, {"b": 1})
-    assert rows.place(2).endswith(":4")
+    assert rows.location(2).endswith(":4")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_rows_of_arrow_in_any_range() -> None:
         for end in range(begin, 9):
             assert list(rows.read(begin, end)) == expected[begin:end]
     assert [rows[number] for number in range(8)] == expected
-    assert (rows.place(5), rows.columns) == ("name, row 5", ("a", "b"))
+    assert (rows.location(5), rows.columns) == ("name, row 5", ("a", "b"))
     with pytest.raises(UserError, match="name holds no rows"):
         ArrowRows([table(0)], "name")
 
@@ -203,7 +203,7 @@ def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
     for begin in range(6):
         for end in range(begin, 6):
             assert list(rows.read(begin, end)) == expected[begin:end]
-    assert [rows.place(number) for number in (1, 3, 4)] == [
+    assert [rows.location(number) for number in (1, 3, 4)] == [
         f"{tmp_path}/a.jsonl:3",
         "name, row 1",
         f"{tmp_path}/b.jsonl:1",
@@ -213,9 +213,9 @@ def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
 
 def test_batches_of_a_range(tmp_path: Path) -> None:
     rows = lines(tmp_path / "a.jsonl", b"".join(b'{"a":%d}\n' % number for number in range(2500)))
-    found = list(batches(rows, 3, 2400))
-    assert [(first, len(some)) for first, some in found] == [(3, 1024), (1027, 1024), (2051, 349)]
-    assert [row["a"] for _, some in found for row in some] == list(range(3, 2400))
+    ranges = list(batches(rows, 3, 2400))
+    assert [(first, len(some)) for first, some in ranges] == [(3, 1024), (1027, 1024), (2051, 349)]
+    assert [row["a"] for _, some in ranges for row in some] == list(range(3, 2400))
 
 
 def test_a_dot_goes_into_an_object_unless_a_column_has_it() -> None:

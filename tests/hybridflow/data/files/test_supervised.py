@@ -1,4 +1,4 @@
-"""Supervised rows of files: what of them is learned, and what is refused."""
+"""Supervised rows of files: the tokens to train on, and refusals."""
 
 from __future__ import annotations
 
@@ -51,46 +51,46 @@ def encoded(
     return encode_supervised(config.sft, config, tokenizer, max_tokens=most, policy=policy)
 
 
-def learned(found: SupervisedFiles, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[bool, str]]:
-    """The pieces of an answer, and whether each is learned."""
-    pieces: list[tuple[bool, list[int]]] = []
-    for token, taken in zip(found.answers[index], found.masks[index], strict=True):
-        if not pieces or pieces[-1][0] != taken:
-            pieces.append((taken, []))
-        pieces[-1][1].append(token)
-    return [(taken, str(tokenizer.decode(tokens))) for taken, tokens in pieces]
+def trained_on(files: SupervisedFiles, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[bool, str]]:
+    """Spans of an answer: (true if trained on, text)."""
+    spans: list[tuple[bool, list[int]]] = []
+    for token, taken in zip(files.answers[index], files.masks[index], strict=True):
+        if not spans or spans[-1][0] != taken:
+            spans.append((taken, []))
+        spans[-1][1].append(token)
+    return [(taken, str(tokenizer.decode(tokens))) for taken, tokens in spans]
 
 
-def test_every_message_of_the_assistant_is_learned_and_nothing_between(
+def test_every_message_of_the_assistant_is_trained_on_and_nothing_between(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    found = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}])
-    assert tokenizer.decode(found.prompts.tokens[0]) == "<|user|>1+1<|end|><|assistant|>"
-    assert learned(found, tokenizer) == [
+    files = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}])
+    assert tokenizer.decode(files.prompts.tokens[0]) == "<|user|>1+1<|end|><|assistant|>"
+    assert trained_on(files, tokenizer) == [
         (True, "2<|end|>"),
         (False, "<|user|>3+4<|end|><|assistant|>"),
         (True, "7<|end|>"),
     ]
-    batch = answered([found.prompts.tokens[0]], [found.answers[0]], [found.masks[0]])
+    batch = answered([files.prompts.tokens[0]], [files.answers[0]], [files.masks[0]])
     assert batch.sums(batch.response_mask).tolist() == [4]
 
 
-def test_only_the_last_message_is_learned_by_choice(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    found = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"learn": "last"})
+def test_only_the_last_message_is_trained_on_by_choice(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    files = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"train_on": "last"})
     prompt = "<|user|>1+1<|end|><|assistant|>2<|end|><|user|>3+4<|end|><|assistant|>"
-    assert tokenizer.decode(found.prompts.tokens[0]) == prompt
-    assert learned(found, tokenizer) == [(True, "7<|end|>")]
+    assert tokenizer.decode(files.prompts.tokens[0]) == prompt
+    assert trained_on(files, tokenizer) == [(True, "7<|end|>")]
 
 
 def test_an_answer_is_what_the_assistant_says_to_a_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [{"prompt": ASKED, "answer": 2}, {"prompt": "1+1=", "answer": "two"}]
-    found = encoded(tmp_path, tokenizer, rows, {"system": "Add."})
-    prompts = [str(tokenizer.decode(tokens)) for tokens in found.prompts.tokens]
+    rows: list[dict[str, Any]] = [{"prompt": ASKED, "answer": 2}, {"prompt": "1+1=", "answer": "two"}]
+    files = encoded(tmp_path, tokenizer, rows, {"system": "Add."})
+    prompts = [str(tokenizer.decode(tokens)) for tokens in files.prompts.tokens]
     assert prompts == ["<|system|>Add.<|end|><|user|>1+1<|end|><|assistant|>", "1+1="]
-    assert [learned(found, tokenizer, row) for row in range(2)] == [[(True, "2<|end|>")], [(True, "two<|end|>")]]
-    found = encoded(tmp_path, tokenizer, rows[1:], {"texts": "user"})
-    assert tokenizer.decode(found.prompts.tokens[0]) == "<|user|>1+1=<|end|><|assistant|>"
-    assert (found.prompts.examples[0].prompt, found.prompts.examples[0].answer) == (
+    assert [trained_on(files, tokenizer, row) for row in range(2)] == [[(True, "2<|end|>")], [(True, "two<|end|>")]]
+    files = encoded(tmp_path, tokenizer, rows[1:], {"texts": "user"})
+    assert tokenizer.decode(files.prompts.tokens[0]) == "<|user|>1+1=<|end|><|assistant|>"
+    assert (files.prompts.examples[0].prompt, files.prompts.examples[0].answer) == (
         "<|user|>1+1=<|end|><|assistant|>",
         "two<|end|>",
     )
@@ -98,17 +98,20 @@ def test_an_answer_is_what_the_assistant_says_to_a_prompt(tmp_path: Path, tokeni
 
 @pytest.mark.parametrize("name", ["weight", "train", "loss"])
 def test_a_message_of_weight_0_is_not_trained_on(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    asked, first, again, last = CONVERSATION
-    found = encoded(tmp_path, tokenizer, [{"prompt": [asked, first | {name: 0}, again, last | {name: 1}]}])
+    user, first, again, last = CONVERSATION
+    files = encoded(tmp_path, tokenizer, [{"prompt": [user, first | {name: 0}, again, last | {name: 1}]}])
     prompt = "<|user|>1+1<|end|><|assistant|>2<|end|><|user|>3+4<|end|><|assistant|>"
-    assert tokenizer.decode(found.prompts.tokens[0]) == prompt
-    assert learned(found, tokenizer) == [(True, "7<|end|>")]
-    found = encoded(tmp_path, tokenizer, [{"prompt": [asked | {name: 0}, first, again, last | {name: False}]}])
-    assert learned(found, tokenizer) == [(True, "2<|end|>")]
+    assert tokenizer.decode(files.prompts.tokens[0]) == prompt
+    assert trained_on(files, tokenizer) == [(True, "7<|end|>")]
+    files = encoded(tmp_path, tokenizer, [{"prompt": [user | {name: 0}, first, again, last | {name: False}]}])
+    assert trained_on(files, tokenizer) == [(True, "2<|end|>")]
     for messages, message in (
-        ([asked, first | {name: 0}], "all messages of the assistant have weight 0, expected one to train on"),
-        ([asked, first | {name: 0.5}], f"message 2 has {name} 0.5, expected 0 or 1"),
-        ([asked | {name: 1}, first], "message 1 has a weight and role user, expected it of messages of the assistant"),
+        ([user, first | {name: 0}], "all messages of the assistant have weight 0, expected one to train on"),
+        ([user, first | {name: 0.5}], f"message 2 has {name} 0.5, expected 0 or 1"),
+        (
+            [user | {name: 1}, first],
+            "message 1 has a weight and role user, expected it of messages of the assistant",
+        ),
     ):
         with pytest.raises(UserError, match=f"sft.jsonl:1: {message}"):
             encoded(tmp_path, tokenizer, [{"prompt": messages}])
@@ -117,23 +120,23 @@ def test_a_message_of_weight_0_is_not_trained_on(tmp_path: Path, tokenizer: PreT
 def test_an_answer_may_be_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"prompt": CONVERSATION[:3], "completion": [CONVERSATION[3]]}
     for given in (row, row | {"completion": json.dumps(row["completion"])}):
-        found = encoded(tmp_path, tokenizer, [given], answer="completion")
-        assert learned(found, tokenizer) == [(True, "7<|end|>")]
+        files = encoded(tmp_path, tokenizer, [given], answer="completion")
+        assert trained_on(files, tokenizer) == [(True, "7<|end|>")]
 
 
 def test_a_conversation_of_from_and_value(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     said = [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
-    found = encoded(tmp_path, tokenizer, [{"conversations": said}], prompt="conversations")
-    assert learned(found, tokenizer) == [(True, "2<|end|>")]
+    files = encoded(tmp_path, tokenizer, [{"conversations": said}], prompt="conversations")
+    assert trained_on(files, tokenizer) == [(True, "2<|end|>")]
 
 
 def test_tools_of_a_conversation_are_read_and_not_trained_on(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
     template = tmp_path / "tools.jinja"
     template.write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + str(bpe.chat_template))
     row = {"prompt": CONVERSATION[:2], "tools": [{"name": "add"}]}
-    found = encoded(tmp_path, bpe, [row], {"template": template}, tools="tools")
-    assert str(bpe.decode(found.prompts.tokens[0])).startswith('[{"name": "add"}]<|im_start|>user')
-    assert learned(found, bpe) == [(True, "2<|im_end|>")] and found.prompts.spans[0].with_tools == 1
+    files = encoded(tmp_path, bpe, [row], {"template": template}, tools="tools")
+    assert str(bpe.decode(files.prompts.tokens[0])).startswith('[{"name": "add"}]<|im_start|>user')
+    assert trained_on(files, bpe) == [(True, "2<|im_end|>")] and files.prompts.spans[0].with_tools == 1
     [span] = encoded(tmp_path, bpe, [row], {"template": template}).prompts.spans
     assert span.remarks == {"tools": (1, f"{tmp_path}/sft.jsonl:1")}
 
@@ -143,9 +146,9 @@ def test_nothing_stands_between_a_text_and_its_answer(tmp_path: Path, tokenizer:
     special = [("<bos>", 1), ("<|end|>", 2)]
     appending.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A <|end|>", special_tokens=special)
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2<|end|>\n"}]
-    found = encoded(tmp_path, appending, rows)
-    assert [appending.decode(tokens) for tokens in found.prompts.tokens] == ["<bos>1+1="] * 2
-    assert [learned(found, appending, row) for row in range(2)] == [[(True, "2<|end|>")]] * 2
+    files = encoded(tmp_path, appending, rows)
+    assert [appending.decode(tokens) for tokens in files.prompts.tokens] == ["<bos>1+1="] * 2
+    assert [trained_on(files, appending, row) for row in range(2)] == [[(True, "2<|end|>")]] * 2
 
 
 def test_an_answer_with_an_end_in_it_is_reported(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -160,12 +163,12 @@ def test_what_is_too_long_is_refused_or_dropped_but_never_cut(
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2" * 50}]
     with pytest.raises(UserError, match=r"sft.jsonl:2: the supervised example has 55 tokens, expected at most 10"):
         encoded(tmp_path, tokenizer, rows, most=10)
-    found = encoded(tmp_path, tokenizer, rows, most=10, policy="cut_left")
-    assert len(found.prompts) == len(found.answers) == len(found.masks) == 1 and found.prompts.overlong == 1
-    assert found.prompts.spans[0].dropped == {"more than 10 tokens": 1}
+    files = encoded(tmp_path, tokenizer, rows, most=10, policy="cut_left")
+    assert len(files.prompts) == len(files.answers) == len(files.masks) == 1 and files.prompts.overlong == 1
+    assert files.prompts.spans[0].dropped == {"more than 10 tokens": 1}
 
 
-def test_a_template_that_renders_earlier_messages_otherwise_is_refused(
+def test_a_template_that_renders_earlier_messages_differently_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     template = tmp_path / "shortening.jinja"
@@ -174,10 +177,10 @@ def test_a_template_that_renders_earlier_messages_otherwise_is_refused(
         "{% if message.role == 'user' or loop.last %}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    with pytest.raises(UserError, match=r"sft.jsonl:1: the chat template renders the beginning .* otherwise"):
+    with pytest.raises(UserError, match=r"sft.jsonl:1: the chat template renders the beginning .* differently"):
         encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"template": template})
-    found = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"template": template, "learn": "last"})
-    assert learned(found, tokenizer) == [(True, "7<|end|>")]
+    files = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"template": template, "train_on": "last"})
+    assert trained_on(files, tokenizer) == [(True, "7<|end|>")]
 
 
 def test_a_template_without_the_end_of_a_sequence_is_refused(
@@ -197,7 +200,11 @@ def test_a_template_without_the_end_of_a_sequence_is_refused(
     [
         ({"prompt": "1+1="}, {}, "no column 'answer', only 'prompt'"),
         ({"prompt": "1+1="}, {"answer": None}, "the prompt ends without an answer, and answer is null"),
-        ({"prompt": "1+1=", "answer": [2]}, {}, "column 'answer' is [2], expected a text or a whole number to learn"),
+        (
+            {"prompt": "1+1=", "answer": [2]},
+            {},
+            "column 'answer' is [2], expected a text or a whole number to train on",
+        ),
         ({"prompt": [{"role": "assistant", "content": "2"}]}, {}, "no message of the assistant after another"),
     ],
 )
@@ -229,6 +236,6 @@ def test_calls_of_tools_are_learned_with_their_own_arguments_from_every_format(
     lines, columns = encoded(tmp_path, bpe, rows, most=500), encoded(tmp_path, bpe, rows, most=500, path=str(path))
     assert list(lines.prompts.tokens) == list(columns.prompts.tokens)
     assert list(lines.answers) == list(columns.answers) and list(lines.masks) == list(columns.masks)
-    assert learned(columns, bpe)[0] == (True, '[{"name": "weather", "arguments": {"city": "Bonn"}}]<|im_end|>')
+    assert trained_on(columns, bpe)[0] == (True, '[{"name": "weather", "arguments": {"city": "Bonn"}}]<|im_end|>')
     with_null = encoded(tmp_path, bpe, [{"prompt": with_call("weather", city=None)}], most=500)
-    assert '{"city": null}' in learned(with_null, bpe)[0][1]  # a line of JSON says so itself
+    assert '{"city": null}' in trained_on(with_null, bpe)[0][1]  # a line of JSON says so itself

@@ -69,4 +69,4 @@ def read_prompts(
 
 def texts(tokenizer: PreTrainedTokenizerBase, prompts: FilePrompts) -> list[str]:
     """All prompts, decoded."""
-    return [tokenizer.decode(tokens) for tokens in prompts.tokens]
+    return [str(tokenizer.decode(tokens)) for tokens in prompts.tokens]

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from engine3d.errors import UserError
+from hybridflow.remote.endpoint import _retry_after_s
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
-from hybridflow.rewards.remote.endpoint import _retry_after_s
 from hybridflow.rewards.remote.http_reward import HttpReward
 from hybridflow.rewards.result import by_sample, join_results, of_samples, reward_metrics
-from tests.support.scripted_server import Asked, Reply, serving
+from tests.support.scripted_server import ReceivedRequest, Reply, serving
 
 QUICK = {"backoff_s": 0.01, "longest_wait_s": 1.0, "request_timeout_s": 5.0}
 
 
-def lengths(asked: Asked) -> list[float]:
-    return [len(text) for text in asked.content["responses"]]
+def lengths(received: ReceivedRequest) -> list[float]:
+    return [len(text) for text in received.content["responses"]]
 
 
 def scored(url: str, texts: list[str], *, timeout_s: float = 20.0, **arguments: Any) -> dict[str, Any]:
@@ -35,38 +35,38 @@ def scored(url: str, texts: list[str], *, timeout_s: float = 20.0, **arguments: 
 
 def reason_of(url: str, **arguments: Any) -> str:
     """Why two samples have no reward."""
-    found = scored(url, ["a", "bb"], **arguments)
-    first, second = map(str, found["rewards"])
+    result = scored(url, ["a", "bb"], **arguments)
+    first, second = map(str, result["rewards"])
     assert first == second and "\n" not in first
     return first
 
 
 def test_samples_are_posted_in_requests_of_a_size_and_come_back_in_order() -> None:
     texts = ["x" * number for number in range(10)]
-    with serving(lambda asked: Reply(lengths(asked), after_s=0.1)) as server:
-        found = scored(server.url, texts, samples_per_request=3, in_flight=2)
-        assert found["rewards"] == list(range(10))
-        assert sorted(len(asked.content["responses"]) for asked in server.asked) == [1, 3, 3, 3]
+    with serving(lambda received: Reply(lengths(received), after_s=0.1)) as server:
+        result = scored(server.url, texts, samples_per_request=3, in_flight=2)
+        assert result["rewards"] == list(range(10))
+        assert sorted(len(received.content["responses"]) for received in server.requests) == [1, 3, 3, 3]
         assert server.most_at_once == 2
-    assert sum(value for value in found["counts"]["requests"] if value) == 4
-    assert all(0.1 <= value < 10 for value in found["figures"]["latency_s"])
+    assert sum(value for value in result["counts"]["requests"] if value) == 4
+    assert all(0.1 <= value < 10 for value in result["metrics"]["latency_s"])
 
 
 def test_what_is_sent_beside_and_what_the_server_gives_beside() -> None:
-    def answer(asked: Asked) -> Any:
-        assert asked.content == {"responses": ["a", "bb"], "answers": ["1", "2"], "level": [3, None]}
+    def answer(received: ReceivedRequest) -> Any:
+        assert received.content == {"responses": ["a", "bb"], "answers": ["1", "2"], "level": [3, None]}
         return {
             "rewards": [1, {"error": "no such\nproblem"}],
-            "figures": {"depth": [0.5, None]},
+            "metrics": {"depth": [0.5, None]},
             "counts": {"calls": [1, 2]},
         }
 
     with serving(answer) as server:
         reward = HttpReward(url=server.url, send=["answers", "level"])
         assert list(reward.prepare(["level"])) == ["answers", "level"]
-        found = reward(["a", "bb"], timeout_s=10, answers=["1", "2"], level=[3, None])
-    assert found["rewards"][0] == 1 and str(found["rewards"][1]) == "the server says: no such\nproblem"
-    assert found["figures"]["depth"] == [0.5, None] and found["counts"]["calls"] == [1, 2]
+        result = reward(["a", "bb"], timeout_s=10, answers=["1", "2"], level=[3, None])
+    assert result["rewards"][0] == 1 and str(result["rewards"][1]) == "the server says: no such\nproblem"
+    assert result["metrics"]["depth"] == [0.5, None] and result["counts"]["calls"] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_what_is_sent_beside_and_what_the_server_gives_beside() -> None:
 )
 def test_a_wrong_answer_is_one_line_at_once_and_no_reward(reply: Any, line: str) -> None:
     with serving(lambda _: reply) as server:
-        found = reason_of(server.url)
-        assert found.startswith(server.url) and line in found
-        assert len(server.asked) == 1
+        reason = reason_of(server.url)
+        assert reason.startswith(server.url) and line in reason
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", '"much"', "true", "[1]", '{"error": 3}'])
@@ -103,11 +103,11 @@ def test_what_is_no_number_fails_its_sample_alone(value: str) -> None:
 @pytest.mark.parametrize("fault", [Reply("busy", 503), Reply("slow down", 429), Reply(status=None)])
 def test_what_a_moment_may_change_is_tried_again_with_growing_waits(fault: Reply) -> None:
     number = itertools.count()
-    with serving(lambda asked: fault if next(number) < 3 else lengths(asked)) as server:
-        found = scored(server.url, ["a", "bb"], backoff_s=0.08)
-        times = [asked.at for asked in server.asked]
-    assert found["rewards"] == [1, 2]
-    assert found["counts"] == {"requests": [4, None], "retries": [3, None]}
+    with serving(lambda received: fault if next(number) < 3 else lengths(received)) as server:
+        result = scored(server.url, ["a", "bb"], backoff_s=0.08)
+        times = [received.at for received in server.requests]
+    assert result["rewards"] == [1, 2]
+    assert result["counts"] == {"requests": [4, None], "retries": [3, None]}
     waits = [after - before for before, after in itertools.pairwise(times)]
     for wait, longest in zip(waits, (0.08, 0.16, 0.32), strict=True):
         assert longest / 2 <= wait
@@ -116,49 +116,49 @@ def test_what_a_moment_may_change_is_tried_again_with_growing_waits(fault: Reply
 def test_retries_end_and_the_line_says_how_often() -> None:
     with serving(lambda _: Reply("busy", 500)) as server:
         assert reason_of(server.url, retries=2) == f"{server.url} answered with status 500: busy, 3 times"
-        assert len(server.asked) == 3
+        assert len(server.requests) == 3
 
 
 def test_nobody_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
-        assert reason_of(url, retries=1).startswith(f"{url} could not be asked: ConnectError: ")
+        assert reason_of(url, retries=1).startswith(f"{url} could not be reached: ConnectError: ")
 
 
 def test_the_server_says_how_long_to_wait() -> None:
     number = itertools.count()
     first = Reply("later", 429, {"Retry-After": "0.5"})
-    with serving(lambda asked: first if next(number) == 0 else lengths(asked)) as server:
+    with serving(lambda received: first if next(number) == 0 else lengths(received)) as server:
         assert scored(server.url, ["a"])["rewards"] == [1]
-        assert server.asked[1].at - server.asked[0].at >= 0.5
+        assert server.requests[1].at - server.requests[0].at >= 0.5
     with serving(lambda _: Reply("much later", 429, {"Retry-After": "3600"})) as server:
         line = reason_of(server.url)
         assert line.endswith("much later, and asks to wait 3600 s, longer than longest_wait_s=1")
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
     assert _retry_after_s("soon") == _retry_after_s("") == _retry_after_s("nan") == _retry_after_s("-3") == 0
     assert 50 < _retry_after_s(format_datetime(datetime.now(UTC) + timedelta(minutes=1), usegmt=True)) <= 60
 
 
 def test_a_server_that_hangs_costs_its_own_samples_alone() -> None:
-    def answer(asked: Asked) -> Reply:
-        return Reply(lengths(asked), after_s=8.0 if asked.content["responses"] == ["hang"] else 0.0)
+    def answer(received: ReceivedRequest) -> Reply:
+        return Reply(lengths(received), after_s=8.0 if received.content["responses"] == ["hang"] else 0.0)
 
     with serving(answer) as server:
         started = time.monotonic()
-        found = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, request_timeout_s=1.0, retries=0)
-        assert found["rewards"][::2] == [1, 3]
-        assert str(found["rewards"][1]) == f"{server.url} did not answer within 1 s (request_timeout_s)"
-        found = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, timeout_s=1.5)
-        assert found["rewards"][::2] == [1, 3]
-        assert str(found["rewards"][1]) == f"{server.url} did not answer within 1.5 s (timeout_s)"
-        assert found["counts"]["requests"] == [1, 1, 1]
+        result = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, request_timeout_s=1.0, retries=0)
+        assert result["rewards"][::2] == [1, 3]
+        assert str(result["rewards"][1]) == f"{server.url} did not answer within 1 s (request_timeout_s)"
+        result = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, timeout_s=1.5)
+        assert result["rewards"][::2] == [1, 3]
+        assert str(result["rewards"][1]) == f"{server.url} did not answer within 1.5 s (timeout_s)"
+        assert result["counts"]["requests"] == [1, 1, 1]
         assert time.monotonic() - started < 7
 
 
 def test_the_key_goes_to_the_server_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCORE_KEY", "sk-123456")
-    with serving(lambda asked: Reply(f"bad key: {asked.headers['Authorization']}", 401)) as server:
+    with serving(lambda received: Reply(f"bad key: {received.headers['Authorization']}", 401)) as server:
         line = reason_of(server.url, api_key_variable="SCORE_KEY")
     assert line == f"{server.url} answered with status 401: bad key: Bearer <key>"
     monkeypatch.delenv("SCORE_KEY")
@@ -196,11 +196,11 @@ def test_retries_of_the_function_are_refused() -> None:
 
 
 @pytest.mark.processes
-def test_in_a_run_failures_follow_the_policy_and_figures_reach_the_metrics() -> None:
-    def answer(asked: Asked) -> Any:
-        if asked.content["responses"] == ["refuse"]:
+def test_in_a_run_failures_follow_the_policy_and_its_metrics_reach_the_metrics() -> None:
+    def answer(received: ReceivedRequest) -> Any:
+        if received.content["responses"] == ["refuse"]:
             return Reply("no", 400)
-        return {"rewards": lengths(asked), "figures": {"depth": [None] + [2.0] * (len(lengths(asked)) - 1)}}
+        return {"rewards": lengths(received), "metrics": {"depth": [None] + [2.0] * (len(lengths(received)) - 1)}}
 
     with serving(answer) as server:
         arguments = {"url": f"{server.url}/score", "samples_per_request": 1, **QUICK}
@@ -214,7 +214,7 @@ def test_in_a_run_failures_follow_the_policy_and_figures_reach_the_metrics() -> 
                 UserError, match=r"reward 'far' \(http\) failed on all 1 samples of a step: it gave none"
             ):
                 rewards.evaluate(["refuse"], [""], [""], {"level": [1]})
-        assert all(asked.path == "/score" for asked in server.asked)
+        assert all(received.path == "/score" for received in server.requests)
         unknown = RewardConfig.model_validate(
             {"functions": [far | {"arguments": {"url": server.url, "send": ["levle"]}}]}
         )
@@ -232,4 +232,4 @@ def test_in_a_run_failures_follow_the_policy_and_figures_reach_the_metrics() -> 
     assert 0 < values["reward/far/latency_s"] <= values["reward/far/latency_s_p95"] < 5
     joined = join_results([result, of_samples(by_sample(again), config.functions)])
     assert joined.counts["far/requests"].tolist() == [1, 1, 1, 1]
-    assert joined.figures["far/latency_s"].isnan().tolist() == [False, True, False, False]
+    assert joined.metrics["far/latency_s"].isnan().tolist() == [False, True, False, False]

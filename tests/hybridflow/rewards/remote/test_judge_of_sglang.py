@@ -16,7 +16,7 @@ import pytest
 
 from engine3d.errors import EngineError
 from engine3d.serving import CompletionServer
-from engine3d.serving.server import _held_port
+from engine3d.serving.server import _reserve_port
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import reward_metrics
@@ -56,8 +56,8 @@ def test_verdicts_of_a_model_by_a_schema(server: CompletionServer, monkeypatch: 
     ]
     texts = [f"response {number}" for number in range(8)]
     with RewardFunctions(RewardConfig.model_validate({"functions": functions})) as rewards:
-        result = rewards.evaluate(texts, ["question"] * 8, [""] * 8, whole=False)
-        again = rewards.evaluate(texts, ["question"] * 8, [""] * 8, whole=False)
+        result = rewards.evaluate(texts, ["question"] * 8, [""] * 8, complete=False)
+        again = rewards.evaluate(texts, ["question"] * 8, [""] * 8, complete=False)
     values = reward_metrics(result)
     assert values["reward/choice/failed"] == values["reward/grade/failed"] == 0, result.failures
     assert set(result.by_name["choice"].tolist()) <= {0.0, 1.0}
@@ -79,11 +79,11 @@ def test_a_server_asks_for_its_key_and_says_what_it_died_of(server: CompletionSe
     assert log is not None and KEY not in log.read_text() and "<key>" in log.read_text()
     assert server._process is not None
     group = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children(recursive=True)]
-    held = []
+    mappings = []
     for process in group:
         with contextlib.suppress(OSError):  # some end soon
-            held += Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    assert held and not [line for line in held if "/dev/shm/sem." in line]  # which a kill would leave
+            mappings += Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    assert mappings and not [line for line in mappings if "/dev/shm/sem." in line]  # which a kill would leave
     os.kill(server._process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, server._process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(EngineError, match=f"SGLang server died: its process was killed by SIGKILL; log: {log}"):
@@ -92,15 +92,15 @@ def test_a_server_asks_for_its_key_and_says_what_it_died_of(server: CompletionSe
 
 def test_a_port_that_another_has_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr("engine3d.serving.server._held_port", lambda address: taken)
+    monkeypatch.setattr("engine3d.serving.server._reserve_port", lambda address: taken)
     with pytest.raises(EngineError, match=r"SGLang server died during start: .*address already in use"):
         judge_server(tmp_path).start()
 
 
 def test_no_other_gets_the_port_of_a_server_that_starts() -> None:
-    with _held_port("127.0.0.1") as held, socket.socket() as other:
-        place = held.getsockname()
+    with _reserve_port("127.0.0.1") as reserved, socket.socket() as other:
+        address = reserved.getsockname()
         with pytest.raises(OSError, match="in use"):
-            other.bind(place)
-        with socket.create_server(place) as own:  # as SGLang does
-            assert own.getsockname() == place
+            other.bind(address)
+        with socket.create_server(address) as server:  # as SGLang does
+            assert server.getsockname() == address

@@ -1,4 +1,4 @@
-"""From what a step of a run is made again, and what is refused before anything starts."""
+"""Plans of replays, and refusals before anything starts."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_a_step_begins_at_the_nearest_checkpoint_before_it(tmp_path: Path) -> No
         run / "checkpoints/step-00000004",
     )
     assert list(plan.steps) == [3, 4] and plan.changed == ()
-    assert [each.digests for each in plan.steps.values()] == [("03",), ("04",)]
-    facts = plan.steps[4].facts
-    assert facts is not None and (facts.step, facts.version, facts.samples) == (4, 5, 4)
+    assert [original.digests for original in plan.steps.values()] == [("03",), ("04",)]
+    metadata = plan.steps[4].metadata
+    assert metadata is not None and (metadata.step, metadata.version, metadata.samples) == (4, 5, 4)
     assert plan_replay(run, 5).base == 4 and plan_replay(run, 5).after is None
 
 
@@ -112,14 +112,14 @@ def test_a_step_that_has_updated_nothing_needs_no_samples(tmp_path: Path) -> Non
     run = make_run(tmp_path, "warmup=null", checkpoints=(4,)).directory
     plan = plan_replay(run, 3)
     assert (plan.base, plan.checkpoint, plan.recipe.resume) == (0, None, "none")
-    assert [each.path is None for each in plan.steps.values()] == [False, True, False]
+    assert [original.path is None for original in plan.steps.values()] == [False, True, False]
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path).directory
     assert "has done no step 7; its metrics.jsonl has the steps 1 to 6" in refusal(run, 7)
     line = refusal(run, 2)
-    assert "no checkpoint of before step 2 is left" in line and "it began with a warm-up" in line
+    assert "no checkpoint before step 2 is left" in line and "it began with a warm-up" in line
     sample_file(run / "samples", 3).unlink()
     assert plan_replay(run, 5).base == 4
     line = refusal(run, 4)

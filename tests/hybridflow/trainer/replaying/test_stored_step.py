@@ -9,7 +9,7 @@ import torch
 
 from engine3d.errors import UserError
 from hybridflow.batch.sample_table import ByName
-from hybridflow.trainer.replaying.stored_step import StepFacts, StoredStep
+from hybridflow.trainer.replaying.stored_step import StepMetadata, StoredStep
 from hybridflow.trainer.sample_store import TrainedSamples
 from tests.support.stored_samples import learned_from, samples_of, store
 
@@ -24,7 +24,7 @@ def test_all_that_an_update_needs_comes_back(tmp_path: Path) -> None:
     }
     learned = learned_from(3, batch, by_name, advantages=torch.tensor([1.0, -1.0, 0.1, -0.1]))
     path = store(tmp_path, TrainedSamples(3, 4, learned.batches, by_name, {0: 0.1, 1: -2.0}))
-    assert StepFacts.read(path).samples == 4
+    assert StepMetadata.read(path).samples == 4
     stored = StoredStep.read(path, keeps_samples=False)
     for name, column in batch.columns().items():
         assert torch.equal(stored.batch.columns()[name], column), name
@@ -44,5 +44,5 @@ def test_what_an_algorithm_has_kept_has_no_rewards_by_name(tmp_path: Path) -> No
 def test_samples_of_several_updates_are_refused(tmp_path: Path) -> None:
     learned = learned_from(3, samples_of(TEXTS, [0.1, 1.0, 0.5, 0.25]))
     path = store(tmp_path, TrainedSamples(3, 4, learned.batches * 2))
-    with pytest.raises(UserError, match="has learned from 2 batches, expected one"):
-        StepFacts.read(path)
+    with pytest.raises(UserError, match="has trained on 2 batches, expected one"):
+        StepMetadata.read(path)

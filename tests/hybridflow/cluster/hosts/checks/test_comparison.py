@@ -10,14 +10,15 @@ import pytest
 
 from hybridflow.cluster.hosts.checks.comparison import ClockDifference, Comparison, Needs, Report, compare, ranges
 from hybridflow.cluster.hosts.checks.facts import Gpu, GpuProcess, HostFacts, Limit, Space
-from hybridflow.cluster.hosts.description import Host
+from hybridflow.cluster.hosts.description import Host, HostRole
 from tests.support.work import growth
 
 GB = 10**9
 H200 = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 150 * GB, 650_000_000) for index in range(8))
+_LIBRARIES = ("hybridflow", "torch", "megatron-core", "sglang", "ray", "numpy")
+VERSIONS: dict[str, str | None] = dict.fromkeys(_LIBRARIES, "1.0")
 FACTS = HostFacts(
-    versions=dict.fromkeys(("hybridflow", "torch", "megatron-core", "sglang", "ray", "numpy"), "1.0")
-    | {"transformer-engine": "2.9"},
+    versions=VERSIONS | {"transformer-engine": "2.9"},
     python="3.12.1",
     kernel="6.8",
     code="c0de" * 16,
@@ -44,7 +45,8 @@ def cluster(count: int, changes: dict[int, dict[str, Any]] | None = None, **of_r
     """Hosts that are alike but for changes of some; free memory and disk differ on every one."""
     found = []
     for index in range(count):
-        own = {"name": f"host-{index}", "available_bytes": (1000 + index) * GB} | (changes or {}).get(index, {})
+        own: dict[str, Any] = {"name": f"host-{index}", "available_bytes": (1000 + index) * GB}
+        own |= (changes or {}).get(index, {})
         clock = ClockDifference(0.01 * (index % 3), 0.05) if index else None
         found.append(Report(Host(index, f"host-{index}", f"10.0.0.{index + 1}"), replace(FACTS, **own), clock))
     return [replace(each, **of_reports) for each in found]
@@ -241,7 +243,7 @@ def test_kinds_of_gpus_may_differ_between_roles() -> None:
     other = tuple(replace(gpu, name="NVIDIA L40S") for gpu in H200[:4])
     reports = cluster(4, {2: {"gpus": other}, 3: {"gpus": other}})
     assert [finding.what for finding in compare(reports).findings] == ["GPUs", "number of GPUs"]
-    roles = ["train", "train", "rollout", "rollout"]
+    roles: list[HostRole] = ["train", "train", "rollout", "rollout"]
     apart = [replace(each, host=replace(each.host, role=role)) for each, role in zip(reports, roles, strict=True)]
     assert compare(apart).findings == ()
     apart[3] = replace(apart[3], facts=replace(apart[3].facts, gpus=H200))
@@ -254,7 +256,8 @@ def test_kinds_of_gpus_may_differ_between_roles() -> None:
 def test_refusals_come_first_and_what_is_not_known_is_not_compared() -> None:
     reports = cluster(3, {1: {"driver": "590"}, 2: {"recipe": "dead" * 16}})
     assert [finding.severity for finding in compare(reports).findings] == ["refuse", "warn"]
-    unknown = {"versions": {}, "python": "", "recipe": None, "driver": None, "code": None, "commit": None, "limits": {}}
+    unknown: dict[str, Any] = {"versions": {}, "python": "", "limits": {}}
+    unknown |= dict.fromkeys(("recipe", "driver", "code", "commit"))
     assert compare(cluster(3, {1: unknown | {"shared_memory": None, "gpus": ()}})).refusals == ()
 
 

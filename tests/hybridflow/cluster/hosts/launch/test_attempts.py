@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybridflow.cluster.hosts.description import HostRole
 from hybridflow.cluster.hosts.launch.driver_process import GRACE_S
 from hybridflow.rundir.first_failure import read_earlier, read_failure
 from tests.support.launched_agents import LaunchedAgents, launch_of
@@ -62,7 +63,7 @@ def test_a_named_checkpoint_counts_until_the_run_has_a_directory(tmp_path: Path,
 
 
 def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    roles = ["train", "rollout", "rollout", None]
+    roles: list[HostRole | None] = ["train", "rollout", "rollout", None]
     launch = launch_of(tmp_path, [LOSE, END], hosts=4, roles=roles, restarts=1, spares=1)
     assert run(launch, (1, 1)) == [0, 1, 0, 0]
     assert where(launch) == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ class Command:
         self.got.append(number)
 
 
-def got(came: list[tuple[float, int, int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def got(came: Sequence[tuple[float, int, int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the command gets of signals that come at such a time, with such a number, to such a host."""
     now = 0.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))

@@ -121,7 +121,7 @@ def test_a_preset_gives_way_to_the_environment_and_that_to_the_recipe() -> None:
 
 
 def test_an_interface_of_the_recipe_comes_before_the_environment_and_one_that_was_found_after() -> None:
-    environ = {"GLOO_SOCKET_IFNAME": "eth7"}
+    environ: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "eth7"}
     assert in_force(NetworkConfig(), **environ)["GLOO_SOCKET_IFNAME"] == ("eth7", "environment")
     named = in_force(NetworkConfig(interface="eth0"), **environ)
     assert named["GLOO_SOCKET_IFNAME"] == ("eth0", "interface eth0")

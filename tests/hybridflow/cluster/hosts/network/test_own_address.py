@@ -70,8 +70,8 @@ def test_any_port_becomes_one_of_the_range_and_each_is_given_once() -> None:
 
 HELD = """
 import socket
-from engine3d.serving.server import _held_port
-held = _held_port("127.0.0.7")
+from engine3d.serving.server import _reserve_port
+held = _reserve_port("127.0.0.7")
 with socket.create_server(held.getsockname()) as own:  # as SGLang does
     print(own.getsockname()[1])
 """

@@ -190,7 +190,7 @@ def test_a_network_in_two_halves_is_a_few_lines() -> None:
 
 @pytest.mark.processes
 def test_rates_are_measured_in_processes_of_their_own() -> None:
-    async def work() -> list[Rate]:
+    async def work() -> tuple[Rate, Rate]:
         listening = socket.create_server(("127.0.0.1", 0))
         plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60, nbytes=1 << 20)
         environment = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -213,7 +213,7 @@ def test_a_measurement_in_which_a_host_is_missing_ends() -> None:
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"^rate between hosts: host 1 did not come within 5 s$"):
         asyncio.run(work())
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 60
 
 
 AGENT = """
@@ -229,7 +229,7 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 def test_a_measurement_ends_with_the_process_that_asked_for_it() -> None:
     agent = subprocess.Popen([sys.executable, "-c", AGENT])
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 180
         while not (children := psutil.Process(agent.pid).children()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -237,5 +237,5 @@ def test_a_measurement_ends_with_the_process_that_asked_for_it() -> None:
     finally:
         agent.kill()
         agent.wait()
-    _, left = psutil.wait_procs(children, timeout=20)
+    _, left = psutil.wait_procs(children, timeout=180)
     assert left == []

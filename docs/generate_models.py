@@ -1,0 +1,147 @@
+"""Makes docs/models.md and the data of `check` from the marks of the tests.
+
+python docs/generate_models.py           write both
+python docs/generate_models.py --check   fail if one is not what the marks say
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hybridflow.planning.feature_matrix import DATA, FAMILIES, FEATURES, ITEMS, LAYOUT  # noqa: E402
+from tests.support.proves import collected  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+COMMAND = "python docs/generate_models.py"
+DENSE = ("llama", "qwen3")
+"""Families without experts."""
+_NAMES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "deepseek_v3": "DeepSeek-V3"}
+_OF_EXPERTS = ("ep", "etp", "routing_replay")
+
+_INTRODUCTION = f"""\
+# Models and features
+
+A cell says **yes** where a test runs the two together and compares the result with a plain run: log-probs, losses,
+gradients or weights. `hybridflow check` and the start of a run refuse every other pair, and name it. Pairs of
+`streams`, and of `resharding` with a feature, are shown and not refused: streams act on engines, and resharding reads
+weights.
+`{COMMAND}` makes this page and the data of `check` from the marks of the tests. A test compares them.
+
+| item | setting |
+|---|---|
+| `tp`, `pp`, `vpp`, `ep`, `etp`, `cp` | sizes above 1 in `train.layout` |
+| `stages` | layers of each stage, given in `train.layout.stages` |
+| `dp` | more than one data-parallel replica |
+| `packing`, `padding` | `train.packing=true`, `false` |
+| `recomputation` | `train.recompute` |
+| `offload` | `ROLE.offload`: a model that leaves its devices between its turns |
+| `optimizer_offload` | `train.optimizer.offload` |
+| `routing_replay` | `train.routing_replay` |
+| `critic` | a model with a scalar head |
+| `streams` | `rollout.stream`, with weights that change while requests are in flight |
+| `checkpoints` | `checkpoint.save_interval`: what is resumed is what was saved |
+| `resharding` | weights in rollout engines, compared with those that SGLang loads of an export |
+| `fp8` | `rollout.engine.precision=fp8`: the same, of weights that the trainer quantises |
+
+DeepSeek-V3's family reads Kimi-K2's configs too (`model_type: kimi_k2`). Exports keep their `model_type`.
+Tests run on CPUs, in float32 or bfloat16, with small models of the real architectures. Combinations that Megatron-Core
+or SGLang exclude are refused with their reason, see [What is not supported](not_supported.md).
+
+| | Llama | Qwen3 | Qwen3-MoE | DeepSeek-V3 |
+|---|---|---|---|---|
+| Transformer Engine, compared with `transformers` | yes | yes | yes | yes |
+| balance losses of routers | no experts | no experts | yes | yes |
+| auxiliary-loss-free load balancing (expert bias) | no experts | no experts | no such bias | yes |
+| [runs on GPUs](../benchmarks/results) | 4 layers of 70B | none | Qwen3-30B-A3B, all 48 layers | 8 layers of its kind |
+"""
+_THREE = "A cell says **yes** where one test runs the family, the layout and the feature together.\n"
+_MARK = """
+## Adding a pair
+
+A test shows a pair with a mark: `@proves("qwen3_moe", "tp pp packing")` of `tests/support/proves.py`. It names the
+family, and for each run of the test the sizes above 1 and the features. The run must be compared with a plain one.
+Marks of tests that need a GPU or several hosts do not count.
+"""
+
+
+def data(runs: Iterable[frozenset[str]]) -> str:
+    """The file of `check`: sets of items that no other set contains, a line each."""
+    distinct = sorted(_largest(runs), key=lambda run: [ITEMS.index(item) for item in _ordered(run)])
+    lines = [f"- {' '.join(_ordered(run))}" for run in distinct]
+    return "\n".join([f"# Items that tests run together. Made by {COMMAND}.", *lines, ""])
+
+
+def page(runs: Iterable[frozenset[str]]) -> str:
+    """The page."""
+    runs = _largest(runs)
+    pairs = {frozenset(pair) for run in runs for pair in combinations(run, 2)}
+
+    def cell(one: str, other: str) -> str:
+        if one == other or {one, other} == {"packing", "padding"}:
+            return ""
+        if any(family in (one, other) for family in DENSE) and any(item in (one, other) for item in _OF_EXPERTS):
+            return "no experts"
+        return "yes" if frozenset((one, other)) in pairs else "-"
+
+    sections = [_INTRODUCTION]
+    sections.append("\n## Families\n\n" + _table(FAMILIES, (*LAYOUT, *FEATURES), cell))
+    sections.append("\n## Layouts\n\n" + _table(LAYOUT, LAYOUT, cell))
+    sections.append("\n## Layouts and features\n\n" + _table(LAYOUT, FEATURES, cell))
+    sections.append("\n## Features\n\n" + _table(FEATURES, FEATURES, cell))
+    sections.append("\n## Three at a time\n\n" + _THREE)
+    for family in FAMILIES:
+        together = {frozenset(pair) for run in runs if family in run for pair in combinations(run, 2)}
+        sections.append(f"\n### {_NAMES[family]}\n\n" + _table(LAYOUT, FEATURES, _of_family(family, together)))
+    return "".join([*sections, _MARK])
+
+
+def _of_family(family: str, together: set[frozenset[str]]) -> Callable[[str, str], str]:
+    def cell(size: str, feature: str) -> str:
+        if family in DENSE and (size in _OF_EXPERTS or feature in _OF_EXPERTS):
+            return "no experts"
+        return "yes" if frozenset((size, feature)) in together else "-"
+
+    return cell
+
+
+def _table(rows: Sequence[str], columns: Sequence[str], cell: Callable[[str, str], str]) -> str:
+    head = f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}\n"
+    return head + "".join(
+        f"| {_NAMES.get(row, row)} | {' | '.join(cell(row, column) for column in columns)} |\n" for row in rows
+    )
+
+
+def _largest(runs: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    distinct = set(runs)
+    return [run for run in distinct if not any(run < other for other in distinct)]
+
+
+def _ordered(run: frozenset[str]) -> list[str]:
+    return [item for item in ITEMS if item in run]
+
+
+def texts(runs: Iterable[frozenset[str]]) -> Mapping[Path, str]:
+    """Both files."""
+    return {DATA: data(runs), PAGE: page(runs)}
+
+
+def main() -> int:
+    made = texts(collected(ROOT / "tests"))
+    if "--check" not in sys.argv[1:]:
+        for path, text in made.items():
+            path.write_text(text)
+        return 0
+    others = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    for path in others:
+        print(f"{path.relative_to(ROOT)} is not what the marks of the tests say; renew it: {COMMAND}", file=sys.stderr)
+    return 1 if others else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Precision contract of a model in fp8: which tensors are quantised, in which blocks, and with which scales.
+
+The format is DeepSeek's. A quantised tensor is float8_e4m3fn in blocks of 128 x 128 from its first element on, the last
+ones smaller. The tensor NAME_scale_inv next to it has one float32 a block, by which the block's values are multiplied.
+
+Weight rules say which tensors are quantised (`HFTensor.fp8`): the matrices of attention and of all MLPs. Routers,
+norms, biases, embedding and output layer keep their precision, and so does latent attention's kv_b_proj, which SGLang
+would quantise once more by its own rule. Nothing depends on a layout, so that one export serves every engine.
+
+Scales are powers of two. Four significant bits times a power of two are exact in bfloat16: what is trained after a
+dequantisation is what was published, and quantising it again changes no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models.family import ModelSpec
+from engine3d.models.rules import Box, Cut, ExpertNumbering, HFTensor, Shard, TensorSlice
+from engine3d.startup.lazy_imports import torch
+
+Precision = Literal["fp8"]
+"""Precision of quantised weights."""
+
+BLOCK = 128
+"""Rows and columns of a block."""
+LARGEST = 448.0
+"""Largest value of float8_e4m3fn."""
+FP8_DTYPE = "float8_e4m3fn"
+_SMALLEST_PEAK = 1e-4
+"""A block without a larger value is scaled as if it had this one, as in DeepGEMM: the scale of zeros is a number."""
+_BAND_ELEMENTS = 1 << 22
+"""Elements that are quantised at a time, in float32."""
+
+QUANTISATION_CONFIG: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [BLOCK, BLOCK],
+    "activation_scheme": "dynamic",
+}
+"""The `quantization_config` of a config.json by which SGLang and transformers read the format."""
+
+
+def scale_name(tensor: str) -> str:
+    """Name of the scales of a quantised tensor."""
+    return f"{tensor}_scale_inv"
+
+
+def scale_box(box: Box) -> Box:
+    """The blocks that a box of a quantised tensor touches, as a box of its scales."""
+    return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a tensor: its blocks along each dimension."""
+    return tuple(-(-size // BLOCK) for size in shape)
+
+
+def quantisation_config(spec: ModelSpec) -> dict[str, Any]:
+    """The `quantization_config` of a model in fp8, with the modules of the matrices that keep their precision."""
+    kept = [
+        name.removesuffix(".weight")
+        for name, tensor in spec.hf_tensors.items()
+        if len(tensor.shape) == 2 and not tensor.fp8
+    ]
+    return {**QUANTISATION_CONFIG, "modules_to_not_convert": kept}
+
+
+def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix, or rows and columns of one that begin with a block.
+
+    The scale of a block is 2^ceil(log2(peak / 448)), with its largest absolute value as the peak, and at least 1e-4.
+    Source: DeepGEMM's `per_block_cast_to_fp8`, of which SGLang has a copy (sglang.srt.layers.quantization.fp8_utils).
+
+    Args:
+        values: [rows, columns], of any floating-point dtype.
+
+    Returns:
+        The values in float8_e4m3fn, [rows, columns], and float32 scales, [ceil(rows / 128), ceil(columns / 128)].
+    """
+    rows, columns = values.shape
+    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=values.device)
+    scales = torch.empty(scale_shape((rows, columns)), dtype=torch.float32, device=values.device)
+    step = max(1, _BAND_ELEMENTS // (BLOCK * max(1, columns))) * BLOCK
+    for first in range(0, rows, step):
+        band = values[first : first + step].detach().float()
+        blocks = torch.nn.functional.pad(band, (0, -columns % BLOCK, 0, -len(band) % BLOCK))
+        blocks = blocks.view(-1, BLOCK, blocks.shape[1] // BLOCK, BLOCK)
+        scale = _power_of_two(blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(_SMALLEST_PEAK) / LARGEST)
+        scaled = (blocks * (1.0 / scale)).view(len(blocks) * BLOCK, -1)
+        quantised[first : first + len(band)] = scaled[: len(band), :columns].to(torch.float8_e4m3fn)
+        scales[first // BLOCK : first // BLOCK + len(blocks)] = scale.view(len(blocks), -1)
+    return quantised, scales
+
+
+def dequantise(values: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
+    """Dequantise a box of a quantised matrix: each value times the scale of its block.
+
+    Args:
+        values: of the box, [rows, columns].
+        scales: of `scale_box(box)`, of any floating-point dtype and with any values.
+        box: its position in the matrix.
+
+    Returns:
+        float32, [rows, columns].
+    """
+    scales = scales.float()
+    for dimension, (start, stop) in enumerate(box):
+        blocks = torch.arange(start, stop, device=scales.device) // BLOCK - start // BLOCK
+        scales = scales.index_select(dimension, blocks)
+    return values.float() * scales
+
+
+def _power_of_two(values: torch.Tensor) -> torch.Tensor:
+    """The smallest powers of two that are at least as large as positive float32 values, by their bits."""
+    bits = values.view(torch.int32)
+    exponents = (bits >> 23) + (bits & 0x7FFFFF != 0).to(torch.int32)
+    return (exponents.clamp(1, 254) << 23).view(torch.float32)
+
+
+def served_shapes(spec: ModelSpec, precision: Precision | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of `served_tensors`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in spec.hf_tensors.items():
+        shapes[name] = tensor.shape
+        if precision is not None and tensor.fp8:
+            shapes[scale_name(name)] = scale_shape(tensor.shape)
+    return shapes
+
+
+def served_tensors(
+    spec: ModelSpec, dtype: torch.dtype, precision: Precision | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a model, as files and engines have them: scales follow what they scale.
+
+    Args:
+        spec: the model.
+        dtype: of tensors that are neither quantised nor buffers.
+        precision: of the model; None quantises nothing.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    for name, tensor in spec.hf_tensors.items():
+        if precision is not None and tensor.fp8:
+            dtypes |= {name: torch.float8_e4m3fn, scale_name(name): torch.float32}
+        else:
+            dtypes[name] = torch.float32 if tensor.buffer else dtype
+    return {name: (shape, dtypes[name]) for name, shape in served_shapes(spec, precision).items()}
+
+
+def stored_tensors(
+    tensor: HFTensor, box: Box, values: torch.Tensor, dtype: torch.dtype, precision: Precision | None
+) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """A box of a tensor in the form that files and engines have: itself, or its quantised values and their scales.
+
+    Args:
+        tensor: of the HuggingFace model.
+        box: of it; of a quantised tensor one that passes `check_shards`.
+        values: of the box.
+        dtype: of tensors that are not quantised. It is also the one that is quantised, whatever `values` have.
+        precision: of the model; None quantises nothing.
+
+    Yields:
+        Names, boxes and values.
+    """
+    if precision is None or not tensor.fp8:
+        yield tensor.name, box, values
+        return
+    quantised, scales = quantise(values.to(dtype))
+    yield tensor.name, box, quantised
+    yield scale_name(tensor.name), scale_box(box), scales
+
+
+def check_shards(spec: ModelSpec, layout: Layout, *, transformer_engine: bool) -> None:
+    """Refuse a layout whose ranks would each have a part of a block, since nobody could compute its scale.
+
+    Args:
+        spec: the model.
+        layout: of the trainer. It must pass the model's `check_layout`.
+        transformer_engine: True if the model is built from Transformer Engine's layers.
+
+    Raises:
+        UserError: names the tensor, its rows or columns on a rank, and the sizes that fit.
+    """
+    for layer, rules in enumerate(spec.rules.layers):
+        for rule in rules:
+            key, count = ("etp", layout.etp) if rule.per_expert else ("tp", layout.tp)
+            cut = rule.local_cut(transformer_engine)
+            if cut.replicated or not cut.tensors[0].fp8 or (divided := _divided_block(cut, count)) is None:
+                continue
+            fit = [size for size in range(1, count) if count % size == 0 and _divided_block(cut, size) is None]
+            tensor, (start, stop) = divided
+            raise UserError(
+                f"fp8: layout {key}={count} cuts {tensor.at(layer, 0).name} within a block of {BLOCK} x {BLOCK} (a "
+                f"rank has {'columns' if cut.axis else 'rows'} {start} to {stop}), expected {key}="
+                f"{' or '.join(map(str, fit))}"
+            )
+
+
+def _divided_block(cut: Cut, count: int) -> tuple[HFTensor, tuple[int, int]] | None:
+    """A tensor and its range on a rank that begins or ends within a block; None if no rank has one."""
+    for rank in range(count):
+        bounds: dict[HFTensor, tuple[int, int]] = {}
+        for segment in cut.segments(Shard(rank, count, ExpertNumbering(1))):
+            stop = segment.hf_start + segment.length
+            first, last = bounds.get(segment.tensor, (segment.hf_start, stop))
+            bounds[segment.tensor] = min(first, segment.hf_start), max(last, stop)
+        for tensor, (first, last) in bounds.items():
+            if first % BLOCK or (last % BLOCK and last != tensor.shape[cut.axis]):
+                return tensor, (first, last)
+    return None
+
+
+def joined_slices(slices: Iterable[TensorSlice]) -> dict[str, tuple[Box, tuple[TensorSlice, ...]]]:
+    """The box of each HuggingFace tensor that the slices of a parameter make up together, and these slices.
+
+    Query groups give a parameter several slices of a tensor, which follow one another there.
+    """
+    by_tensor: dict[str, list[TensorSlice]] = {}
+    for tensor_slice in slices:
+        by_tensor.setdefault(tensor_slice.hf_name, []).append(tensor_slice)
+    return {
+        name: (
+            tuple(
+                (min(start for start, _ in bounds), max(stop for _, stop in bounds))
+                for bounds in zip(*(tensor_slice.hf_box for tensor_slice in of_tensor), strict=True)
+            ),
+            tuple(of_tensor),
+        )
+        for name, of_tensor in by_tensor.items()
+    }
+
+
+def joined_values(parameter: torch.Tensor, box: Box, slices: Sequence[TensorSlice]) -> torch.Tensor:
+    """Values of the slices of one tensor as the box that they make up: of one slice a view of the parameter."""
+    if len(slices) == 1:
+        return parameter[_indices(slices[0].local_box)]
+    shape = [stop - start for start, stop in box]
+    values = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    for tensor_slice in slices:
+        within = tuple(
+            (start - first, stop - first) for (start, stop), (first, _) in zip(tensor_slice.hf_box, box, strict=True)
+        )
+        values[_indices(within)] = parameter[_indices(tensor_slice.local_box)]
+    return values
+
+
+def _indices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)

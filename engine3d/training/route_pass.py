@@ -1,0 +1,157 @@
+"""Routes of the micro-batches of one pass through a model: given to its routers, or recorded from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine3d.collectives import all_gather
+from engine3d.models.experts.routing_replay import RoutingReplay, encode
+from engine3d.platform import platform
+from engine3d.training.sequences import MicroBatch
+
+_GATHERED_TOKENS = 1 << 16
+"""Tokens whose recorded routes pass between stages at a time."""
+
+
+class RoutePass:
+    """Routes of one pass. All ranks of the model make the same calls.
+
+    Args:
+        replay: tables of the model.
+        batches: micro-batches of the pass, in host memory.
+        lengths: (N,) int64 tokens of each of this data-parallel rank's sequences.
+        routes: (T, c) of these sequences and this rank's layers; None without.
+        slots: most micro-batches that are in flight on this rank.
+        replays: True to route by them.
+        records: True to record what the routers choose.
+        groups: over which the positions of a micro-batch are sharded.
+        keeps: True on the rank of these that keeps recorded routes.
+        shards: tensor-parallel ranks that have a chunk of each micro-batch's positions; 1 where each has all.
+        shard: this rank of them.
+    """
+
+    def __init__(
+        self,
+        replay: RoutingReplay,
+        batches: Sequence[MicroBatch],
+        lengths: Tensor,
+        routes: Tensor | None,
+        *,
+        slots: int,
+        replays: bool,
+        records: bool,
+        groups: Sequence[dist.ProcessGroup] = (),
+        keeps: bool = True,
+        shards: int = 1,
+        shard: int = 0,
+    ) -> None:
+        self._replay, self._routes, self._records = replay, routes, records
+        self._groups, self._keeps = groups, keeps
+        ends = lengths.cumsum(0)
+        self._count = int(lengths.sum())
+        self._tokens = [_tokens(batch, ends - lengths).chunk(shards, dim=1)[shard] for batch in batches]
+        self._is_last = torch.zeros(self._count, dtype=torch.bool)
+        self._is_last[ends - 1] = True
+        self._slots = min(slots, len(batches))
+        self._slot_rows = max(tokens.numel() for tokens in self._tokens)
+        self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
+        replay.begin(self._slots * self._slot_rows, given=routes is not None, replays=replays, records=records)
+
+    def positions(self, number: int, sequences: Tensor) -> Tensor:
+        """Write a micro-batch's routes into its rows. Return its positions as they pass through the model.
+
+        Args:
+            number: of the micro-batch.
+            sequences: (b, s) int32 on the device: sequence of each position, of this tensor-parallel rank's chunk or of
+                all that this context-parallel rank has.
+
+        Returns:
+            (b, s) int64: row and sequence of each position, see `routing_replay.encode`.
+        """
+        tokens, first = self._tokens[number], self._first_row(number)
+        flat, device = tokens.flatten(), self._replay.device
+        is_real = flat >= 0
+        counted = is_real & ~self._is_last[flat]
+        routes = None
+        if self._routes is not None:
+            routes = self._routes[flat].where(is_real[:, None], self._replay.routes.missing)
+        self._replay.put(first, None if routes is None else _moved(routes, device), _moved(counted, device))
+        rows = torch.arange(first, first + len(flat), device=device).view(tokens.shape)
+        return encode(rows.repeat(1, sequences.shape[1] // tokens.shape[1]), sequences)
+
+    def record(self, number: int) -> None:
+        """Copy the routes of a micro-batch, which the model has just computed, to host memory."""
+        if not self._records:
+            return
+        flat = self._tokens[number].flatten()
+        tokens, device = _moved(flat, self._replay.device), self._replay.device
+        rows = self._replay.recorded(self._first_row(number), len(flat)).view(torch.uint8)  # NCCL has no int16
+        for group in self._groups:
+            tokens, rows = (torch.cat(all_gather(tensor, group)) for tensor in (tokens, rows))
+        if self._keeps:
+            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type == "cuda") for t in (tokens, rows)]
+            for copy, tensor in zip(copies, (tokens, rows), strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._recorded[number] = copies[0], copies[1]
+
+    def collect(self, stages: dist.ProcessGroup) -> Tensor | None:
+        """Gather the recorded routes of all layers on the last pipeline stage. A call of the ranks that keep them.
+
+        Args:
+            stages: group of the pipeline stages.
+
+        Returns:
+            (T, columns) routes, on the last stage alone.
+        """
+        platform.synchronize()
+        replay, routes = self._replay, self._replay.routes
+        width = len(replay.columns)
+        recorded = torch.empty(self._count, width, dtype=routes.dtype)
+        for tokens, rows in self._recorded.values():
+            is_real = tokens >= 0
+            recorded[tokens[is_real]] = rows.view(routes.dtype)[is_real]
+        has_layer = torch.zeros(routes.columns, dtype=torch.uint8)
+        has_layer[replay.columns] = 1
+        columns = [mask.nonzero()[:, 0].cpu() for mask in all_gather(has_layer.to(replay.device), stages)]
+        rank, last = dist.get_rank(stages), dist.get_world_size(stages) - 1
+        result = routes.empty(self._count) if rank == last else None
+        if result is not None:
+            result[:, replay.columns] = recorded
+        if last == 0:
+            return result
+        widest = max(map(len, columns))
+        for start in range(0, self._count, _GATHERED_TOKENS):
+            rows = torch.full((min(_GATHERED_TOKENS, self._count - start), widest), routes.missing, dtype=routes.dtype)
+            rows[:, :width] = recorded[start : start + len(rows)]
+            rows = rows.to(replay.device).view(torch.uint8)
+            into = [torch.empty_like(rows) for _ in columns] if rank == last else None
+            dist.gather(rows, into, group=stages, group_dst=last)
+            for of_stage, stage_rows in zip(columns, into or (), strict=False):
+                assert result is not None
+                result[start : start + len(rows), of_stage] = stage_rows.cpu().view(routes.dtype)[:, : len(of_stage)]
+        return result
+
+    def _first_row(self, number: int) -> int:
+        """First row of a micro-batch. Those in flight have rows of their own."""
+        return number % self._slots * self._slot_rows
+
+
+def _tokens(batch: MicroBatch, starts: Tensor) -> Tensor:
+    """(b, s) int64: number of each position's token among those of the sequences; -1 for padding.
+
+    Args:
+        starts: (N,) first token of each sequence.
+    """
+    if not batch.indices:
+        return torch.full_like(batch.position_ids, -1)
+    first = starts[torch.tensor(batch.indices)][batch.sequences.long().clamp(min=0)]
+    return (first + batch.position_ids).where(batch.sequences >= 0, -1)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    # A copy from other memory waits for all queued work.
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

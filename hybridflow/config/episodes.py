@@ -1,0 +1,56 @@
+"""Settings that do not go with episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.config.roles import RolloutRole
+from hybridflow.environments.config import EnvironmentConfig
+
+_TRIED = ("grpo", "dr_grpo", "rloo")
+"""Algorithms that learn from episodes."""
+
+
+def episode_errors(
+    environment: EnvironmentConfig,
+    algorithm: AlgorithmSettings,
+    rollout: RolloutRole,
+    *,
+    sets: Iterable[str],
+    has_routes: bool,
+    scored: Iterable[str],
+) -> Iterator[str]:
+    """Yield a line for each setting that does not go with episodes.
+
+    Args:
+        environment, algorithm, rollout: of the recipe.
+        sets: names of the held-out sets.
+        has_routes: True if engines return routes.
+        scored: settings of further rewards and costs.
+    """
+    if rollout.stream is None:
+        yield "environment is set without rollout.stream, by which turns are requested one by one; expected stream: {}"
+    elif rollout.stream.dynamic_batching:
+        yield "environment is set with rollout.stream.dynamic_batching=true, which was not tried; expected false"
+    if rollout.lease:
+        yield "environment is set with rollout.lease=true, which was not tried; expected false"
+    if has_routes:
+        yield "environment is set, and routes of its tokens were not tried; expected engine.routes=false and no replay"
+    if algorithm.name not in _TRIED:
+        yield (
+            f"environment is set with algorithm.name={algorithm.name}, which was not tried; expected one of "
+            f"{', '.join(_TRIED)}"
+        )
+    elif isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
+        yield "environment is set with algorithm.dynamic_sampling=true, which was not tried; expected false"
+    for name in scored:
+        yield f"{name} is set with environment, which gives the reward; expected none of it"
+    for name in sets:
+        yield f"evaluation.{name} is a held-out set, and evaluations play no episodes; expected evaluation.{name}=null"
+    if environment.max_turn_tokens is not None and environment.max_turn_tokens > rollout.sampling.max_new_tokens:
+        yield (
+            f"environment.max_turn_tokens={environment.max_turn_tokens} with rollout.sampling.max_new_tokens="
+            f"{rollout.sampling.max_new_tokens} of all turns and observations of an episode; expected no more"
+        )

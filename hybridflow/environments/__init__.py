@@ -1,0 +1,1 @@
+"""Environments: what a policy interacts with in episodes of several turns."""

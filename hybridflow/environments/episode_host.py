@@ -1,0 +1,177 @@
+"""Environments of a rank: tokens to texts, texts to the processes of environments, and their answers to tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engine3d.errors import UserError
+from hybridflow.environments.config import EnvironmentConfig
+from hybridflow.environments.environment import Task
+from hybridflow.environments.environment_process import AMBIGUOUS
+from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeMessage, EpisodeStart, EpisodeTurn
+from hybridflow.environments.observation_tokens import ObservationTokens
+from hybridflow.environments.process_handle import EnvironmentProcess, FailedEnvironmentError
+from hybridflow.rewards.supervised_process import in_words
+
+_CLOSE_S = 30.0
+"""Seconds that all processes have to end."""
+
+
+@dataclass(slots=True)
+class _HostedEpisode:
+    """An episode with its environment.
+
+    Args:
+        task: of it.
+        process: that has the environment.
+        turns: arguments of its steps so far.
+        answers: texts of its observations so far, the first one included.
+    """
+
+    task: Task
+    process: EnvironmentProcess
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+
+
+class EpisodeHost:
+    """Environments in processes, called from an event loop in a thread of its own. Any thread may call the methods.
+
+    Args:
+        config: of the environments.
+        tokens: encodes what they answer.
+    """
+
+    def __init__(self, config: EnvironmentConfig, tokens: ObservationTokens) -> None:
+        self._tokens = tokens
+        self._processes = [EnvironmentProcess(config) for _ in range(config.workers)]
+        self._hosted: dict[int, _HostedEpisode] = {}
+        self._answers: queue.SimpleQueue[EpisodeAnswer] = queue.SimpleQueue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        """Start every process. Raises UserError where the class cannot be loaded."""
+
+        async def start_all() -> None:
+            await asyncio.gather(*(process.start() for process in self._processes))
+
+        self._wait_for(start_all())
+
+    def send(self, messages: Sequence[EpisodeMessage]) -> None:
+        """Begin what these ask for."""
+        self._loop.call_soon_threadsafe(self._begin, messages)
+
+    def take_answers(self, wait_s: float) -> list[EpisodeAnswer]:
+        """Return answers since the last call. Waits up to `wait_s` for one."""
+        answers: list[EpisodeAnswer] = []
+        try:
+            answers.append(self._answers.get(timeout=wait_s))
+            while True:
+                answers.append(self._answers.get_nowait())
+        except queue.Empty:
+            return answers
+
+    def close(self) -> None:
+        """Kill every process, once its environments were closed or a few seconds later. May be called twice."""
+        if self._loop.is_closed():
+            return
+
+        async def stop_all() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, *(process.stop() for process in self._processes), return_exceptions=True)
+
+        self._wait_for(stop_all(), _CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _wait_for(self, action: Coroutine[Any, Any, None], limit_s: float | None = None) -> None:
+        asyncio.run_coroutine_threadsafe(action, self._loop).result(limit_s)
+
+    def _begin(self, messages: Sequence[EpisodeMessage]) -> None:
+        for message in messages:
+            if isinstance(message, EpisodeClose):
+                hosted = self._hosted.pop(message.sample, None)
+                if hosted is not None:
+                    hosted.process.close_episode(message.sample)
+                continue
+            if isinstance(message, EpisodeStart):  # an end among these messages finds it
+                process = self._emptiest
+                process.episodes.add(message.sample)
+                self._hosted[message.sample] = _HostedEpisode(message.task, process)
+            task = self._loop.create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    @property
+    def _emptiest(self) -> EnvironmentProcess:
+        """The process with the fewest episodes."""
+        return min(self._processes, key=lambda process: len(process.episodes))
+
+    async def _repeat(self, sample: int, hosted: _HostedEpisode) -> None:
+        """Make the environment of an episode again that has lost its process, and play its turns again.
+
+        Raises:
+            FailedEnvironmentError: it may not be played again, or answers otherwise.
+        """
+        if hosted.turns and not hosted.process.replayable:
+            raise FailedEnvironmentError("died", "was in a process that has ended")
+        hosted.process = self._emptiest
+        calls = [("reset", asdict(hosted.task)), *(("step", turn) for turn in hosted.turns)]
+        for (method, arguments), answer in zip(calls, hosted.answers, strict=True):
+            observation = await hosted.process.call(sample, method, **arguments)
+            if observation["text"] != answer:
+                raise FailedEnvironmentError(
+                    "died", "was in a process that has ended, and answers otherwise in another"
+                )
+
+    async def _answer(self, message: EpisodeStart | EpisodeTurn) -> None:
+        began = time.monotonic()
+        try:
+            answer = await self._answered(message)
+        except FailedEnvironmentError as error:
+            answer = {"failure": error.kind, "reason": error.reason}
+        except UserError as error:
+            answer = {"failure": "nonsense", "reason": f"returned what is no text for the tokenizer: {error}"}
+        except Exception as error:  # without an answer, the step would wait for ever
+            answer = {"failure": "died", "reason": in_words(f"cannot be called: {type(error).__name__}: {error}")}
+        self._answers.put(EpisodeAnswer(message.sample, seconds=time.monotonic() - began, **answer))
+
+    async def _answered(self, message: EpisodeStart | EpisodeTurn) -> dict[str, Any]:
+        """Fields of an answer. Raises what failed."""
+        sample, turn = message.sample, list[int]()
+        hosted = self._hosted.get(sample)
+        if hosted is None:
+            raise FailedEnvironmentError("died", "was closed")
+        if isinstance(message, EpisodeStart):
+            observation = await hosted.process.call(sample, "reset", **asdict(message.task))
+        else:
+            turn = list(message.tokens)
+            if sample not in hosted.process.episodes:
+                await self._repeat(sample, hosted)
+            played = {"text": self._tokens.text_of(turn), "complete": message.complete}
+            observation = await hosted.process.call(sample, "step", **played)
+            hosted.turns.append(played)
+        text = observation.pop("text")
+        if text and not turn and self._tokens.role is not None:
+            raise FailedEnvironmentError(
+                "nonsense",
+                f"begins with a text, and the policy's message has begun already where environment.role is "
+                f"{self._tokens.role}; expected an empty text from reset, or environment.role=null",
+            )
+        hosted.answers.append(text)
+        if turn and self._tokens.is_ambiguous(turn):
+            observation["counts"] = {**observation["counts"], AMBIGUOUS: 1.0}
+        is_over = turn and observation["done"]  # nothing reads the text
+        return observation | {"tokens": [] if is_over else self._tokens.after(turn, text)}

@@ -1,0 +1,147 @@
+"""Pairs of model family, layout and features that a test has run together. `check` refuses all other pairs.
+
+`feature_matrix.yaml` and docs/models.md are made from the marks of the tests by docs/generate_models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from engine3d.errors import UserError
+
+if TYPE_CHECKING:
+    from engine3d.layout import Layout
+    from engine3d.models import ModelSpec
+    from hybridflow.config.recipe import Recipe
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+LAYOUT = ("tp", "pp", "vpp", "stages", "ep", "etp", "cp", "dp")
+"""Sizes of a layout that may be above 1, and stages that are given."""
+FEATURES = (
+    "packing",
+    "padding",
+    "recomputation",
+    "offload",
+    "optimizer_offload",
+    "routing_replay",
+    "critic",
+    "streams",
+    "checkpoints",
+    "resharding",
+    "fp8",
+)
+ITEMS = (*FAMILIES, *LAYOUT, *FEATURES)
+DATA = Path(__file__).with_suffix(".yaml")
+
+
+@cache
+def proven_runs() -> tuple[frozenset[str], ...]:
+    """Items that tests have run together, each set once."""
+    return tuple(frozenset(run.split()) for run in yaml.safe_load(DATA.read_text()))
+
+
+@cache
+def proven_pairs() -> frozenset[frozenset[str]]:
+    """Pairs of items that tests have run together."""
+    return frozenset(frozenset(pair) for run in proven_runs() for pair in combinations(run, 2))
+
+
+def check_tested(recipe: Recipe, specs: Mapping[str, ModelSpec | None], layouts: Mapping[str, Layout]) -> None:
+    """Refuse models of a recipe that use a pair of items that no test has run together.
+
+    Args:
+        recipe: of the run.
+        specs: the model of each role, where it is known.
+        layouts: of each role.
+
+    Raises:
+        UserError: names the pair, and items with which the first of them was tested.
+    """
+    for role, spec in specs.items():
+        if spec is not None:
+            check_pairs(role, used_items(recipe, role, spec, layouts[role]))
+
+
+def used_items(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout) -> dict[str, str]:
+    """Items that a model of a recipe uses, each with the setting that asks for it."""
+    model = recipe.megatron_roles[role]
+    config, setting = model.train, model.setting
+    items = {spec.family.name: f"{spec.family.name} models"}
+    for name, size in layout_sizes(layout).items():
+        items[name] = f"dp={size}" if name == "dp" else f"{setting}.layout.{name}={size}"
+    items["packing" if config.packing else "padding"] = f"{setting}.packing={str(config.packing).lower()}"
+    if spec.value_head:
+        items["critic"] = "a scalar head"
+    if model.offload:
+        items["offload"] = f"{role}.offload=true"
+    if model.trained:
+        items |= _of_training(recipe, role, setting)
+    if recipe.starts_engines:
+        items["resharding"] = "weights in rollout engines"
+        if role == "actor" and (precision := recipe.rollout.engine.precision) is not None:
+            items["fp8"] = f"rollout.engine.precision={precision}"
+        if recipe.rollout.stream is not None:
+            items["streams"] = "rollout.stream"
+    return items
+
+
+def layout_sizes(layout: Layout) -> dict[str, Any]:
+    """Sizes of a layout that are above 1, and its stages if they are given."""
+    sizes = {name: getattr(layout, name, None) for name in LAYOUT}
+    return {name: size for name, size in sizes.items() if size not in (None, 1)}
+
+
+def _of_training(recipe: Recipe, role: str, setting: str) -> dict[str, str]:
+    """Items of a model that is trained."""
+    items, config = dict[str, str](), recipe.megatron_roles[role].train
+    if config.recompute != "none":
+        items["recomputation"] = f"{setting}.recompute={config.recompute}"
+    if config.optimizer.offload:
+        items["optimizer_offload"] = f"{setting}.optimizer.offload=true"
+    if (routes := getattr(config, "routing_replay", "none")) != "none":
+        items["routing_replay"] = f"{setting}.routing_replay={routes}"
+    if recipe.checkpoint.save_interval is not None:
+        items["checkpoints"] = f"checkpoint.save_interval={recipe.checkpoint.save_interval}"
+    return items
+
+
+def check_pairs(role: str, items: Mapping[str, str]) -> None:
+    """Refuse items of a model of which no test has run two together.
+
+    Args:
+        role: of the model.
+        items: with the setting that asks for each.
+
+    Raises:
+        UserError: see `check_tested`.
+    """
+    missing = [pair for pair in combinations(items, 2) if is_refused(*pair)]
+    if not missing:
+        return
+    one, other = missing[0]
+    more = f" (the first of {len(missing)} such pairs)" if len(missing) > 1 else ""
+    raise UserError(
+        f"{role}: {items[one]} with {items[other]} was not tested{more}; {other} was tested with "
+        f"{', '.join(tested_with(other)) or 'nothing'} (docs/models.md)"
+    )
+
+
+def is_refused(one: str, other: str) -> bool:
+    """True if no test has run two items together, and `check` refuses them.
+
+    Streams act on engines, and resharding reads weights: their pairs with features are shown, and are not refused.
+    """
+    if "streams" in (one, other) or ("resharding" in (one, other) and {one, other} <= set(FEATURES)):
+        return False
+    return frozenset((one, other)) not in proven_pairs()
+
+
+def tested_with(item: str, items: Iterable[str] = ITEMS) -> list[str]:
+    """Items of these with which one was tested, in order."""
+    return [other for other in items if other != item and frozenset((item, other)) in proven_pairs()]

@@ -1,0 +1,1 @@
+"""The reward `code`: programs of a policy against tests, in a sandbox."""

@@ -1,0 +1,308 @@
+"""Episodes of a stream: the tokens of each so far, and what it waits for: its engine or its environment.
+
+An episode is one sample. Its response is one list of tokens, to which the policy and the environment append in turn.
+Nothing in it is ever decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine3d.rollout.requests import GIVEN, FinishReason, Response
+from hybridflow.batch.stored_rows import StoredRow
+from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
+from hybridflow.environments.environment import Task
+from hybridflow.environments.episode import (
+    EpisodeAnswer,
+    EpisodeClose,
+    EpisodeMessage,
+    EpisodeRank,
+    EpisodeStart,
+    EpisodeTurn,
+)
+from hybridflow.rewards.config import ENVIRONMENT
+from hybridflow.rewards.result import SampleScore
+
+_NOTHING = Response([], [], [])
+
+
+@dataclass(frozen=True)
+class EpisodePlan:
+    """Limits of episodes.
+
+    Args:
+        max_turns: most turns of the policy.
+        max_turn_tokens: most tokens of a turn; those that are left of the episode if None.
+    """
+
+    max_turns: int
+    max_turn_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode in flight.
+
+    Args:
+        request: its last one.
+        most_tokens: of its response.
+        began: time at which it began, by the stream's clock.
+        response: all tokens so far.
+        turns: of the policy.
+        reward: sum of those so far.
+        counts: of events in all turns, by name.
+        sent: time at which it was sent to its engine.
+        policy_s: time for which it waited for its engine, in seconds.
+        environment_s: time for which it waited for its environment, in seconds.
+    """
+
+    request: StreamRequest
+    most_tokens: int
+    began: float
+    response: Response = _NOTHING
+    turns: int = 0
+    reward: float = 0.0
+    counts: dict[str, float] = field(default_factory=dict)
+    sent: float = 0.0
+    policy_s: float = 0.0
+    environment_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEpisode:
+    """An episode that is over.
+
+    Args:
+        request: its last one.
+        response: all of its tokens, with the reason for which it ended: "abort" if its environment failed.
+        score: of it; dropped if its environment failed.
+        engine: number of the engine that drew its last turn; -1 if none did.
+        began: time at which it began, by the stream's clock.
+    """
+
+    request: StreamRequest
+    response: Response
+    score: SampleScore
+    engine: int
+    began: float
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the policy."""
+        return sum(version != GIVEN for version in self.response.versions)
+
+    def end(self, version: int) -> SampleEnd:
+        """The end of its sample. `version`: of weights, for an episode without a token of the policy."""
+        oldest = self.response.oldest_version
+        request, tokens = self.request, len(self.response.token_ids)
+        return SampleEnd(
+            request.sample, request.group, request.index, tokens, version if oldest == GIVEN else oldest, complete=True
+        )
+
+
+type EpisodeStore = Callable[[Sequence[EndedEpisode], int], Sequence[StoredRow]]
+"""Stores ended episodes as samples, and returns the row of each. Gets the version of weights for an episode without a
+token of the policy.
+"""
+
+
+@dataclass(frozen=True)
+class EpisodeSetup:
+    """Environments of a stream, and limits of its episodes.
+
+    Args:
+        plan: limits.
+        ranks: that have environments.
+        task: of a prompt, by its index, for a group of this number.
+        most_tokens: of the response to a prompt, by its index.
+        store: of ended episodes.
+    """
+
+    plan: EpisodePlan
+    ranks: Sequence[EpisodeRank]
+    task: Callable[[int, int], Task]
+    most_tokens: Callable[[int], int]
+    store: EpisodeStore
+
+
+class Episodes:
+    """The episodes of a stream.
+
+    Args:
+        setup: of them.
+        clock: in seconds.
+        spawn: starts a task.
+        submit: called with requests to send to engines, of which True says that they continue an episode.
+        ended: called with episodes that are over.
+    """
+
+    def __init__(
+        self,
+        setup: EpisodeSetup,
+        clock: Callable[[], float],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        submit: Callable[[StreamRequest, bool], None],
+        ended: Callable[[Sequence[EndedEpisode]], None],
+    ) -> None:
+        self._setup, self._clock, self._spawn = setup, clock, spawn
+        self._submit, self._ended = submit, ended
+        self._in_flight: dict[int, Episode] = {}
+        self._messages: dict[int, list[EpisodeMessage]] = {}
+        """Messages to each rank that are to be sent together; none of a rank to which nothing is being sent."""
+        self._open = False
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __contains__(self, sample: int) -> bool:
+        return sample in self._in_flight
+
+    def open(self, answered: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin to collect answers. `answered`: called after some were taken in."""
+        self._open = True
+        for number, rank in enumerate(self._setup.ranks):
+            self._spawn(self._collect(rank, answered))
+            if number in self._messages:
+                self._spawn(self._send_all(number))
+
+    def begin(self, request: StreamRequest) -> None:
+        """Begin an episode with its environment. `request`: of the first turn, without a prefix."""
+        episode = Episode(request, self._setup.most_tokens(request.prompt), self._clock())
+        self._in_flight[request.sample] = episode
+        self._send(EpisodeStart(request.sample, self._setup.task(request.prompt, request.group)))
+
+    def sent(self, sample: int) -> None:
+        """Record that a request was sent to an engine."""
+        self._in_flight[sample].sent = self._clock()
+
+    def turn_ended(self, end: SampleEnd, engine: int, response: Response) -> int:
+        """Send a turn to its environment. Returns the number of its tokens.
+
+        Args:
+            end: of the turn.
+            engine: that drew it.
+            response: all tokens of the episode.
+        """
+        episode = self._in_flight[end.sample]
+        turn = response.token_ids[len(episode.response.token_ids) :]
+        episode.response = response
+        episode.request = replace(episode.request, engine=engine)
+        episode.turns += 1
+        episode.policy_s += self._clock() - episode.sent
+        self._send(EpisodeTurn(end.sample, turn, complete=response.finish_reason == "stop"))
+        return len(turn)
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Give up episodes, whose answers are ignored from here on."""
+        for sample in samples:
+            if self._in_flight.pop(sample, None) is not None:
+                self._send(EpisodeClose(sample))
+
+    def _rank(self, sample: int) -> int:
+        return sample % len(self._setup.ranks)
+
+    def _send(self, message: EpisodeMessage) -> None:
+        """Send a message with the others of this moment."""
+        rank = self._rank(message.sample)
+        if rank not in self._messages:
+            self._messages[rank] = []
+            if self._open:
+                self._spawn(self._send_all(rank))
+        self._messages[rank].append(message)
+
+    async def _send_all(self, rank: int) -> None:
+        """Send what there is, one call after another: no end of an episode overtakes its begin."""
+        while messages := self._messages[rank]:
+            self._messages[rank] = []
+            await self._setup.ranks[rank].send(messages)
+        del self._messages[rank]
+
+    async def _collect(self, rank: EpisodeRank, answered: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            if answers := await rank.answers():
+                self._take_in(answers)
+                await answered()
+
+    def _take_in(self, answers: Sequence[EpisodeAnswer]) -> None:
+        over = []
+        for answer in answers:
+            episode = self._in_flight.get(answer.sample)
+            if episode is not None and (ended := self._continue(episode, answer)) is not None:
+                del self._in_flight[answer.sample]
+                self._send(EpisodeClose(answer.sample))
+                over.append(ended)
+        if over:
+            self._ended(over)
+
+    def _continue(self, episode: Episode, answer: EpisodeAnswer) -> EndedEpisode | None:
+        """Append an answer, and request the next turn. Returns the episode if it is over."""
+        begins = not episode.turns
+        episode.environment_s += answer.seconds
+        if answer.failure is not None:
+            return self._failed(episode, answer.failure, answer.reason)
+        for name, count in answer.counts.items():
+            episode.counts[name] = episode.counts.get(name, 0.0) + count
+        if not begins:
+            episode.reward += answer.reward
+        length = len(episode.response.token_ids) + len(answer.tokens)
+        finish: FinishReason | None = None
+        if answer.done and not begins:
+            finish = "stop"
+        elif episode.turns >= self._setup.plan.max_turns or length >= episode.most_tokens:
+            finish = "length"
+        if finish is not None and not begins:
+            return self._over(episode, replace(episode.response, finish_reason=finish), dropped=None)
+        if length >= episode.most_tokens:
+            return self._failed(
+                episode,
+                "flooded",
+                f"began with {length} tokens, expected less than the {episode.most_tokens} of an episode",
+            )
+        if answer.tokens:
+            episode.response = episode.response.extended(answer.tokens)
+        turn = self._setup.plan.max_turn_tokens
+        limit = episode.most_tokens if turn is None else min(episode.most_tokens, length + turn)
+        request = episode.request
+        episode.request = replace(
+            request,
+            tokens=request.tokens - _length(request.prefix) + length,
+            prefix=episode.response if length else None,
+            limit=limit,
+            turn_start=length,
+        )
+        self._submit(episode.request, not begins)
+        return None
+
+    def _failed(self, episode: Episode, kind: str, reason: str) -> EndedEpisode:
+        episode.counts[f"failed_{kind}"] = 1.0
+        return self._over(episode, replace(episode.response, finish_reason="abort"), dropped=reason)
+
+    def _over(self, episode: Episode, response: Response, dropped: str | None) -> EndedEpisode:
+        drawn = sum(version != GIVEN for version in response.versions)
+        counts = episode.counts | {
+            "policy_tokens": drawn,
+            "environment_tokens": len(response.versions) - drawn,
+        }
+        metrics = {
+            "turns": float(episode.turns),
+            "policy_ms": 1000 * episode.policy_s,
+            "environment_ms": 1000 * episode.environment_s,
+        }
+        value = episode.reward if dropped is None else math.nan
+        score = SampleScore(
+            value,
+            dropped is not None,
+            {ENVIRONMENT: value},
+            {} if dropped is None else {ENVIRONMENT: dropped},
+            {f"{ENVIRONMENT}/{name}": number for name, number in metrics.items()},
+            {f"{ENVIRONMENT}/{name}": number for name, number in counts.items()},
+        )
+        engine = -1 if episode.request.engine is None else episode.request.engine
+        return EndedEpisode(episode.request, response, score, engine, episode.began)
+
+
+def _length(prefix: Response | None) -> int:
+    return 0 if prefix is None else len(prefix.token_ids)

@@ -1,0 +1,1 @@
+"""Untrusted programs: run alone, within limits, with an exact verdict."""

@@ -1,0 +1,144 @@
+"""Optimizer steps of an experience, of the actor and of every critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridflow.algorithms.advantages.whitening import Moments
+from hybridflow.algorithms.base import ValueKind
+from hybridflow.algorithms.config import load
+from hybridflow.algorithms.losses.aggregation import sequence_weights
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.batch.load_balance import even_ranges
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.worker_output import LOSS_TOKENS
+from hybridflow.config.run import TrainerConfig
+from hybridflow.roles.groups import PolicyGroup, ValueGroup
+from hybridflow.roles.model import Update
+from hybridflow.trainer.operations.correcting import Corrected
+from hybridflow.workers.future import Future
+
+CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
+"""Kind of the values of each critic."""
+
+type Reports = list[list[Update]]
+"""Reports of each rank on each optimizer step."""
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """Mini-batches of a step.
+
+    Args:
+        split: of one epoch.
+        mini_batches: with the weights of their tokens in the loss, of all epochs, in the order of their updates.
+        actor: number in `mini_batches` of those that the actor trains on.
+    """
+
+    split: tuple[RemoteBatch, ...]
+    mini_batches: tuple[RemoteBatch, ...]
+    actor: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, samples: Corrected, config: AlgorithmSettings, trainer: TrainerConfig, limit: int, *, critics_only: bool
+    ) -> UpdatePlan:
+        """The plan of a step.
+
+        Args:
+            samples: to train on.
+            config: of the algorithm.
+            trainer: counts of mini-batches and epochs.
+            limit: most tokens of a response.
+            critics_only: the actor trains on nothing.
+        """
+        split = mini_batches(samples.batch, trainer.mini_batches, load(config.name).together)
+        weighted = [_weighted(mini_batch, config, limit) for mini_batch in split] * trainer.epochs
+        actor = [n for n, mini_batch in enumerate(weighted) if not critics_only and samples.has_weight(mini_batch)]
+        return cls(tuple(split), tuple(weighted), tuple(actor))
+
+
+@dataclass(frozen=True)
+class ActorUpdate:
+    """Arguments of the actor's updates of a step.
+
+    Args:
+        config: of the algorithm.
+        temperature: of the log-probs.
+        whiten: moments by which advantages are whitened; None where they are not.
+        stale: True if an older policy may have made the responses.
+        prepare: adds the columns of a mini-batch that depend on the policy just before its update.
+    """
+
+    config: AlgorithmSettings
+    temperature: float
+    whiten: Moments | None
+    stale: bool
+    prepare: Callable[[RemoteBatch], RemoteBatch] | None = None
+
+
+class ModelUpdates:
+    """Updates of a step's models.
+
+    Args:
+        actor: of the run.
+        critics: by role.
+    """
+
+    def __init__(self, actor: PolicyGroup, critics: Mapping[str, ValueGroup]) -> None:
+        self._actor, self._critics = actor, critics
+        self.begun = 0
+        """Optimizer steps of the actor in this step."""
+
+    def trained(self, plan: UpdatePlan) -> tuple[str, ...]:
+        """Roles that a plan trains."""
+        return (*self._critics, *(("actor",) if plan.actor else ()))
+
+    def run(self, plan: UpdatePlan, of_actor: ActorUpdate, value_clip: float | None) -> dict[str, Reports]:
+        """Take the optimizer steps, one model after another: where they share devices, each has one turn.
+
+        Args:
+            plan: of the step.
+            of_actor: arguments of the actor's updates.
+            value_clip: how far a value moves before a critic's loss is clipped; None does not clip.
+
+        Returns:
+            Reports by role.
+        """
+        calls: dict[str, Sequence[Future[list[Update]]]] = {}
+        for role, critic in self._critics.items():
+            kind = CRITICS[role]
+            calls[role] = [critic.update_values(batch, clip=value_clip, kind=kind) for batch in plan.mini_batches]
+        calls["actor"] = [self.update_actor(plan.mini_batches[n], of_actor) for n in plan.actor]
+        return {role: [future.result() for future in futures] for role, futures in calls.items()}
+
+    def update_actor(self, batch: RemoteBatch, arguments: ActorUpdate) -> Future[list[Update]]:
+        """Begin one optimizer step of the actor."""
+        correction = arguments.config.correction
+        batch = batch if arguments.prepare is None else arguments.prepare(batch)
+        self.begun += 1
+        return self._actor.update(
+            batch,
+            algorithm=arguments.config,
+            temperature=arguments.temperature,
+            whitening=arguments.whiten,
+            stale=arguments.stale,
+            against_rollout=arguments.stale if correction is None else correction.against == "rollout",
+        )
+
+
+def mini_batches(batch: RemoteBatch, count: int, together: int) -> list[RemoteBatch]:
+    """Consecutive slices of like size, which keep each `together` samples in one."""
+    if together == 1:
+        return batch.split(count)
+    ranges = even_ranges(len(batch) // together, count)
+    return [batch.select(range(together * span.start, together * span.stop)) for span in ranges]
+
+
+def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> RemoteBatch:
+    """A mini-batch with the weight of each of its tokens in the loss, given the most tokens of a response."""
+    weights = sequence_weights(
+        batch.per_sample[LOSS_TOKENS], config.loss_aggregation, normalising_length=config.normalising_length(limit)
+    )
+    return batch.with_per_sample(weights=weights)

@@ -1,0 +1,421 @@
+"""The precision contract: one quantiser, its blocks on every layout, and directories in DeepSeek's block format."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec, weight_notes
+from engine3d.models.precision import (
+    QUANTISATION_CONFIG,
+    check_shards,
+    dequantise,
+    joined_slices,
+    joined_values,
+    quantise,
+    scale_box,
+    scale_name,
+    scale_shape,
+    stored_tensors,
+)
+from engine3d.models.quantised import unquantised_overrides
+from engine3d.models.safetensors_files import TensorFiles
+from engine3d.models.weights import finish_export
+from engine3d.rollout import RolloutConfig, launch
+from engine3d.rollout.served import check_files, check_served
+from tests.engine3d.models.test_rules import QWEN3_30B
+from tests.support.distributed import run_distributed
+from tests.support.tiny_families import CONFIGS, FP8_CONFIGS
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2),
+    Layout(pp=2),
+    Layout(ep=2, dp=2),
+    Layout(tp=2, ep=2),
+    Layout(tp=2, etp=2, dp=2),
+    Layout(ep=2, etp=2, tp=2, dp=2),
+    Layout(tp=2, cp=2, pp=2),
+]
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def weights(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values of many magnitudes, with zeros and with a block of zeros where there are several."""
+    generator = torch.Generator().manual_seed(rows * 10_000 + columns)
+    values = torch.randn(rows, columns, generator=generator) * torch.rand(rows, columns, generator=generator) ** 12
+    values[0, :] = 0
+    if rows > 128:
+        values[128:256, :128] = 0
+    return values.to(dtype)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+# The quantiser --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (576, 200), (1, 1), (130, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_and_scales_are_those_of_sglang_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, per_block_cast_to_fp8
+
+    given = weights(*shape, dtype)
+    values, scales = quantise(given)
+    theirs, their_scales = per_block_cast_to_fp8(given)
+    assert same_bits(values, theirs) and same_bits(scales, their_scales)
+    box = tuple((0, size) for size in shape)
+    ours = dequantise(values, scales, box)
+    assert same_bits(ours, block_quant_dequant(values, scales, [128, 128], torch.float32))
+    assert torch.equal(ours, ours.bfloat16().float())  # exact: scales are powers of two
+
+
+def test_dequantised_values_are_those_of_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    values, _ = quantise(weights(256, 384))
+    scales = torch.rand(2, 3) + 0.01  # of any publisher, no powers of two
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
+        assert same_bits(dequantise(values, scales, ((0, 256), (0, 384))).to(dtype), theirs)
+
+
+def test_quantising_twice_changes_no_value() -> None:
+    given = weights(576, 200)
+    box = ((0, 576), (0, 200))
+    once = dequantise(*quantise(given), box)
+    assert torch.equal(dequantise(*quantise(once.bfloat16()), box), once)
+    assert (once - given.float()).abs().max() <= given.float().abs().max() / 16
+
+
+def test_blocks_of_zeros_and_of_tiny_values_are_numbers() -> None:
+    given = torch.zeros(256, 128, dtype=torch.bfloat16)
+    given[128:] = 1e-38
+    values, scales = quantise(given)
+    assert scales.isfinite().all() and (scales > 0).all()
+    assert not dequantise(values, scales, ((0, 256), (0, 128))).any()
+
+
+def test_memory_is_taken_band_by_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = weights(576, 200)
+    complete = quantise(given)
+    monkeypatch.setattr("engine3d.models.precision._BAND_ELEMENTS", 200 * 128)
+    assert all(same_bits(left, right) for left, right in zip(quantise(given), complete, strict=True))
+
+
+# Shards ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", FP8_CONFIGS)
+def test_shards_are_quantised_as_the_complete_tensor(name: str, layout: Layout) -> None:
+    if "experts" not in " ".join(FP8_CONFIGS[name]) and layout.ep * layout.etp > 1:
+        layout = Layout(tp=layout.tp, dp=layout.dp)
+    spec = model_spec(FP8_CONFIGS[name])
+    spec.check_layout(layout)
+    check_shards(spec, layout, transformer_engine=False)
+    complete = {
+        tensor.name: weights(tensor.shape[0], tensor.shape[1]) for tensor in spec.hf_tensors.values() if tensor.fp8
+    }
+    expected: dict[str, torch.Tensor] = {}
+    for tensor_name, values in complete.items():
+        expected[tensor_name], expected[scale_name(tensor_name)] = quantise(values)
+    written = {key: torch.full(value.shape, torch.nan).to(value.dtype) for key, value in expected.items()}
+    for rank in range(layout.world_size):
+        for local in spec.local_parameters(layout, layout.coordinates(rank), transformer_engine=False):
+            if not all(tensor_slice.hf_name in complete for tensor_slice in local.slices) or not local.slices:
+                continue
+            parameter = torch.full(local.shape, torch.nan, dtype=torch.bfloat16)
+            for tensor_slice in local.slices:
+                parameter[indices(tensor_slice.local_box)] = complete[tensor_slice.hf_name][
+                    indices(tensor_slice.hf_box)
+                ]
+            for tensor_name, (box, slices) in joined_slices(local.slices if local.owner else ()).items():
+                values = joined_values(parameter, box, slices)
+                tensor = spec.hf_tensors[tensor_name]
+                for stored_name, stored_box, stored in stored_tensors(tensor, box, values, torch.bfloat16, "fp8"):
+                    written[stored_name][indices(stored_box)] = stored
+    for key, value in expected.items():
+        assert same_bits(written[key], value), key
+
+
+def indices(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        (
+            Layout(tp=4, dp=2),
+            {"mlp_only_layers": [1]},
+            "fp8: layout tp=4 cuts model.layers.1.mlp.gate_proj.weight within a block of 128 x 128 (a rank has rows 0 "
+            "to 64), expected tp=1 or 2",
+        ),
+        (
+            Layout(tp=4, etp=4),
+            {"num_attention_heads": 8, "num_key_value_heads": 8},
+            "fp8: layout etp=4 cuts model.layers.0.mlp.experts.0.gate_proj.weight within a block of 128 x 128 (a rank "
+            "has rows 0 to 64), expected etp=1 or 2",
+        ),
+    ],
+)
+def test_layouts_that_divide_blocks_are_refused_with_those_that_fit(
+    layout: Layout, changes: dict[str, Any], message: str
+) -> None:
+    spec = model_spec({**FP8_CONFIGS["qwen3_moe"], "mlp_only_layers": [], **changes})
+    spec.check_layout(layout)
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        check_shards(spec, layout, transformer_engine=False)
+
+
+def test_published_models_fit_their_usual_layouts() -> None:
+    qwen = model_spec(QWEN3_30B)
+    check_shards(qwen, Layout(tp=8, etp=2, ep=4), transformer_engine=True)  # more ranks than key heads
+    with pytest.raises(
+        UserError, match=r"layout etp=4 cuts .*gate_proj\.weight .* rows 0 to 192\), expected etp=1 or 2"
+    ):
+        check_shards(qwen, Layout(tp=4, etp=4), transformer_engine=True)
+    deepseek = model_spec(
+        {
+            **FP8_CONFIGS["deepseek_v3"],
+            "hidden_size": 7168,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "moe_intermediate_size": 2048,
+            "intermediate_size": 18432,
+        }
+    )
+    check_shards(deepseek, Layout(tp=8, ep=8), transformer_engine=True)  # 576 rows of kv_a_proj, on every rank
+    with pytest.raises(UserError, match=r"kv_a_proj_with_mqa\.weight within a block .* rows 0 to 288\), expected tp=1"):
+        check_shards(deepseek, Layout(tp=2), transformer_engine=False)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=list(FP8_CONFIGS))
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model in bf16, and its export in fp8 by two ranks."""
+    root = tmp_path_factory.mktemp("fp8")
+    initialise_random(model_spec(FP8_CONFIGS[request.param]), root / "bf16", seed=2, dtype=torch.bfloat16)
+    run_distributed(export_in_fp8, 2, root / "bf16", root / "fp8", timeout_s=120)
+    return root / "bf16", root / "fp8"
+
+
+def export_in_fp8(directory: Path, out: Path) -> None:
+    from engine3d.models import build_model, export_weights, load_weights
+    from engine3d.training import parallel
+
+    layout = Layout(tp=2)
+    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+    spec = load_model_spec(directory)
+    model = build_model(spec, layout, torch.bfloat16)
+    load_weights(model, spec, layout, coordinates, directory)
+    export_weights(model, spec, layout, coordinates, out, torch.bfloat16, precision="fp8", max_shard_bytes=400e3)
+
+
+def load_and_export(directory: Path, out: Path) -> None:
+    from engine3d.models import build_model, export_weights, load_weights
+    from engine3d.training import parallel
+
+    layout = Layout(pp=2)
+    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+    spec = load_model_spec(directory)
+    model = build_model(spec, layout, torch.bfloat16)
+    load_weights(model, spec, layout, coordinates, directory)
+    export_weights(model, spec, layout, coordinates, out / "bf16", torch.bfloat16)
+    export_weights(model, spec, layout, coordinates, out / "fp8", torch.bfloat16, precision="fp8")
+
+
+@pytest.mark.processes
+def test_a_directory_in_fp8_is_trained_as_its_dequantised_values(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    plain, directory = exported
+    spec = load_model_spec(directory)
+    check_weights(spec, directory)
+    assert any("tensors of the files are in fp8" in note for note in weight_notes(spec, directory))
+    assert len(weight_notes(spec, directory)) == 1
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    assert {key: config[key] for key in QUANTISATION_CONFIG} == QUANTISATION_CONFIG
+    assert "lm_head" in config["modules_to_not_convert"] or spec.sizes.tied
+
+    run_distributed(load_and_export, 2, directory, tmp_path, timeout_s=120)
+    again = load_model_spec(tmp_path / "bf16")
+    assert "quantization_config" not in again.hf_config
+    with (
+        TensorFiles(plain) as original,
+        TensorFiles(directory) as fp8,
+        TensorFiles(tmp_path / "bf16") as trained,
+        TensorFiles(tmp_path / "fp8") as twice,
+    ):
+        for tensor in spec.hf_tensors.values():
+            box = tuple((0, size) for size in tensor.shape)
+            values = original.read(tensor.name, box)
+            if tensor.fp8:
+                quantised, scales = quantise(values)
+                assert same_bits(fp8.stored(tensor.name, box), quantised)
+                assert same_bits(fp8.stored(scale_name(tensor.name), scale_box(box)), scales)
+                values = dequantise(quantised, scales, box).bfloat16()
+            assert same_bits(trained.read(tensor.name, box), values), tensor.name
+            assert torch.equal(twice.read(tensor.name, box).float(), values.float()), tensor.name
+
+
+def test_any_box_is_dequantised_as_the_complete_tensor(exported: tuple[Path, Path]) -> None:
+    spec = load_model_spec(exported[1])
+    name = "model.layers.0.self_attn.o_proj.weight"
+    rows, columns = spec.hf_shape(name)
+    with TensorFiles(exported[1]) as files:
+        complete = files.read(name, ((0, rows), (0, columns)))
+        for box in [((5, 131), (1, columns)), ((127, 129), (120, 130)), ((128, rows), (0, 128))]:
+            assert torch.equal(files.read(name, box), complete[indices(box)])
+
+
+def copied(exported: tuple[Path, Path], directory: Path) -> Path:
+    return Path(shutil.copytree(exported[1], directory))
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "gptq"}, 'quantization_config.quant_method: expected "fp8", found "gptq"'),
+        ({"fmt": "e5m2"}, 'quantization_config.fmt: expected "e4m3", found "e5m2"'),
+        (
+            {"weight_block_size": [64, 128]},
+            "quantization_config.weight_block_size: expected [128, 128], found [64, 128]",
+        ),
+        ({"weight_block_size": None}, "quantization_config.weight_block_size: expected [128, 128], found null"),
+        ({"activation_scheme": "static"}, 'quantization_config.activation_scheme: expected "dynamic", found "static"'),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    directory = small(tmp_path)
+    change_config(directory, **changes)
+    with pytest.raises(UserError, match=re.escape(f"{directory / 'config.json'}: {message}") + "$"):
+        check_weights(load_model_spec(directory), directory)
+
+
+def small(root: Path) -> Path:
+    """A llama in fp8, in one file."""
+    spec = model_spec(CONFIGS["llama"])
+    initialise_random(spec, root / "bf16", seed=1, dtype=torch.bfloat16)
+    tensors = load_file(root / "bf16" / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for name, values in tensors.items():
+        box = tuple((0, size) for size in values.shape)
+        stored |= {
+            key: data for key, _, data in stored_tensors(spec.hf_tensors[name], box, values, torch.bfloat16, "fp8")
+        }
+    partial = root / ".fp8.partial"
+    partial.mkdir()
+    save_file(stored, partial / "model.safetensors")
+    finish_export(load_model_spec(root / "bf16"), torch.bfloat16, partial, root / "fp8", "fp8")
+    return root / "fp8"
+
+
+BAD_TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "no scales": (
+        {scale_name(Q_PROJ): None},
+        rf"tensor {Q_PROJ} in .*: dtype F8_E4M3 without {Q_PROJ}_scale_inv, expected its scales of shape \[1, 1\]",
+    ),
+    "one scale a row": (
+        {scale_name(Q_PROJ): torch.ones(32, 1)},
+        rf"tensor {Q_PROJ}_scale_inv in .*: F32 of shape \[32, 1\], expected .* of shape \[1, 1\]: a scale for each",
+    ),
+    "scales in bytes": (
+        {scale_name(Q_PROJ): torch.ones(1, 1, dtype=torch.uint8)},
+        rf"tensor {Q_PROJ}_scale_inv in .*: U8 of shape \[1, 1\], expected F64, F32, BF16, F16 of shape \[1, 1\]",
+    ),
+    "other fp8": (
+        {Q_PROJ: torch.zeros(32, 32).to(torch.float8_e5m2)},
+        rf"tensor {Q_PROJ} in .*: dtype F8_E5M2 of quantised weights \(fp8\), expected .*, or F8_E4M3 with a scale for",
+    ),
+    "scales of weights that have none": (
+        {Q_PROJ: torch.zeros(32, 32)},
+        rf"tensor {Q_PROJ}_scale_inv in .*: dtype F32 of quantised weights \(fp8\)",
+    ),
+    "a norm": (
+        {
+            "model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn),
+            "model.norm.weight_scale_inv": torch.ones(1),
+        },
+        r"tensor model\.norm\.weight in .*: dtype F8_E4M3 of 1 dimensions, expected a matrix",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TENSORS)
+def test_bad_tensors_in_fp8_are_named_in_one_line(tmp_path: Path, kind: str) -> None:
+    changes, message = BAD_TENSORS[kind]
+    directory = small(tmp_path)
+    file = directory / "model.safetensors"
+    tensors: dict[str, torch.Tensor | None] = {**load_file(file), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_weights(load_model_spec(directory), directory)
+
+
+def test_a_config_that_does_not_name_fp8_is_refused(tmp_path: Path) -> None:
+    directory = small(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"weights are F8_E4M3, and .* describes no fp8, expected quantization_config"):
+        check_weights(load_model_spec(directory), directory)
+
+
+def test_published_variants_are_read(tmp_path: Path) -> None:
+    directory = small(tmp_path)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    # Scales in bfloat16, as in Qwen's files; tensors of a further layer, as of multi-token prediction.
+    tensors[scale_name(Q_PROJ)] = torch.full((1, 1), 0.3).bfloat16()
+    further = "model.layers.4.self_attn.q_proj.weight"
+    tensors |= {further: tensors[Q_PROJ].clone(), scale_name(further): torch.ones(1, 1)}
+    save_file(tensors, file)
+    spec = load_model_spec(directory)
+    check_weights(spec, directory)
+    assert len(weight_notes(spec, directory)) == 1
+    with TensorFiles(directory) as files:
+        values = files.read(Q_PROJ, ((0, 32), (0, 32)))
+    assert torch.equal(values, tensors[Q_PROJ].float() * torch.tensor(0.3).bfloat16().float())
+
+
+def test_engines_of_16_bits_do_not_load_a_directory_in_fp8(tmp_path: Path) -> None:
+    directory = small(tmp_path)
+    message = r"^model .*fp8: model\.layers\.0\.mlp\.down_proj\.weight is in fp8, which engines load without its scales"
+    with pytest.raises(UserError, match=message):
+        launch.read_model(directory, weights_needed=True)
+    with pytest.raises(UserError, match=message):
+        check_served(load_model_spec(directory), RolloutConfig(server_args={"load_format": "auto"}))
+    with pytest.raises(UserError, match=message):
+        check_files(directory)
+    launch.read_model(directory, weights_needed=False)
+    check_served(load_model_spec(directory), RolloutConfig())  # a run starts its engines without weights
+    # A server whose weights nobody writes reads them by its own rules.
+    assert unquantised_overrides(directory, json.loads((directory / "config.json").read_text())) == {}
+
+
+def test_scales_have_the_shape_of_the_blocks() -> None:
+    assert scale_shape((576, 7168)) == (5, 56) and scale_box(((128, 576), (100, 130))) == ((1, 5), (0, 2))
+    assert scale_name(Q_PROJ) == "model.layers.0.self_attn.q_proj.weight_scale_inv"

@@ -1,0 +1,128 @@
+"""Transfers into engines in fp8: the bits that SGLang loads of an export in fp8, and log-probs of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine3d.models import initialise_random, load_model_spec, model_spec
+from engine3d.models.precision import served_tensors
+from engine3d.models.safetensors_files import TensorFiles
+from engine3d.models.weights import finish_export
+from engine3d.rollout import RolloutEngine, SamplingConfig
+from tests.support.engine_responses import responses_of, versions_of
+from tests.support.proves import proves, runs_of
+from tests.support.tiny_families import FP8_CONFIGS
+from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
+from tests.support.transfers import connect, differences, locations, started
+
+pytestmark = pytest.mark.processes
+
+ENGINES: dict[str, dict[str, Any]] = {"qwen3": {"tp": 2}, "qwen3_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {"tp": 1}}
+LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3", "bfloat16", {"tp": 2}),
+    ("qwen3", "float32", {"pp": 2, "vpp": 2}),
+    ("qwen3", "bfloat16", {"cp": 2}),
+    ("qwen3_moe", "bfloat16", {"ep": 2}),
+    ("qwen3_moe", "bfloat16", {"tp": 2, "etp": 2}),
+    ("deepseek_v3", "bfloat16", {"tp": 2}),
+    ("deepseek_v3", "float32", {"pp": 2, "stages": (3, 1)}),
+    ("deepseek_v3", "bfloat16", {"ep": 2}),
+]
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("fp8")
+    for name in ENGINES:
+        # SGLang builds experts in every layer of Qwen3-MoE.
+        config = {**FP8_CONFIGS[name], "num_hidden_layers": 4, "mlp_only_layers": []}
+        initialise_random(model_spec(config), directory / name, seed=3, dtype=torch.bfloat16)
+    return {name: directory / name for name in ENGINES}
+
+
+@pytest.fixture(scope="module")
+def engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    fp8 = TINY_ROLLOUT.model_copy(update={"precision": "fp8", "dtype": "bfloat16"})
+    engines = [RolloutEngine(models[name], fp8.model_copy(update=ENGINES[name])) for name in ENGINES]
+    with started(engines):
+        yield dict(zip(ENGINES, engines, strict=True))
+
+
+@pytest.fixture(scope="module")
+def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerRanks]:
+    with trainer_ranks(models["qwen3"], 2, tmp_path_factory.mktemp("trainer")) as trainer:
+        yield trainer
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes"),
+    [pytest.param(*case, marks=proves(case[0], *runs_of({2: [case[2]]}, "resharding fp8"))) for case in LAYOUTS],
+)
+def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
+    name: str,
+    dtype: str,
+    sizes: dict[str, Any],
+    engines: dict[str, RolloutEngine],
+    models: dict[str, Path],
+    trainer: TrainerRanks,
+    tmp_path: Path,
+) -> None:
+    engine = engines[name]
+    sources = trainer.call(
+        "build", locations("here", 0, 1), sizes=sizes, dtype=dtype, model=models[name], precision="fp8"
+    )
+    # One rank on a device of the trainer's, one on another node.
+    engine_places = [*locations("here", 0), *locations("there", 0)][: engine.config.tp]
+    connected = connect(trainer, [engine], sources, [engine_places], models[name], precision="fp8")
+    version = 1 + LAYOUTS.index((name, dtype, sizes))
+    trainer.call("change", seed=version)
+    trainer.call("export", directory=tmp_path / "export", precision="fp8")
+    assert differences([engine], tmp_path / "export")
+    connected.transfer(version)
+    assert differences([engine], tmp_path / "export") == []
+    assert versions_of(responses_of(engine, PROMPTS, GREEDY)) == {version}
+    assert connected.orders.plan.bytes_aliased == 0
+    if engine.config.tp == 1:
+        served = served_tensors(load_model_spec(models[name]), torch.bfloat16, "fp8").values()
+        assert connected.orders.plan.bytes_moved == sum(prod(shape) * stored.itemsize for shape, stored in served)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_log_probs_are_those_of_the_dequantised_weights(
+    name: str, engines: dict[str, RolloutEngine], models: dict[str, Path], trainer: TrainerRanks, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = engines[name]
+    sources = trainer.call(
+        "build", locations("here", 0, 1), sizes={"pp": 2}, dtype="bfloat16", model=models[name], precision="fp8"
+    )
+    connected = connect(trainer, [engine], sources, [locations("here", 0, 1)[: engine.config.tp]], models[name], "fp8")
+    trainer.call("export", directory=tmp_path / "fp8", precision="fp8")
+    connected.transfer(100)
+    assert differences([engine], tmp_path / "fp8") == []
+    spec = load_model_spec(tmp_path / "fp8")
+    with TensorFiles(tmp_path / "fp8") as files:
+        boxes = {key: tuple((0, size) for size in tensor.shape) for key, tensor in spec.hf_tensors.items()}
+        weights = {key: files.read(key, box) for key, box in boxes.items()}
+    partial = tmp_path / ".dequantised.partial"
+    partial.mkdir()
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    finish_export(spec, torch.float32, partial, tmp_path / "dequantised")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised", dtype=torch.float32)
+    tokens = [[5, 90, 17, 33, 2, 64, 8, 71, 40, 12, 3, 55]]
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens)).logits[0, :-1].log_softmax(-1)
+    chosen = expected.gather(1, torch.tensor(tokens[0][1:])[:, None])[:, 0]
+    (given,) = engine.logprobs(tokens, [1])
+    assert (torch.tensor(given.logprobs) - chosen).abs().max() < 0.05  # of activations in bfloat16

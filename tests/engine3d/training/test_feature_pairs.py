@@ -1,0 +1,218 @@
+"""Families, layouts and features together: updates are those of one rank without any of the features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine3d.layout import Layout
+from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
+from engine3d.training.sequences import Sequences
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+from tests.support.proves import proves, run_of
+
+pytestmark = pytest.mark.processes
+
+SETTINGS = OptimizerConfig(lr=2e-3, min_lr=1e-4, schedule="cosine", warmup_steps=1, decay_steps=8, clip_grad=0.5)
+UPDATES = 3
+_BARE = str.maketrans({"(": None, ")": None, " ": None, ",": "+"})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on some ranks, with recomputation, checkpoints, and offloaded model and optimizer.
+
+    Args:
+        ranks: that it is on.
+        model: of `tiny_families`.
+        sizes: of the layout.
+        packing: True for packed rows, False for padded ones.
+        critic: True for a model with a scalar head.
+    """
+
+    ranks: int
+    model: str
+    sizes: dict[str, Any]
+    packing: bool
+    critic: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the ranks."""
+        return Layout.of_world(self.ranks, **self.sizes)
+
+    @property
+    def name(self) -> str:
+        """Name of the case, and of the folder of its checkpoint."""
+        sizes = [f"{name}{size}".translate(_BARE) for name, size in self.sizes.items()]
+        return "-".join([self.model, *sizes, *(["critic"] * self.critic)])
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """Marks of a test that runs the case."""
+        features = ["packing" if self.packing else "padding", "recomputation offload optimizer_offload checkpoints"]
+        features += ["critic"] if self.critic else []
+        proof = proves(tiny_families.family_of(self.model), run_of(self.layout, " ".join(features)))
+        return [proof, pytest.mark.long] if self.ranks > 2 else [proof]
+
+
+CASES = (
+    Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True),
+    Case(2, "deepseek_v3-queries", {"tp": 2, "etp": 2}, packing=False),
+    Case(2, "qwen3_moe-biases", {"pp": 2, "stages": (1, 3)}, packing=True, critic=True),
+    Case(4, "llama", {"tp": 2, "pp": 2}, packing=True),
+    Case(4, "qwen3-tied", {"pp": 2}, packing=False),
+    Case(4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
+    Case(4, "deepseek_v3", {"pp": 2, "ep": 2}, packing=False),
+    Case(4, "llama", {"tp": 2}, packing=False, critic=True),
+    Case(4, "qwen3-biases", {"tp": 2, "pp": 2}, packing=True, critic=True),
+    Case(4, "qwen3_moe-biases", {"pp": 2, "ep": 2}, packing=False, critic=True),
+    Case(4, "deepseek_v3-queries", {"tp": 2, "ep": 2, "etp": 2}, packing=True, critic=True),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses and gradient norms of the updates, and columns of the samples of a rank; None where it has none."""
+
+    losses: list[float]
+    norms: list[float]
+    columns: dict[int, torch.Tensor] | None
+
+
+def _samples() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 20, (9,), generator=generator).tolist()
+    return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    per_token = -outputs.logprobs if outputs.values is None else (outputs.values - 1.0) ** 2
+    loss = (per_token * columns["weights"]).sum()
+    return loss, loss.detach()
+
+
+def train(model: Path, layout: Layout, config: TrainConfig, *, critic: bool, checkpoint: Path | None) -> Outcome:
+    """Update a model three times. Returns losses, norms, and log-probs or values afterwards.
+
+    Args:
+        model: directory of the model.
+        layout: of the ranks.
+        config: of training.
+        critic: True for a model with a scalar head.
+        checkpoint: directory. The model leaves its device between all calls, and a new one is loaded from a checkpoint
+            after the first update. None does neither.
+    """
+    from engine3d.checkpoint.save import EngineCheckpoint
+    from engine3d.training.engine import TrainEngine
+
+    def built(*, load: bool) -> Any:
+        offload = checkpoint is not None
+        return TrainEngine(model, config, layout, seed=1, load=load, value_head=critic, offload=offload)
+
+    engine, samples = built(load=True), _samples()
+    mine = list(range(engine.coordinates.dp, len(samples), layout.dp))
+    count = sum(len(sample) - 1 for sample in samples)
+    weights = [weight for index in mine for weight in [0.0] + [1 / count] * (len(samples[index]) - 1)]
+    sequences = Sequences.of([samples[index] for index in mine], weights=torch.tensor(weights))
+    losses, norms = [], []
+    for number in range(UPDATES):
+        if checkpoint is not None:
+            engine.offload()
+        result = engine.update(sequences, _loss)
+        loss = torch.stack([torch.zeros((), device=engine.device), *result.loss_outputs]).sum()
+        dist.all_reduce(loss)
+        losses.append(float(loss) / layout.tp)
+        norms.append(result.grad_norm)
+        if checkpoint is not None and number == 0:
+            engine = _resumed(engine, checkpoint, built, EngineCheckpoint)
+    outputs = engine.values(sequences) if critic else engine.logprobs(sequences)
+    column = None if outputs is None else outputs.values if critic else outputs.logprobs
+    columns = None
+    if column is not None:
+        columns = dict(zip(mine, column.split([len(samples[index]) for index in mine]), strict=True))
+    engine.close()
+    return Outcome(losses, norms, columns)
+
+
+def _resumed(engine: Any, directory: Path, built: Any, checkpoint: Any) -> Any:
+    """A new engine with the state of this one, by a checkpoint that is saved while the model is offloaded."""
+    from engine3d.checkpoint.digest import weights_digest
+
+    digest = weights_digest(engine)
+    engine.offload()
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    saved = checkpoint(engine)
+    saved.begin(directory, background=False)
+    saved.finish()
+    engine.close()
+    engine = built(load=False)
+    assert weights_digest(engine) != digest
+    checkpoint(engine).load(directory)
+    assert weights_digest(engine) == digest
+    return engine
+
+
+def _plain(root: Path, cases: list[Case]) -> list[Outcome]:
+    config = TrainConfig(dtype="float32", micro_batch_tokens=10_000, packing=False, optimizer=SETTINGS)
+    return [train(root / case.model, Layout(), config, critic=case.critic, checkpoint=None) for case in cases]
+
+
+def _together(root: Path, cases: list[Case]) -> list[Outcome]:
+    outcomes = []
+    for case in cases:
+        config = TrainConfig(
+            layout=LayoutConfig(**case.sizes),
+            dtype="float32",
+            micro_batch_tokens=48,
+            packing=case.packing,
+            recompute="full",
+            optimizer=SETTINGS.model_copy(update={"offload": True}),
+        )
+        checkpoint = root / "checkpoints" / case.name
+        outcomes.append(train(root / case.model, case.layout, config, critic=case.critic, checkpoint=checkpoint))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the models and checkpoints."""
+    return tmp_path_factory.mktemp("pairs")
+
+
+@cache
+def outcomes(root: Path, ranks: int) -> dict[str, tuple[Outcome, list[Outcome]]]:
+    """Outcomes of one rank, with padded rows in one micro-batch, and of each of several, by the name of the case."""
+    cases = [case for case in CASES if case.ranks == ranks]
+    for case in cases:
+        if not (root / case.model).exists():
+            tiny_families.make(case.model, root / case.model, value_head=case.critic)
+    [plain] = run_distributed(_plain, 1, root, cases, timeout_s=240)
+    by_rank = run_distributed(_together, ranks, root, cases, timeout_s=480)
+    together = [[rank[number] for rank in by_rank] for number in range(len(cases))]
+    return {case.name: pair for case, pair in zip(cases, zip(plain, together, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [pytest.param(case.ranks, case.name, marks=case.marks, id=case.name) for case in CASES]
+)
+def test_all_together_update_as_one_rank_without(root: Path, ranks: int, name: str) -> None:
+    expected, together = outcomes(root, ranks)[name]
+    columns: dict[int, torch.Tensor] = {}
+    assert abs(expected.losses[2] / expected.losses[0] - 1) > 1e-3 and expected.columns is not None
+    for outcome in together:
+        assert outcome.losses == pytest.approx(expected.losses, rel=2e-5)
+        assert outcome.norms == pytest.approx(expected.norms, rel=2e-4)
+        columns |= outcome.columns or {}
+    assert columns.keys() == expected.columns.keys()
+    for index, column in expected.columns.items():
+        torch.testing.assert_close(columns[index], column, atol=2e-4, rtol=1e-3)

@@ -1,0 +1,63 @@
+"""Process groups of layouts, one after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine3d.layout import Layout
+from engine3d.models import initialise_random, model_spec
+from engine3d.training import parallel
+from engine3d.training.config import TrainConfig
+from engine3d.training.sequences import Sequences
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.processes
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _thread_counts() -> list[int]:
+    counts = []
+    for layout in (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2)):
+        parallel.initialise(layout, seed=1, timeout_s=60)
+        counts.append(_threads())
+        parallel.release()
+    counts.append(_threads())
+    parallel.leave()
+    return counts
+
+
+def test_released_groups_leave_no_threads() -> None:
+    for *counts, released in run_distributed(_thread_counts, 2, timeout_s=100):
+        assert max(counts) - min(counts) < 10 and released < min(counts) - 20
+
+
+def _loss(outputs: Any, columns: dict[str, Tensor]) -> tuple[Tensor, None]:
+    return -(outputs.logprobs * columns["weights"]).sum(), None
+
+
+def _thread_counts_of_engines(directory: Path) -> list[int]:
+    from engine3d.training.engine import TrainEngine
+
+    counts = []
+    for _ in range(3):
+        engine = TrainEngine(directory, TrainConfig(dtype="float32"), Layout())
+        engine.update(Sequences.of([[3, 4, 5, 6]], weights=torch.ones(4)), _loss)
+        engine.close()
+        del engine
+        counts.append(_threads())
+    return counts
+
+
+def test_engines_that_made_updates_leave_no_groups(tmp_path: Path) -> None:
+    initialise_random(model_spec(tiny_families.CONFIGS["qwen3_moe"]), tmp_path / "model", seed=1, dtype=torch.float32)
+    ((first, _, last),) = run_distributed(_thread_counts_of_engines, 1, tmp_path / "model", timeout_s=200)
+    assert last - first < 20

@@ -1,0 +1,48 @@
+"""Settings that do not go with episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.environments.config import EnvironmentConfig
+
+GAME = Path(__file__).parents[3] / "launch/recipes/game.yaml"
+
+
+def test_episodes_give_the_reward() -> None:
+    recipe = load_recipe(GAME)
+    (function,) = recipe.functions["reward"].functions
+    assert (function.name, function.on_failure) == ("environment", "drop")
+    assert recipe.groups_in_flight and not recipe.sets
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("rollout.stream=null", "environment is set without rollout.stream"),
+        ("rollout.stream.dynamic_batching=true", "rollout.stream.dynamic_batching=true, which was not tried"),
+        ("rollout.lease=true", "rollout.lease=true, which was not tried"),
+        ("rollout.engine.routes=true", "routes of its tokens were not tried"),
+        ("algorithm.name=ppo", "algorithm.name=ppo, which was not tried; expected one of grpo, dr_grpo, rloo"),
+        ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true, which was not tried"),
+        ("reward.functions=[{name: length, path: length}]", "reward is set with environment, which gives the reward"),
+        ("evaluation.eval={data: {path: a.parquet}}", "evaluations play no episodes; expected evaluation.eval=null"),
+        ("environment.max_turn_tokens=17", "environment.max_turn_tokens=17 with rollout.sampling.max_new_tokens=16"),
+        ("environment.path=guess", "expected package.module:Class or some/file.py:Class"),
+        ("environment.path=a-b:Guess", "expected the name of a module or a file that ends with .py"),
+    ],
+)
+def test_what_was_not_tried_is_refused(override: str, reason: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_recipe(GAME, [override])
+    assert reason in str(error.value)
+
+
+def test_arguments_that_json_has_not_are_refused() -> None:
+    with pytest.raises(ValidationError, match="set is not JSON serializable, expected what JSON has"):
+        EnvironmentConfig(path="a:B", arguments={"numbers": {1, 2}})

@@ -1,0 +1,100 @@
+"""Seconds of an update, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from benchmarks.reshard_plan import named_model
+from engine3d.layout import Layout
+from engine3d.training.config import TrainConfig
+from engine3d.training.flops import sequence_flops, token_flops
+from hybridflow.planning.cost_model import Batch, CostModel, Hardware, distinct_stages
+
+SPEC = named_model("qwen3-30b-a3b")
+HARDWARE = Hardware(message_s=0.0)
+COSTS = CostModel(SPEC, HARDWARE)
+NO_COMPUTE = CostModel(SPEC, replace(HARDWARE, flops=1e30, layer_s=0.0))
+PLAIN, FULL = TrainConfig(), TrainConfig(recompute="full")
+BATCH = Batch(sequences=8, tokens=32768)
+KEYS_AND_VALUES = 4 * 2 * 128 * 2
+"""Bytes of a token in a layer."""
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "kimi-k2"])
+def test_the_layers_costs_are_the_models_multiplications(name: str) -> None:
+    spec = named_model(name)
+    assert 2 * (sum(spec.rules.layer_costs) + spec.rules.head_cost) == token_flops(spec)
+
+
+def test_one_rank_multiplies_and_nothing_else() -> None:
+    cost = COSTS.update(Layout(), PLAIN, BATCH)
+    flops = 3 * 8 * float(sequence_flops(SPEC, 32768))
+    assert cost.compute == pytest.approx(flops / (HARDWARE.flops * HARDWARE.efficiency))
+    assert cost.seconds == cost.compute
+    assert COSTS.utilisation(Layout(), cost, BATCH) == pytest.approx(HARDWARE.efficiency)
+    again = COSTS.update(Layout(), FULL, BATCH)
+    head = 2 * SPEC.rules.head_cost * 32768 * 8 / (HARDWARE.flops * HARDWARE.efficiency)  # is not computed again
+    assert again.compute == pytest.approx((cost.compute / 3 * 4) - head)
+
+
+def test_a_short_micro_batch_takes_as_long_as_its_launches() -> None:
+    short = COSTS.update(Layout(), PLAIN, Batch(sequences=8, tokens=64))
+    assert short.compute == pytest.approx(8 * 3 * 48 * HARDWARE.layer_s)
+
+
+def test_context_parallel_ranks_share_a_sequence() -> None:
+    one, four = (COSTS.update(Layout(cp=cp), PLAIN, BATCH) for cp in (1, 4))
+    assert four.compute == pytest.approx(one.compute / 4)
+    assert four.context == 0.0  # keys and values arrive while attention computes
+    # Three rounds of a ring: keys and values, these again and their gradients.
+    ring = 48 * 3 * KEYS_AND_VALUES * 32768 / 4 * 3
+    assert NO_COMPUTE.update(Layout(cp=4), PLAIN, BATCH).context == pytest.approx(8 * ring / HARDWARE.node_rate)
+    far = NO_COMPUTE.update(Layout(cp=4, tp=4), PLAIN, BATCH).context
+    assert far == pytest.approx(8 * ring / 4 / HARDWARE.network_rate)
+    # As many sequences as ranks are not split.
+    for together, is_split in ((2, True), (4, False), (6, True), (8, False)):
+        batch = Batch(sequences=24, tokens=32768, together=together)
+        assert (NO_COMPUTE.update(Layout(cp=4), PLAIN, batch).context > 0) == is_split
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=4), Layout(pp=4, dp=2), Layout(pp=4, vpp=2), Layout(pp=4, vpp=4, cp=2), Layout(pp=2, vpp=6)]
+)
+def test_the_bubble_is_what_a_pipeline_waits(layout: Layout) -> None:
+    cost = COSTS.update(layout, PLAIN, BATCH)
+    work = cost.compute + cost.tensor + cost.expert + cost.context + cost.pipeline
+    micro_batches = -(-8 // layout.dp)
+    assert cost.bubble == pytest.approx(work * (layout.pp - 1) / (layout.vpp * micro_batches))
+
+
+def test_a_group_of_micro_batches_is_filled_for_virtual_stages() -> None:
+    batch = Batch(sequences=9, tokens=1024)
+    assert [batch.micro_batches(Layout(pp=4, vpp=vpp)) for vpp in (1, 2)] == [9, 12]
+    assert Batch(9, 1024, together=4).micro_batches(Layout(dp=2)) == 2
+
+
+def test_exchanges_by_hand() -> None:
+    # Seven of 15 others are on the node, eight are not.
+    assert HARDWARE.exchange_s(15e9, 16) == pytest.approx(max(7e9 / 390e9, 8e9 / 45e9))
+    assert HARDWARE.exchange_s(15e9, 16, stride=8) == pytest.approx(15e9 / 45e9)
+    assert HARDWARE.exchange_s(7e9, 8) == pytest.approx(7e9 / 390e9)
+    assert Hardware().exchange_s(0.0, 8, times=3) == pytest.approx(3 * 7 * 10e-6)
+    hidden = 32768 * 2048 * 2
+    expert = NO_COMPUTE.update(Layout(ep=8, cp=8), PLAIN, BATCH).expert
+    assert expert == pytest.approx(8 * 48 * 2 * 2 * (hidden / 8) * 8 * 7 / 8 / HARDWARE.node_rate)
+    tensor = NO_COMPUTE.update(Layout(tp=2), PLAIN, BATCH).tensor
+    assert tensor == pytest.approx(8 * 48 * 2 * 2.5 * hidden / 2 / HARDWARE.node_rate)
+
+
+def test_gradients_are_summed_over_context_parallel_ranks_too() -> None:
+    data, context = (NO_COMPUTE.update(layout, PLAIN, BATCH).gradients for layout in (Layout(dp=4), Layout(cp=4)))
+    assert data == context > 0
+
+
+def test_the_busiest_stage_decides() -> None:
+    even, uneven = (COSTS.update(Layout(pp=2, stages=stages), PLAIN, BATCH) for stages in ((24, 24), (8, 40)))
+    assert uneven.compute > 1.5 * even.compute
+    assert {field.name for field in fields(even)} >= {"context", "bubble"}
+    assert distinct_stages(SPEC, Layout(pp=4, stages=(12, 12, 12, 12))) == [0, 1, 3]

@@ -1,0 +1,57 @@
+"""Layouts that are proposed: they fit, the fastest comes first, and long sequences are split."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.reshard_plan import named_model
+from engine3d.errors import UserError
+from engine3d.training.config import OptimizerConfig, TrainConfig
+from hybridflow.planning.cost_model import Batch, Hardware
+from hybridflow.planning.layout_search import USED_SHARE, LayoutSearch
+
+CONFIG = TrainConfig(optimizer=OptimizerConfig(precision_aware=True, offload=True), logits_tokens=4096)
+SEARCH = LayoutSearch(named_model("qwen3-30b-a3b"), CONFIG, Hardware())
+
+
+def test_what_is_proposed_fits_and_the_fastest_is_first() -> None:
+    batch = Batch(sequences=64, tokens=8192)
+    proposals = SEARCH.best(8, batch, count=3)
+    assert len({proposal.layout for proposal in proposals}) == 3
+    seconds = [proposal.cost.seconds for proposal in proposals]
+    assert seconds == sorted(seconds)
+    for proposal in proposals:
+        assert proposal.layout.world_size == 8
+        stages = [
+            SEARCH.memory(proposal.layout, stage, proposal.config, proposal.batch)
+            for stage in range(proposal.layout.pp)
+        ]
+        assert proposal.heaviest.total == max(stage.total for stage in stages) <= USED_SHARE * 141e9
+
+
+def test_a_sequence_that_no_rank_can_keep_is_split() -> None:
+    [short] = SEARCH.best(16, Batch(sequences=512, tokens=4096))
+    [long] = SEARCH.best(16, Batch(sequences=16, tokens=131072))
+    assert short.layout.cp == 1 and long.layout.cp > 1
+    unsplit = [
+        SEARCH.heaviest(layout, config, batch).total
+        for layout, config, batch in SEARCH._candidates(16, Batch(16, 131072))
+        if layout.cp == layout.tp == 1 and config.recompute == "selective"
+    ]
+    assert min(unsplit) > USED_SHARE * 141e9
+
+
+def test_a_pipeline_of_few_micro_batches_has_virtual_stages() -> None:
+    search = LayoutSearch(named_model("qwen3-235b-a22b"), CONFIG, Hardware())
+    [proposal] = search.best(1024, Batch(sequences=256, tokens=131072))
+    assert proposal.layout.pp > 1 and proposal.layout.vpp > 1
+
+
+def test_what_does_not_fit_is_one_line() -> None:
+    with pytest.raises(UserError) as refused:
+        SEARCH.best(1, Batch(sequences=8, tokens=131072))
+    line = str(refused.value)
+    assert line.startswith("1 GPUs of 141.0 GB: no layout fits 8 sequences of 131,072 tokens (the least is ")
+    assert line.endswith("; expected more or larger GPUs, or shorter sequences") and "\n" not in line
+    with pytest.raises(UserError, match="no layout has a sequence for each rank"):
+        LayoutSearch(SEARCH.spec, CONFIG, Hardware()).best(2**14, Batch(sequences=0, tokens=1024))

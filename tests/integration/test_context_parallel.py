@@ -1,0 +1,35 @@
+"""Runs whose models have context-parallel ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.metrics.expert_loads import read_expert_loads
+from tests.integration.reference_runs import ABSOLUTE, RELATIVE, differences, run_case, stored, without_digests
+from tests.support.proves import proves
+
+
+def _comparable(values: dict[str, Any]) -> dict[str, Any]:
+    """The values but for shares of padding and of what is split, which depend on the layout, and digests of bits."""
+    layout = ("padding_share", "split_share")
+    metrics = [{name: value for name, value in step.items() if not name.endswith(layout)} for step in values["metrics"]]
+    return without_digests(values) | {"metrics": metrics}
+
+
+@pytest.mark.processes
+@proves("qwen3_moe", "cp ep packing resharding")
+def test_its_steps_are_those_recorded_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Warm-up, rollouts, log-probs of actor and reference, updates, weights for the engines, evaluation, export."""
+    values = run_case("grpo-colocate", tmp_path, base="context-parallel", train={"layout": {"cp": 2, "ep": 2}})
+    recorded = stored("grpo-colocate")["values"]
+    lines = differences(_comparable(values), _comparable(recorded), relative=RELATIVE, absolute=ABSOLUTE)
+    assert not lines, "\n".join(lines[:20])
+    steps = [step for step in values["metrics"] if step["phase"] == "train"]
+    loads = read_expert_loads(tmp_path / "grpo-colocate/expert_loads.jsonl")
+    assert [record.step for record in loads] == [step["step"] for step in steps]
+    for step, record in zip(steps, loads, strict=True):
+        assert 0 <= step["train/split_share"] < 1
+        assert record.models["actor"].entropies.mean() == pytest.approx(step["train/expert_load_entropy"], rel=1e-3)

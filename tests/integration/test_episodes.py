@@ -1,0 +1,161 @@
+"""A run whose samples are episodes, which loses its driver, an engine and processes of environments in their middle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import logprobs
+from benchmarks.kill_harness import Kill, KilledRun
+from engine3d.rollout.requests import GIVEN
+from hybridflow.data.tokenizer import load_tokenizer
+from tests.support.runs import ROOT, records, stored_samples
+from tests.support.warm import warm_python
+
+STEPS, GROUPS, SAMPLES = 5, 8, 4
+DIES_IN, RAISES_IN = 9, 20
+"""Draws in which an environment ends its process, and in which it raises."""
+ENVIRONMENT = f"""
+import os
+from hybridflow.environments.guess import Guess
+
+class Fragile(Guess):
+    async def reset(self, task):
+        self._seed = task.seed
+        return await super().reset(task)
+
+    async def step(self, turn):
+        if self._seed == {DIES_IN}:
+            os._exit(3)
+        if self._seed == {RAISES_IN}:
+            raise ValueError("not today")
+        return await super().step(turn)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+    directory = tmp_path_factory.mktemp("episodes")
+    (directory / "fragile.py").write_text(ENVIRONMENT)
+    recipe = [
+        str(ROOT / "launch/recipes/game.yaml"),
+        "name=fragile",
+        f"environment.path={directory}/fragile.py:Fragile",
+        f"data.files.cache={directory}/cache",
+        "warmup.steps=3",
+        f"trainer.steps={STEPS}",
+        f"trainer.prompts_per_step={GROUPS}",
+        f"rollout.samples_per_prompt={SAMPLES}",
+        "rollout.engine.deterministic=true",
+        "rollout.engine.max_running_requests=3",  # some are in flight whenever weights change
+        "rollout.stream={on_new_weights: resend, engine_restarts: 1}",
+        "algorithm.correction={weights: token, truncate: 2.0}",
+        "trainer.max_staleness=1",
+        "trainer.export=false",
+        "checkpoint.save_interval=1",
+        "placement.rollout=cpu:2-3",
+    ]
+    run = KilledRun(directory / "run", recipe, interpreter=warm_python())
+    outcome = run.run(Kill("driver", "rollout", 2, 0.1))
+    assert outcome.killed and not outcome.left_over, run.output
+    outcome = run.run(Kill("engine", "rollout", 3, 0.0), limit_s=300.0)
+    assert outcome.killed and outcome.exit_code == 0 and not outcome.left_over, run.output
+    assert "is lost and is started again" in run.output  # and may serve again before the run ends
+    return run
+
+
+@pytest.fixture(scope="module")
+def rows(run: KilledRun) -> list[dict[str, Any]]:
+    """Every sample that was trained on."""
+    tables = stored_samples(run.run_directory)
+    return [dict(zip(table, values, strict=True)) for table in tables for values in zip(*table.values(), strict=True)]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_every_episode_is_trained_on_once_but_for_those_whose_environment_failed(
+    run: KilledRun, rows: list[dict[str, Any]]
+) -> None:
+    counts = Counter(row["group_id"] for row in rows)
+    failed = {DIES_IN, RAISES_IN}
+    assert not counts.keys() & failed
+    assert counts.keys() | failed == set(range(STEPS * GROUPS))
+    assert max(counts.values()) == SAMPLES
+    # The end of a process takes the other episodes that it has, and no more.
+    train = records(run.run_directory, "train")
+    assert [record["step"] for record in train] == list(range(1, STEPS + 1))
+    dropped = sum(record["reward/dropped"] for record in train)
+    assert dropped == STEPS * GROUPS * SAMPLES - len(rows)
+    assert sum(record.get("reward/environment/failed_raised", 0) for record in train) == SAMPLES
+    assert sum(record.get("reward/environment/failed_died", 0) for record in train) == dropped - SAMPLES >= SAMPLES
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_episodes_are_what_the_chat_template_makes_of_their_messages(
+    run: KilledRun, rows: list[dict[str, Any]]
+) -> None:
+    tokenizer = load_tokenizer(run.run_directory / "initial")
+    turns = Counter[int]()
+    for row in rows:
+        tokens, mask, versions = row["response_tokens"], row["response_mask"], row["token_versions"]
+        assert [version != GIVEN for version in versions] == mask
+        assert all(logprob == 0.0 for logprob, drawn in zip(row["logprobs"], mask, strict=True) if not drawn)
+        given = [token for token, drawn in zip(tokens, mask, strict=True) if not drawn]
+        text = str(tokenizer.decode(given)).replace("<|end|><|user|>", "<|user|>")  # of a turn without room for its end
+        answers = text.split("<|assistant|>")
+        assert answers[-1] == "" and {answer.removesuffix("<|end|>") for answer in answers[:-1]} <= {
+            "<|user|>+", "<|user|>-", "<|user|>?",
+        }  # fmt: skip
+        assert mask[0] and mask[-1]
+        turns[len(answers)] += 1
+        # A number that is right ends the game, and nothing else has a reward.
+        last = str(tokenizer.decode(tokens[-2:], skip_special_tokens=True))
+        assert row["reward"] in (0.0, 1.0)
+        if row["reward"]:
+            assert last.isdigit()
+    assert turns[3] and set(turns) <= {1, 2, 3}
+    train = records(run.run_directory, "train")
+    assert all(1 <= record["reward/environment/turns"] <= 3 for record in train)
+    assert all(record["reward/environment/environment_tokens"] > 0 for record in train)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_each_token_of_a_turn_was_drawn_with_the_weights_of_its_version(
+    run: KilledRun, rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Turns after others too, with all tokens before them as they are, over lost engines and changes of weights."""
+    assert logprobs.main([str(run.run_directory), "--samples", "1000"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    distances = result["distances"]
+    drawn = sum(sum(row["response_mask"]) for row in rows)
+    assert sum(distances[kind]["tokens"] for kind in (logprobs.FIRST, logprobs.LATER)) == drawn
+    assert result["left_out"] == 0
+    assert all(distances[kind]["most"] < 1e-4 for kind in (logprobs.FIRST, logprobs.LATER)), result
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_checkpoint_holds_complete_episodes_with_their_scores(run: KilledRun) -> None:
+    scored = 0
+    for path in sorted(run.run_directory.glob("checkpoints/*/driver.json")):
+        groups = json.loads(path.read_text())["groups"]
+        assert "begun" not in groups
+        scored += len(groups["scores"])
+    assert scored
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_step_of_episodes_is_replayed_bit_for_bit(run: KilledRun, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [warm_python(), "-m", "hybridflow", "replay", str(run.run_directory), "--step", "4"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,71 @@
+"""A whole run whose engines are in fp8: every transfer verified, half the bytes, and log-probs that are corrected."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from engine3d.models import load_model_spec
+from engine3d.models.precision import served_shapes
+from tests.support.proves import proves
+from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
+
+pytestmark = pytest.mark.processes
+
+
+FEATURES = (
+    "train.packing=true",
+    "train.recompute=full",
+    "train.optimizer.offload=true",
+    "train.routing_replay=update",
+    "trainer.mini_batches=2",
+)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param((), marks=proves("qwen3_moe", "ep dp padding checkpoints resharding fp8")),
+        pytest.param(
+            FEATURES,
+            marks=[
+                proves(
+                    "qwen3_moe",
+                    "ep dp packing recomputation optimizer_offload routing_replay checkpoints resharding fp8",
+                ),
+                pytest.mark.long,
+            ],
+        ),
+    ],
+    ids=["recipe", "features"],
+)
+def test_the_recipe_trains_with_engines_in_fp8(features: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = str(ROOT / "launch/recipes/fp8.yaml")
+    settings = [
+        "rollout.engine.deterministic=false",
+        "trainer.steps=2",
+        "rollout.verify_weights=true",
+        "evaluation.eval=null",
+        "warmup.steps=2",
+        "checkpoint.save_interval=1",
+        *features,
+    ]
+    outcome = run_recipe(recipe, tmp_path, *settings, rewarded_by_length(tmp_path))
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "without algorithm.correction" not in outcome.stdout + outcome.stderr
+    run = tmp_path / "small"
+    steps = records(run, "train")
+    spec = load_model_spec(run / "model")
+    quantised = sum(prod(tensor.shape) for tensor in spec.hf_tensors.values() if tensor.fp8)
+    scales = sum(prod(shape) for name, shape in served_shapes(spec, "fp8").items() if name not in spec.hf_tensors)
+    moved = quantised + 4 * scales + 2 * (spec.parameter_count() - quantised)
+    assert len(steps) == 2
+    for step in steps:
+        assert step["sync/moved_bytes"] == moved and step["sync/aliased_bytes"] == 0
+        assert 0 < step["mismatch/logprob_abs_diff_max"] < 0.5
+        assert step["train/gradient_norm"] > 0
+        assert any(name.startswith("correction/") for name in step), json.dumps(step)
+    assert moved < 0.6 * 2 * spec.parameter_count()

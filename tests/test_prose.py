@@ -1,0 +1,115 @@
+"""Words that name nothing are not there: CONTRIBUTING.md has the rules.
+
+hybridflow/cluster, engine3d/stores and their tests are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_SOURCE = ("hybridflow", "engine3d", "launch")
+_OTHER = ("tests", "benchmarks", "docs", "examples")
+_LEFT_OUT = (
+    *("hybridflow/cluster", "engine3d/stores", "tests/hybridflow/cluster", "tests/engine3d/stores"),
+    *("tests/integration/hosts", "tests/support/hosts"),
+)
+_OPENINGS = set(
+    "What Of Whether How That Those With By For In From Where When Which Who Whose So As Have Let".split()  # noqa: SIM905
+)
+_NAMES = set(
+    "found each place places part parts piece pieces own held whole wanted asked told tell facts figures room "  # noqa: SIM905
+    "under_way go_on give_back take_back".split()
+)
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of a module that are counted, each with its line.
+
+    Args:
+        openings: first words of docstrings.
+        names: all that are bound: functions, classes, arguments, variables and attributes.
+        classes: names of its classes.
+    """
+
+    openings: tuple[tuple[int, str], ...]
+    names: tuple[tuple[int, str], ...]
+    classes: tuple[str, ...]
+
+
+@functools.cache
+def _words(path: Path) -> _Words:
+    openings, names, classes = [], [], []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        match node:
+            case ast.Module():
+                openings += _openings_of(node.body)
+            case ast.ClassDef():
+                openings += _openings_of(node.body)
+                names.append((node.lineno, node.name))
+                classes.append(node.name)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                openings += _openings_of(node.body[:1])
+                names.append((node.lineno, node.name))
+            case ast.arg():
+                names.append((node.lineno, node.arg))
+            case ast.Name(name, ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.append((node.lineno, name))
+    return _Words(tuple(openings), tuple(names), tuple(classes))
+
+
+def _openings_of(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Line and first word of a body's docstring and of those below its assignments."""
+    for index, statement in enumerate(body):
+        if index > 0 and not isinstance(body[index - 1], ast.Assign | ast.AnnAssign):
+            continue
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.split():
+            yield statement.lineno, value.value.split(maxsplit=1)[0]
+
+
+def _modules(*folders: str) -> Iterator[tuple[str, _Words]]:
+    for path in [path for folder in folders for path in sorted((_ROOT / folder).rglob("*.py"))]:
+        name = path.relative_to(_ROOT).as_posix()
+        if not name.startswith(_LEFT_OUT):
+            yield name, _words(path)
+
+
+def _openings(*folders: str) -> list[str]:
+    return [
+        f"{name}:{line} {word}"
+        for name, words in _modules(*folders)
+        for line, word in words.openings
+        if word.strip(".,:;`") in _OPENINGS
+    ]
+
+
+def _general_names(*folders: str) -> list[str]:
+    return [
+        f"{path}:{line} {name}"
+        for path, words in _modules(*folders)
+        for line, name in words.names
+        if name.strip("_") in _NAMES
+    ]
+
+
+def test_docstrings_begin_with_their_object_or_an_imperative() -> None:
+    assert _openings(*_SOURCE, *_OTHER) == []
+
+
+def test_names_say_what_the_thing_is() -> None:
+    assert _general_names(*_SOURCE, *_OTHER) == []
+
+
+def test_a_class_name_stands_in_one_module() -> None:
+    modules: dict[str, set[str]] = defaultdict(set)
+    for path, words in _modules(*_SOURCE):
+        for name in words.classes:
+            modules[name].add(path)
+    assert {name: sorted(paths) for name, paths in modules.items() if len(paths) > 1} == {}
