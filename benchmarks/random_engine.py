@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ import torch
 import torch.distributed as dist
 
 from engine3d.layout import Layout
+from engine3d.models.rules import LocalParameter
+from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
 from engine3d.training.config import LayoutConfig, TrainConfig
 from engine3d.training.engine import TrainEngine
 from engine3d.training.forward import TokenOutputs
 from engine3d.training.sequences import Sequences
+from engine3d.training.update import UpdateResult
 
 
 def random_engine(
     config: dict[str, Any], layout: Layout, *, embedding_std: float = 0.02, **settings: Any
 ) -> TrainEngine:
-    """An engine whose weights are drawn from a normal distribution on each rank, norms being 1.
+    """An engine whose weights are drawn from a normal distribution (`fill`), norms being 1.
 
     Args:
         config: the model's config.json.
@@ -33,38 +37,67 @@ def random_engine(
         embedding_std: of the embeddings; wide ones keep tokens different in all layers, which then use all experts.
         settings: of a TrainConfig, but for the layout.
     """
-    sizes = LayoutConfig(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp)
+    names = ("tp", "pp", "ep", "etp", "cp", "vpp")
+    stages = None if layout.stages is None else list(layout.stages)
+    sizes = LayoutConfig(**{name: getattr(layout, name) for name in names}, stages=stages)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         engine = TrainEngine(Path(directory), TrainConfig(layout=sizes, **settings), layout, load=False)
-    torch.manual_seed(dist.get_rank())
-    with torch.no_grad():
-        for name, parameter in engine.module.named_parameters():
-            wide = embedding_std if "word_embeddings" in name else 0.02
-            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, wide)
+    parameters = rank_parameters(engine.module, engine.spec, layout, engine.coordinates)
+    weights = [(local, tensor.data) for local, tensor in parameters if not local.buffer]
+    fill(weights, 0, lambda name: None if "norm" in name else embedding_std if "embed_tokens" in name else 0.02)
     engine.optimizer.reload_model_params()
     return engine
 
 
-def random_sequences(engine: TrainEngine, tokens: int, length: int) -> Sequences:
-    """This rank's part of `tokens` random tokens over all ranks, in sequences of `length`.
+def fill(
+    parameters: Iterable[tuple[LocalParameter, torch.Tensor]],
+    seed: int,
+    deviation: Callable[[str], float | None] = lambda _: 0.02,
+) -> None:
+    """Draw weights from a normal distribution, alike on all ranks that hold the same elements.
 
-    Column `weights` is one over all tokens.
+    Args:
+        parameters: of a rank, each with its rule.
+        seed: of the weights.
+        deviation: standard deviation of a HuggingFace tensor; None for ones.
+    """
+    with torch.no_grad():
+        for local, tensor in parameters:
+            tensor.zero_()  # rows of a padded vocabulary
+            for tensor_slice in local.slices:
+                view = tensor[tuple(slice(*edges) for edges in tensor_slice.local_box)]
+                if (std := deviation(tensor_slice.hf_name)) is None:
+                    view.fill_(1.0)
+                    continue
+                digest = hashlib.blake2b(
+                    f"{seed} {tensor_slice.hf_name} {tensor_slice.hf_box}".encode(), digest_size=7
+                ).digest()
+                generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "little"))
+                view.normal_(0.0, std, generator=generator)
+    platform.synchronize()
+
+
+def random_sequences(engine: TrainEngine, tokens: int, length: int) -> Sequences:
+    """This rank's part of `tokens` random tokens over all data-parallel ranks, in sequences of `length`.
+
+    Ranks of one model have the same. Column `weights` is one over all tokens.
     """
     count = tokens // length // engine.layout.dp
-    drawn = torch.randint(engine.spec.vocab_size, (count * length,))
+    generator = torch.Generator().manual_seed(engine.coordinates.dp)
+    drawn = torch.randint(engine.spec.vocab_size, (count * length,), generator=generator)
     weights = torch.full(drawn.shape, 1 / tokens)
     return Sequences(drawn, torch.full((count,), length), {"weights": weights})
 
 
-def train_on(engine: TrainEngine, sequences: Sequences) -> None:
+def train_on(engine: TrainEngine, sequences: Sequences) -> UpdateResult:
     """One update towards likelier tokens."""
 
     def loss(outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
         assert outputs.logprobs is not None
         return -(outputs.logprobs * columns["weights"]).sum(), None
 
-    engine.update(sequences, loss)
+    return engine.update(sequences, loss)
 
 
 def timed(action: Callable[[], Any]) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from benchmarks.reshard_run import WAYS, Case, measure
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
+from engine3d.models.precision import check_shards
+from engine3d.platform import platform
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=10, help="transfers of each way; the median counts")
     parser.add_argument("--warm-ups", type=int, default=2, help="transfers of each way before those")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--precision", choices=("fp8",), help="of quantised weights of the engines")
+    parser.add_argument("--layers", type=int, help="of the model, where not all of them fit")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="where the export for the proof lies")
     parser.add_argument("--no-verify", action="store_true", help="do not compare what arrives with an export")
     try:
@@ -60,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         with redirect_stdout(sys.stderr):
             if options.plan_only and rollout.hosts > 1:
                 raise UserError("--rollout: hosts with --plan-only, whose engines are where --gpus-per-node says")
+            if options.plan_only and options.precision:
+                raise UserError("--plan-only: plans weights in bfloat16; expected no --precision")
             if options.plan_only:
                 stats = plan_figures(spec, layout, rollout, placement)
             else:
@@ -73,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
         "rollout": options.rollout,
         "colocated": options.colocated,
         "gpus_per_node": options.gpus_per_node,
+        "layers": options.layers or spec.sizes.layers,
+        "precision": options.precision,
     }
     print(json.dumps(described | stats | {"versions": versions()}, indent=2))
     return 0
@@ -80,11 +89,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _measured(options: argparse.Namespace, spec: ModelSpec, layout: Layout, rollout: Rollout) -> dict[str, Any]:
     ways = tuple(options.ways.split(","))
+    if options.precision is not None:
+        check_shards(spec, layout, transformer_engine=platform.has_transformer_engine)
     if unknown := [way for way in ways if way not in WAYS]:
         raise UserError(f"--ways: {unknown[0]} is not one of {', '.join(WAYS)}")
+    if options.precision is not None and (shared := {"share", "baseline"} & set(ways)):
+        raise UserError(f"--ways: {min(shared)} with --precision, whose engines use no memory of the trainer's")
     assert spec.directory is not None
+    with tempfile.TemporaryDirectory() as scratch:
+        layers = {"num_hidden_layers": options.layers} if options.layers else {}
+        (Path(scratch) / "config.json").write_text(json.dumps(dict(spec.hf_config) | layers))
+        return _measured_case(options, Path(scratch), layout, rollout, ways)
+
+
+def _measured_case(
+    options: argparse.Namespace, model: Path, layout: Layout, rollout: Rollout, ways: tuple[str, ...]
+) -> dict[str, Any]:
     case = Case(
-        model=spec.directory.resolve(),
+        model=model,
         train=layout,
         tp=rollout.tp,
         ep=rollout.ep,
@@ -97,6 +119,7 @@ def _measured(options: argparse.Namespace, spec: ModelSpec, layout: Layout, roll
         dtype=options.dtype,
         scratch=options.scratch,
         verify=not options.no_verify,
+        precision=options.precision,
     )
     return {"command": " ".join(["python", *sys.argv]), **measure(case)}
 

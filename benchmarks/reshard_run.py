@@ -29,6 +29,7 @@ from benchmarks.stock_engine import StockEngine
 from engine3d.errors import EngineError
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
+from engine3d.models.precision import Precision, served_shapes
 from engine3d.platform import platform
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
@@ -59,6 +60,7 @@ class Case:
             copy engines alone), "collective" and "baseline".
         repeats, warm_ups: transfers of each way.
         dtype: of the weights.
+        precision: of quantised weights of the engines; None for none.
     """
 
     model: Path
@@ -74,6 +76,7 @@ class Case:
     dtype: str
     scratch: Path
     verify: bool
+    precision: Precision | None = None
 
 
 WAYS = ("share", "one_sided", "engines", "collective", "baseline")
@@ -95,7 +98,7 @@ class _Run:
         self.logs = Path.cwd() / "runs" / "reshard-logs"
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
-        self.trainer = Trainer(case.model, case.train, case.dtype, self.logs)
+        self.trainer = Trainer(case.model, case.train, case.dtype, self.logs, case.precision)
         stack.callback(self.trainer.end)
         self.version = 0
         self.store = serve(listen("127.0.0.1"))
@@ -114,6 +117,9 @@ class _Run:
             with _timed("export") as timer:
                 self.trainer.call("export", self.directory / "export")
             result["export_s"] = timer()
+        if case.precision is not None:
+            runs = [max(self.trainer.call("quantise")) for _ in range(case.warm_ups + case.repeats)]
+            result["quantise_ms"] = 1000 * statistics.median(runs[case.warm_ups :])
         result["ways"] = {}
         if ours := [way for way in case.ways if way != "baseline"]:
             published = [self.directory / f"shards-{rank}" for rank in range(case.train.world_size)]
@@ -146,6 +152,7 @@ class _Run:
             tp=case.tp,
             ep=case.ep,
             dtype=case.dtype,
+            precision=case.precision,
             context_length=min(2048, load_model_spec(case.model).sizes.max_positions),
             max_total_tokens=16384,
             max_running_requests=16,
@@ -231,7 +238,7 @@ class _Run:
         shared = self.on_engines(
             lambda engine, number: engine.share_weights(f"engine {number}", number * self.case.tp, locations[number])
         )
-        tensors = {name: tensor.shape for name, tensor in load_model_spec(self.case.model).hf_tensors.items()}
+        tensors = served_shapes(load_model_spec(self.case.model), self.case.precision)
         start = time.perf_counter()
         orders: Orders = coordinate(
             sources,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import socket
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from engine3d.layout import Layout
+from engine3d.models.precision import Precision
 from engine3d.platform import platform
 from engine3d.platform.copies import CopyMethod
 from engine3d.reshard.describe.memory import SharedShards
@@ -30,10 +30,11 @@ _LIMIT_S = 300.0
 class TrainerRank:
     """One rank, with weights in Megatron-Core's parameter buffers but without an optimizer."""
 
-    def __init__(self, model: Path, layout: Layout, dtype: str) -> None:
+    def __init__(self, model: Path, layout: Layout, dtype: str, precision: Precision | None) -> None:
         from engine3d.models import build_model, load_model_spec
         from engine3d.models.weights import rank_parameters
         from engine3d.reshard.describe.source import model_shards
+        from engine3d.reshard.transport.quantised import QuantisedWeights
         from engine3d.reshard.transport.sender import WeightSender
         from engine3d.training import parallel
         from engine3d.training.config import OptimizerConfig, TrainConfig
@@ -53,9 +54,14 @@ class TrainerRank:
             (local, tensor.data)
             for local, tensor in rank_parameters(self._module, self._spec, layout, self._coordinates)
         ]
-        self._sender = WeightSender(
-            *model_shards(self._parameters, f"trainer rank {self.rank}", self.rank, self.location())
-        )
+        self._precision: Precision | None = precision
+        name = f"trainer rank {self.rank}"
+        if precision is None:
+            self._sender = WeightSender(*model_shards(self._parameters, name, self.rank, self.location()))
+        else:
+            quantised = QuantisedWeights(self._parameters, spec.hf_tensors, name, self.rank, self.location())
+            self._quantise = quantised.quantise
+            self._sender = WeightSender(quantised.shards, quantised.storages, quantised.quantise)
 
     def device(self) -> str:
         """Name of the rank's device."""
@@ -66,16 +72,9 @@ class TrainerRank:
 
     def fill(self, seed: int) -> None:
         """Random weights, alike on all ranks that hold the same elements."""
-        with torch.no_grad():
-            for local, tensor in self._parameters:
-                for tensor_slice in local.slices:
-                    digest = hashlib.blake2b(
-                        f"{seed} {tensor_slice.hf_name} {tensor_slice.hf_box}".encode(), digest_size=7
-                    ).digest()
-                    generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "little"))
-                    view = tensor[tuple(slice(*edges) for edges in tensor_slice.local_box)]
-                    view.normal_(0.0, 0.02, generator=generator)
-        platform.synchronize()
+        from benchmarks.random_engine import fill
+
+        fill(self._parameters, seed)
 
     def share(self) -> SharedShards:
         return self._sender.share()
@@ -95,6 +94,14 @@ class TrainerRank:
         start = time.perf_counter()
         sent = self._sender.send(version)
         return time.perf_counter() - start, sent
+
+    def quantise(self) -> float:
+        """Seconds of quantising this rank's weights."""
+        platform.synchronize()
+        start = time.perf_counter()
+        self._quantise()
+        platform.synchronize()
+        return time.perf_counter() - start
 
     def memory(self) -> dict[str, int]:
         platform.empty_cache()
@@ -138,7 +145,9 @@ class TrainerRank:
     def export(self, directory: Path) -> None:
         from engine3d.models import export_weights
 
-        export_weights(self._module, self._spec, self._layout, self._coordinates, directory, self._dtype)
+        export_weights(
+            self._module, self._spec, self._layout, self._coordinates, directory, self._dtype, precision=self._precision
+        )
 
     def begin_baseline(self, bucket_bytes: int) -> None:
         from benchmarks.gather_baseline import GatherBaseline
@@ -165,7 +174,9 @@ class TrainerRank:
 class Trainer:
     """All ranks of the trainer. `call` runs a method on every rank and returns what each returned."""
 
-    def __init__(self, model: Path, layout: Layout, dtype: str, log_directory: Path) -> None:
+    def __init__(
+        self, model: Path, layout: Layout, dtype: str, log_directory: Path, precision: Precision | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -182,7 +193,9 @@ class Trainer:
                 "MASTER_PORT": str(port),
             }
             log = log_directory / f"trainer-{rank}.log"
-            process = context.Process(target=_serve, args=(theirs, environment, log, model, layout, dtype), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, environment, log, (model, layout, dtype, precision)), daemon=True
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -225,9 +238,7 @@ def device_used_bytes() -> int:
     return total - free
 
 
-def _serve(
-    connection: Connection, environment: dict[str, str], log: Path, model: Path, layout: Layout, dtype: str
-) -> None:
+def _serve(connection: Connection, environment: dict[str, str], log: Path, built: tuple[Any, ...]) -> None:
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -244,7 +255,7 @@ def _serve(
             return
         try:
             if method == "start":
-                rank = TrainerRank(model, layout, dtype)
+                rank = TrainerRank(*built)
                 answer = None
             else:
                 answer = getattr(rank, method)(*arguments)

@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=int, default=512, help="tokens of each response")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--precision", choices=("fp8",), help="rollout.engine.precision, of SGLang alone too")
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--peer-collectives", action="store_true", help="as rollout.engine has it, of our engines")
     parser.add_argument("--cascade-attention", action="store_true", help="as rollout.engine has it, of our engines")
@@ -157,6 +158,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         ep=rollout.ep,
         attention_dp=options.attention_dp,
         dtype=options.dtype,
+        precision=options.precision,
         context_length=options.input + options.output,
         mem_fraction_static=options.mem_fraction,
         max_running_requests=options.running,

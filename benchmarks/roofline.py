@@ -70,7 +70,8 @@ def decode_bytes(
     serving = max(serving_by_rank(spec, config, locations), key=lambda rank: rank.weights)
     sizes, itemsize = spec.sizes, _itemsize(config)
     table = 0 if spec.sizes.tied else spec.vocab_size * sizes.hidden * itemsize // config.attention_tp
-    experts = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts * itemsize // rollout.tp
+    of_experts = itemsize if config.precision is None else 1  # their scales are few
+    experts = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts * of_experts // rollout.tp
     sparse = sum(sizes.is_sparse(layer) for layer in range(sizes.layers))
     idle = (1 - sizes.experts_per_token / sizes.experts) ** requests if sparse else 0.0
     tokens = requests / config.attention_dp * (prompt / samples + (response + 1) / 2)

@@ -5,6 +5,13 @@
 updates a model of random weights on random sequences, by this project's engine and by a bare Megatron-Core loop over
 the same model and optimizer in turn, and prints one JSON object: also the most memory that tensors took beside what the
 memory estimate foresees, and the seconds of a digest of the weights. One rank needs torchrun too.
+
+- `--logprobs FILE`: the log-probs of the sequences before any update are written to the file; where it exists, they are
+  compared with those in it, which another layout wrote. Weights and sequences are alike on all layouts with the same
+  `tp`, `etp` and `dp`.
+- with pipeline stages, updates of twice as many micro-batches tell how long a stage waits for others, compared with
+  `Layout.bubble`.
+- with `--settings '{"routing_replay": "update"}'` updates replay the routes of the pass that computes log-probs.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +41,9 @@ from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.engine import TrainEngine
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
+from engine3d.training.forward import TokenOutputs
+from engine3d.training.sequences import ROUTES, Sequences
+from engine3d.training.update import UpdateResult
 
 WAYS = ("engine", "bare")
 _EMBEDDING_STD = 10.0
@@ -57,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recompute-layers", type=int, help="of each stage, with --recompute full; else all")
     parser.add_argument("--offload", action="store_true", help="the optimizer's state, to host memory")
     parser.add_argument("--precision-aware", action="store_true", help="gradients and Adam's moments in bf16")
+    parser.add_argument("--stages", help="layers of each virtual stage, such as 6,7,7,4; of similar cost if not given")
+    parser.add_argument("--logprobs", type=Path, help="file to write log-probs to, or to compare them with")
     parser.add_argument("--megatron-experts", action="store_true", help="as train.fused_experts=false")
     parser.add_argument("--megatron", type=json.loads, default={}, help="JSON of further TransformerConfig fields")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON of further settings of `train`")
@@ -86,6 +99,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             "--settings: the bare loop does not look whether predicted_expert_capacity was enough; give --ways engine"
         )
     layout, spec = parse_layout(options.train), named_model(options.model)
+    if options.stages is not None:
+        layout = replace(layout, stages=tuple(map(int, options.stages.split(","))))
+    if options.settings.get("routing_replay") and "bare" in ways:
+        raise UserError("--settings: the bare loop replays no routes; give --ways engine")
     rows, left = divmod(options.step_tokens, options.sequence * layout.dp)
     if left or options.micro_batch_tokens % options.sequence or not rows:
         raise UserError(
@@ -107,8 +124,12 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         **options.settings,
     )
     sequences = random_sequences(engine, options.step_tokens, options.sequence)
+    stats: dict[str, Any] = {} if options.logprobs is None else _logprobs(engine, sequences, options.logprobs)
+    if engine.config.routing_replay != "none":
+        sequences, stats["replay"] = _with_routes(engine, sequences)
+    results: list[UpdateResult] = []
     steps: dict[str, Callable[[], None]] = {
-        "engine": lambda: train_on(engine, sequences),
+        "engine": lambda: results.append(train_on(engine, sequences)),
         "bare": lambda: _bare_step(engine, sequences.tokens.view(-1, options.sequence), options.step_tokens),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -122,7 +143,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         _profile(steps["engine"], options.profile)
     world = dist.get_world_size()
     flops = PASSES_OF_AN_UPDATE * float(sequence_flops(engine.spec, [options.sequence]).sum()) * rows * layout.dp
-    stats: dict[str, Any] = {
+    stats |= {
         "device": torch.cuda.get_device_name() if platform.gpus else "CPU",
         "ranks": world,
         "layout": str(layout),
@@ -141,6 +162,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         }
     if len(seconds) == len(WAYS):
         stats["engine_over_bare"] = statistics.median(seconds["bare"]) / statistics.median(seconds["engine"])
+    if layout.pp > 1 and "engine" in ways:
+        stats["bubble"] = _bubble(engine, options, statistics.median(seconds["engine"]), results)
+    if results:
+        stats["updates"] = {"first": _described(results[0]), "last": _described(results[-1])}
     stats["peak_memory_bytes"] = most(platform.memory().peak)
     if "bare" not in seconds:  # whose logits are whole
         stats["foreseen_memory_bytes"] = most(_foreseen(engine))
@@ -148,6 +173,74 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     steps["engine"]()
     stats["digest_after_update_s"] = timed(lambda: weights_digest(engine))
     return stats
+
+
+def _described(result: UpdateResult) -> dict[str, Any]:
+    """Statistics of an update."""
+    replay = None if result.replay is None else asdict(result.replay)
+    return {"gradient_norm": result.grad_norm, "split_share": result.split_share, "replay": replay}
+
+
+def _logprobs(engine: TrainEngine, sequences: Sequences, path: Path) -> dict[str, Any]:
+    """Write log-probs of the current weights to a file, or compare them with those in it. Not for pipeline stages."""
+    took: list[TokenOutputs | None] = []
+    seconds = [timed(lambda: took.append(engine.logprobs(sequences))) for _ in range(2)][1]
+    outputs = took[-1]
+    if engine.layout.pp > 1 or outputs is None or outputs.logprobs is None:
+        raise UserError(f"--logprobs: layout {engine.layout}, expected pp=1")
+    if not path.exists():
+        dist.barrier()
+        if leads():
+            torch.save({"tokens": sequences.tokens, "logprobs": outputs.logprobs}, path)
+        return {"logprobs_s": seconds, "logprobs_mean": float(outputs.logprobs.mean())}
+    kept = torch.load(path)
+    if not torch.equal(kept["tokens"], sequences.tokens):
+        raise UserError(f"--logprobs: {path} is of other sequences, expected the same sizes and dp")
+    differences = (outputs.logprobs.double() - kept["logprobs"].double()).abs()
+    return {
+        "logprobs_s": seconds,
+        "logprobs_mean": float(outputs.logprobs.mean()),
+        "logprobs_of": str(path),
+        "difference": {
+            "tokens": len(differences),
+            "mean": float(differences.mean()),
+            "p99": float(differences.sort().values[int(0.99 * len(differences))]),
+            "largest": float(differences.max()),
+        },
+    }
+
+
+def _with_routes(engine: TrainEngine, sequences: Sequences) -> tuple[Sequences, dict[str, Any]]:
+    """The sequences with the routes that the current weights choose, and what recording them costs."""
+    plain = timed(lambda: engine.logprobs(sequences))
+    outputs: list[TokenOutputs | None] = []
+    recording = [timed(lambda: outputs.append(engine.logprobs(sequences, record_routes=True))) for _ in range(2)][1]
+    recorded = outputs[-1]
+    if recorded is None or recorded.routes is None:
+        raise UserError(f"--settings: routing_replay with layout {engine.layout}, expected pp=1")
+    stats = {"logprobs_s": plain, "logprobs_and_routes_s": recording, "route_bytes": recorded.routes.nbytes}
+    return replace(sequences, columns=dict(sequences.columns) | {ROUTES: recorded.routes}), stats
+
+
+def _bubble(
+    engine: TrainEngine, options: argparse.Namespace, seconds: float, results: list[UpdateResult]
+) -> dict[str, Any]:
+    """Time for which a stage waits over the time for which it computes, by updates of once and twice the micro-batches.
+
+    What the second half takes is the time of its micro-batches alone. The optimizer's time is measured by itself.
+    """
+    longer = random_sequences(engine, 2 * options.step_tokens, options.sequence)
+    train_on(engine, longer)
+    twice = statistics.median(timed(lambda: train_on(engine, longer)) for _ in range(options.steps))
+    optimizer = most(statistics.median(result.optimizer_s for result in results[-options.steps :]))
+    computing = twice - seconds
+    return {
+        "stages": engine.spec.rules.stage_layers(engine.layout),
+        "formula": results[-1].bubble,
+        "measured": (seconds - optimizer - computing) / computing,
+        "step_s_of_twice_the_micro_batches": twice,
+        "optimizer_s": optimizer,
+    }
 
 
 def _foreseen(engine: TrainEngine) -> int:

@@ -13,7 +13,7 @@ dequantisation is what was published, and quantising it again changes no value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from engine3d.errors import UserError
@@ -94,6 +94,27 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         quantised[first : first + len(band)] = scaled[: len(band), :columns].to(torch.float8_e4m3fn)
         scales[first // BLOCK : first // BLOCK + len(blocks)] = scale.view(len(blocks), -1)
     return quantised, scales
+
+
+def quantiser(matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    """Return a function that quantises the current elements of matrices: on a GPU by one kernel, with the same bits.
+
+    Args:
+        matrices: elements, as `quantise` takes them, and the memory of their values and scales, as it returns them, all
+            on one device. Columns follow one another in memory, and so do rows of values and of scales.
+    """
+    if matrices and matrices[0][0].is_cuda:
+        from engine3d.models.quantise_kernels import quantise_bands
+
+        return quantise_bands(matrices, block=BLOCK, largest=LARGEST, smallest_peak=_SMALLEST_PEAK)
+
+    def run() -> None:
+        for elements, values, scales in matrices:
+            quantised = quantise(elements)
+            values.copy_(quantised[0])
+            scales.copy_(quantised[1])
+
+    return run
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
@@ -231,6 +252,31 @@ def joined_slices(slices: Iterable[TensorSlice]) -> dict[str, tuple[Box, tuple[T
         )
         for name, of_tensor in by_tensor.items()
     }
+
+
+def matrices_of(
+    parameter: torch.Tensor, box: Box, slices: Sequence[TensorSlice], values: torch.Tensor, scales: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
+    """Views of a parameter, and the memory of their values and scales, that `quantiser` takes for a box of a tensor.
+
+    Args:
+        parameter: that has the slices.
+        box: of the tensor, which the slices make up.
+        slices: of one tensor (`joined_slices`).
+        values, scales: contiguous memory of the box.
+
+    Returns:
+        None if a slice begins or ends within a block: the box must be joined first.
+    """
+    matrices = []
+    (first, stop), columns = box
+    for tensor_slice in slices:
+        (begin, end), its_columns = tensor_slice.hf_box
+        if its_columns != columns or (begin - first) % BLOCK or ((end - first) % BLOCK and end != stop):
+            return None
+        rows, blocks = slice(begin - first, end - first), slice((begin - first) // BLOCK, -(-(end - first) // BLOCK))
+        matrices.append((parameter[_indices(tensor_slice.local_box)], values[rows], scales[blocks]))
+    return matrices
 
 
 def joined_values(parameter: torch.Tensor, box: Box, slices: Sequence[TensorSlice]) -> torch.Tensor:

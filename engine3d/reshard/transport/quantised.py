@@ -8,7 +8,16 @@ from math import prod
 
 import torch
 
-from engine3d.models.precision import FP8_DTYPE, joined_slices, joined_values, quantise, scale_box, scale_name
+from engine3d.models.precision import (
+    FP8_DTYPE,
+    joined_slices,
+    joined_values,
+    matrices_of,
+    quantise,
+    quantiser,
+    scale_box,
+    scale_name,
+)
 from engine3d.models.rules import Box, HFTensor, LocalParameter, TensorSlice
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Buffer, Holding, Location, RankShards
@@ -18,7 +27,7 @@ from engine3d.reshard.describe.strided import contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class _QuantisedBox:
-    """A box of a tensor on the rank, and its memory.
+    """A box of a tensor on the rank whose slices must be joined, and its memory.
 
     Args:
         parameter: that it is quantised from.
@@ -74,7 +83,8 @@ class QuantisedWeights:
                 for total, dtype in zip(totals, (getattr(torch, FP8_DTYPE), torch.float32), strict=True)
             ]
         holdings: list[Holding] = []
-        self._boxes: list[_QuantisedBox] = []
+        self._joined: list[_QuantisedBox] = []
+        matrices: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         offsets = [0, 0]
         for (hf_name, tensor, box, slices), size in zip(quantised, sizes, strict=True):
             views = []
@@ -83,7 +93,11 @@ class QuantisedWeights:
                 holdings.append(Holding(tensor_name, tensor_box, first + kind, start, contiguous_strides(size[kind])))
                 views.append(memory[kind][start:stop].view(size[kind]))
                 offsets[kind] = stop
-            self._boxes.append(_QuantisedBox(tensor, box, slices, *views))
+            if (views_of := matrices_of(tensor, box, slices, *views)) is None:
+                self._joined.append(_QuantisedBox(tensor, box, slices, *views))
+            else:
+                matrices += views_of
+        self._quantise = quantiser(matrices)
         buffers = (
             Buffer("fp8 values", FP8_DTYPE, (totals[0],)),
             Buffer("fp8 scales", "float32", (totals[1],)),
@@ -96,7 +110,8 @@ class QuantisedWeights:
     def quantise(self) -> None:
         """Quantise the current parameters."""
         with torch.no_grad():
-            for box in self._boxes:
+            self._quantise()
+            for box in self._joined:
                 values, scales = quantise(joined_values(box.parameter, box.box, box.slices))
                 box.values.copy_(values)
                 box.scales.copy_(scales)
