@@ -78,12 +78,15 @@ def routing_metrics(updates: Sequence[Routing], names: UpdateNames) -> dict[str,
     if step is None:
         return {}
     relative = [_relative(np.asarray(update.loads, dtype=np.float64)) for update in updates]
-    highest = sum(loads.max(axis=1) for loads in relative) / len(updates)
-    worst, entropies = int(highest.argmax()), step.entropies
+    # By sum(), which is compensated for floats: numpy adds with other last bits.
+    highest = [
+        sum(loads) / len(updates) for loads in zip(*(layers.max(axis=1).tolist() for layers in relative), strict=True)
+    ]
+    worst, entropies = highest.index(max(highest)), step.entropies
     values = {
-        names.expert_load_max: float(highest[worst]),
+        names.expert_load_max: highest[worst],
         names.expert_load_max_layer: float(step.layers[worst]),
-        names.expert_load_max_mean: sum(highest.tolist()) / len(highest),
+        names.expert_load_max_mean: sum(highest) / len(highest),
         names.expert_load_min: min(float(loads.min()) for loads in relative),
         names.expert_load_entropy: float(entropies.mean()),
         names.expert_load_entropy_min: float(entropies.min()),
