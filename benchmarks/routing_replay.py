@@ -1,13 +1,17 @@
-"""Log-probs of an engine compared with those of a trainer, with and without the engine's routes.
+"""Log-probs of an engine and a trainer, and of a trainer before and after an update, with and without given routes.
 
     python benchmarks/routing_replay.py --model qwen3-30b-a3b --layers 8 [--dtypes float32,bfloat16]
 
 lets an engine respond to random prompts, and a trainer of one rank with the same weights compute the log-probs of the
 responses: routed by its own routers, as with `train.routing_replay=none` (and `update`, whose first pass is the same),
-and by the engine's routes, as with `rollout`. Prints a table of the absolute differences, the share of decisions (a
-token in a layer with experts) in which the trainer's routers choose other experts than the engine's, and last one JSON
-object, also with the seconds of the engine with and without routes, and with their bytes. With `rollout` the engine's
-experts are used whatever the routers choose. Models without weights get random ones.
+and by the engine's routes, as with `rollout`. Then the trainer makes one optimizer step on the responses, with random
+advantages and the routes of its own pass. Its log-probs before and after the step are compared: routed by its own
+routers, as with `none`, and after the step by the routes from before it, as with `update`.
+
+Prints a table of the absolute differences, the share of decisions (a token in a layer with experts) in which the
+trainer's routers choose other experts than the engine's, or than before the step, and last one JSON object, also with
+the seconds of the engine with and without routes, and with their bytes. With `rollout` and `update` the given experts
+are used whatever the routers choose. Models without weights get random ones.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +43,14 @@ from engine3d.models.experts.routes import RouteFormat
 from engine3d.platform import platform
 from engine3d.rollout import Request, Response, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.stores import STORE_VARIABLE, file_address
-from engine3d.training.config import TrainConfig
+from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.engine import TrainEngine
+from engine3d.training.forward import TokenOutputs
 from engine3d.training.sequences import ROUTES, Sequences
 
-NONE, ROLLOUT = "none", "rollout"
+NONE, UPDATE, ROLLOUT = "none", "update", "rollout"
+STEP = "after_step"
+"""Results that compare log-probs before and after an optimizer step."""
 _EMBEDDING_STD = 10.0
 """Standard deviation of random embeddings: tokens stay different in all layers, which then use all experts."""
 _LIMIT_S = 1800.0
@@ -50,7 +58,7 @@ _LIMIT_S = 1800.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code is 2 for arguments that cannot be right."""
-    parser = Parser(prog="routing_replay.py", description="Log-probs of engine and trainer, with and without routes.")
+    parser = Parser(prog="routing_replay.py", description="Log-probs with and without given routes.")
     parser.add_argument("--model", required=True, help="a name in benchmarks/models, or a directory with a config.json")
     parser.add_argument("--layers", type=int, help="of the model, where not all of them are wanted")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of engine and trainer, one after another")
@@ -59,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--input", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of each response")
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate of the optimizer step")
     try:
         options = parser.parse_args(arguments)
         dtypes = options.dtypes.split(",")
@@ -75,13 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"routing_replay.py: {error}", file=sys.stderr)
         return 2
-    print("| dtype | routing_replay | tokens | mean | 99 % | largest | other choices | seconds |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| dtype | compared | routing_replay | tokens | mean | 99 % | largest | other choices | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for dtype, result in results.items():
-        for mode in (NONE, ROLLOUT):
-            row = result[mode]
+        after = result[STEP]
+        rows = {"engine, trainer": {mode: result[mode] for mode in (NONE, ROLLOUT)}}
+        rows["before, after a step"] = {mode: after[mode] for mode in (NONE, UPDATE)}
+        for compared, mode, row in ((name, mode, row) for name, modes in rows.items() for mode, row in modes.items()):
             print(
-                f"| {dtype} | {mode} | {row['tokens']:,} | {row['mean']:.2g} | {row['p99']:.2g} | "
+                f"| {dtype} | {compared} | {mode} | {row['tokens']:,} | {row['mean']:.2g} | {row['p99']:.2g} | "
                 f"{row['largest']:.2g} | {row['different']:.3%} | {row['seconds']:.2f} |"
             )
     command = " ".join(["benchmarks/routing_replay.py", *sys.argv[1:]])
@@ -104,18 +115,34 @@ def _measured(options: argparse.Namespace, scratch: Path, dtype: str) -> dict[st
         "route_bytes": sum(rows.nbytes for rows in routes),
         "route_bytes_of_a_token": routes[0][:1].nbytes,
     }
-    trainer = TrainEngine(
-        model,
-        TrainConfig(dtype=dtype, routing_replay="rollout", micro_batch_tokens=options.micro_batch_tokens),
-        Layout(),
-        trainable=False,
+    optimizer = OptimizerConfig(lr=options.lr)
+    config = TrainConfig(
+        dtype=dtype,  # type: ignore[arg-type]
+        routing_replay=ROLLOUT,
+        micro_batch_tokens=options.micro_batch_tokens,
+        optimizer=optimizer,
     )
-    sequences = [[*prompt, *response.token_ids] for prompt, response in zip(prompts, responses, strict=True)]
+    trainer = TrainEngine(model, config, Layout(), trainable=True)
+    sequences = Sequences.of(
+        [[*prompt, *response.token_ids] for prompt, response in zip(prompts, responses, strict=True)]
+    )
+    is_response = torch.cat(
+        [
+            torch.arange(len(prompt) + len(response.token_ids)) >= len(prompt)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+    )
+    drawn = torch.cat([torch.tensor(response.logprobs) for response in responses])
     format = RouteFormat.of(trainer.spec.sizes)
     complete = torch.cat([torch.cat([rows, format.empty(1)]) for rows in routes])
-    for mode in (NONE, ROLLOUT):
-        columns = {ROUTES: complete} if mode == ROLLOUT else {}
-        result[mode] = _distances(trainer, sequences, columns, responses, complete, format)
+    passes = {mode: _pass(trainer, sequences, given) for mode, given in ((NONE, None), (ROLLOUT, complete))}
+    for mode, of_mode in passes.items():
+        result[mode] = _distances(of_mode, drawn, complete, is_response, format)
+    before = passes[NONE]
+    result[STEP] = {"lr": options.lr, "gradient_norm": _step(trainer, sequences, before.routes, is_response)}
+    for mode, given in ((NONE, None), (UPDATE, before.routes)):
+        after = _pass(trainer, sequences, given)
+        result[STEP][mode] = _distances(after, before.logprobs[is_response], before.routes, is_response, format)
     return result
 
 
@@ -167,41 +194,59 @@ def _drawn(
     return seconds, responses
 
 
-def _distances(
-    trainer: TrainEngine,
-    sequences: Sequence[list[int]],
-    columns: dict[str, Tensor],
-    responses: Sequence[Response],
-    routes: Tensor,
-    format: RouteFormat,
-) -> dict[str, Any]:
-    """Compare a trainer's log-probs and experts with an engine's."""
-    given = Sequences.of(sequences, **columns)
-    trainer.logprobs(given)
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of the trainer: log-probs and the routers' choices of each token, and its seconds."""
+
+    logprobs: Tensor
+    routes: Tensor
+    seconds: float
+
+
+def _pass(trainer: TrainEngine, sequences: Sequences, given: Tensor | None) -> _Pass:
+    """Compute the log-probs of sequences, after once that warms up, by given routes or by live routers."""
+    routed = sequences if given is None else replace(sequences, columns={ROUTES: given})
+    trainer.logprobs(routed)
     platform.synchronize()
     began = time.perf_counter()
-    outputs = trainer.logprobs(given)
+    outputs = trainer.logprobs(routed)
     platform.synchronize()
     seconds = time.perf_counter() - began
-    recorded = trainer.logprobs(given, record_routes=True)
+    recorded = trainer.logprobs(routed, record_routes=True)
     assert outputs is not None and outputs.logprobs is not None and recorded is not None
     assert recorded.routes is not None
-    distances, is_known = [], (routes != format.missing).all(1)
-    start = 0
-    for sequence, response in zip(sequences, responses, strict=True):
-        start += len(sequence)
-        drawn = outputs.logprobs[start - len(response.token_ids) : start]
-        distances.append((drawn.double() - torch.tensor(response.logprobs).double()).abs())
-    differences = torch.cat(distances)
-    layers = (len(format.layers), format.topk)
-    trainers, engines = (rows[is_known].unflatten(1, layers).sort(-1).values for rows in (recorded.routes, routes))
+    return _Pass(outputs.logprobs.cpu(), recorded.routes, seconds)
+
+
+def _step(trainer: TrainEngine, sequences: Sequences, routes: Tensor, is_response: Tensor) -> float:
+    """Make one optimizer step by given routes, with an advantage of 1 or -1 a sequence; the gradient's norm."""
+    draw = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (len(sequences),), generator=draw).mul(2).sub(1).float()
+    weights = signs.repeat_interleave(sequences.lengths) * is_response / is_response.sum()
+
+    def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, None]:
+        assert outputs.logprobs is not None
+        return -(outputs.logprobs * columns["weight"]).sum(), None
+
+    result = trainer.update(replace(sequences, columns={ROUTES: routes, "weight": weights}), loss)
+    assert result.applied
+    return result.grad_norm
+
+
+def _distances(
+    compared: _Pass, logprobs: Tensor, routes: Tensor, is_response: Tensor, format: RouteFormat
+) -> dict[str, Any]:
+    """Compare the log-probs of response tokens with others, and the experts of all tokens with given routes."""
+    differences = (compared.logprobs[is_response].double() - logprobs.double()).abs()
+    is_known, layers = (routes != format.missing).all(1), (len(format.layers), format.topk)
+    chosen, others = (rows[is_known].unflatten(1, layers).sort(-1).values for rows in (compared.routes, routes))
     return {
         "tokens": len(differences),
         "mean": float(differences.mean()),
         "p99": float(differences.quantile(0.99)),
         "largest": float(differences.max()),
-        "different": float((trainers != engines).any(-1).double().mean()),
-        "seconds": seconds,
+        "different": float((chosen != others).any(-1).double().mean()),
+        "seconds": compared.seconds,
     }
 
 

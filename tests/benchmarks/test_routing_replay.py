@@ -1,4 +1,4 @@
-"""`benchmarks/routing_replay.py` on a tiny model: with an engine's routes a trainer computes the engine's log-probs."""
+"""`benchmarks/routing_replay.py` on a tiny model: routes of the engine, and of the pass before an optimizer step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.runs import ROOT
 from tests.support.tiny_models import make_qwen3_moe
 
 PROGRAM = str(ROOT / "benchmarks" / "routing_replay.py")
-SIZES = ["--prompts", "2", "--samples", "2", "--input", "12", "--output", "12"]
+SIZES = ["--prompts", "2", "--samples", "2", "--input", "12", "--output", "12", "--lr", "3e-3"]
 
 
 @pytest.mark.processes
@@ -35,6 +35,9 @@ def test_log_probs_with_and_without_the_routes_of_an_engine(tmp_path: Path) -> N
         assert result["rollout"]["different"] <= result["none"]["different"]
         assert result["none"]["tokens"] == result["rollout"]["tokens"] == 4 * 12
         assert (result["route_bytes"], result["route_bytes_of_a_token"]) == (4 * 23 * 4, 4)
+        after = result["after_step"]
+        assert after["gradient_norm"] > 0 and after["update"]["mean"] > 0 and after["none"]["different"] > 0
+        assert after["update"]["mean"] != after["none"]["mean"]
     assert results["float32"]["rollout"]["different"] == 0
     assert results["float32"]["rollout"]["largest"] < 1e-3
     assert results["bfloat16"]["rollout"]["mean"] < 0.1
