@@ -21,7 +21,11 @@ from benchmarks.learning import RESULTS, read  # noqa: E402
 TABLE = ROOT / "docs/algorithms.md"
 COLUMN = "learning curve"
 HEADING = "## Learning curve"
-BESIDE = {"corrections.md": ("corrected",)}
+BESIDE = {
+    "corrections.md": ("corrected",),
+    "placement.md": ("context-parallel",),
+    "routing_replay.md": ("routing-replay",),
+}
 """Pages of what is no algorithm, and their recipes."""
 _RECIPE = re.compile(r"\]\(\.\./launch/recipes/(?:\w+/)?([\w-]+)\.yaml\)")
 _PAGE = re.compile(r"\]\((algorithms/\w+\.md)\)")
@@ -68,7 +72,8 @@ def page(text: str, names: list[str], results: Path, folder: str = "curves") -> 
         return body
     seeds = len(read(results, names[0]))
     curves = [f"![{name}: {ends(name, results)}]({folder}/{name}.svg)" for name in names]
-    said = f"Mean over {seeds} seeds, lowest and highest; the demo's GRPO beside it where the figure is the same."
+    drawn = f"Mean over {seeds} seeds, lowest and highest" if seeds > 1 else "One seed"
+    said = f"{drawn}; the demo's GRPO beside it where the figure is the same."
     command = (
         "`benchmarks/learning.py` runs the recipes and draws what is kept of them in `benchmarks/results/learning`."
     )
