@@ -117,10 +117,14 @@ def test_every_recipe_is_drawn_beside_grpo(tmp_path: Path) -> None:
     assert "var(" not in drawn[1].read_text()
 
 
+ONE_SEED = ("context-parallel", "routing-replay")
+"""Recipes that learn as the demo does, which is all that their curves show."""
+
+
 @pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.glob("*") if path.is_dir()))
 def test_what_is_kept_is_of_a_recipe_that_is_there_and_of_three_seeds(folder: str) -> None:
     runs = read(RESULTS, folder)
-    assert {run.seed for run in runs} == {1, 2, 3}
+    assert {run.seed for run in runs} == ({1} if folder in ONE_SEED else {1, 2, 3})
     for run in runs:
         path = ROOT / run.command.split()[2]
         assert folder == run.recipe
