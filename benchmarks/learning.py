@@ -7,9 +7,9 @@
 
 The first runs the recipes, each with each seed and an evaluation every `--eval-interval` steps, `--jobs` runs at a
 time, and keeps what they learned in `results/learning/<recipe>/seed-<N>.json`; of a recipe with several actors in
-`<recipe>.<actor>`, of one with held-out sets in `<recipe>.<set>`. The second does so for a variant of a recipe, which
-is kept by a name of its own. The third draws every curve that is kept into `docs/algorithms/curves/<recipe>.svg`,
-beside GRPO's; the last prints a table of all that is kept.
+`<recipe>.<actor>`, of one with held-out sets in `<recipe>.<set>`; of episodes the mean reward of each step. The second
+does so for a variant of a recipe, which is kept by a name of its own. The third draws every curve that is kept into
+`docs/algorithms/curves/<recipe>.svg`, beside GRPO's; the last prints a table of all that is kept.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ _FIGURES = {
     "eval/preference_accuracy": "share of held-out preferences that became likelier",
 }
 """Label of a curve by its metric. A curve shows the first of these that a run has."""
+_OF_EPISODES = "reward/environment/mean"
+"""Metric of a run of episodes, which evaluates nothing."""
 _OF_A_SET = re.compile(r"eval/([^/]+)/mean@\d+")
 _LIMIT_S = 3600.0
 _COLOURS = {"--ink": "#444444", "--rule": "#cccccc", "--series-0": "#1f77b4", "--series-1": "#999999"}
@@ -64,7 +66,7 @@ class Learned:
     Args:
         recipe: the name of its file, and that of the actor behind a dot if it has several, or that of the held-out set.
         seed: of the run.
-        evaluations: step and figure of each evaluation.
+        evaluations: step and figure of each evaluation; of episodes those of each step.
         figure: its metric.
         rewards: mean reward of each step from 1 on; empty where nothing is generated.
         seconds: that the run took, start and end included.
@@ -183,8 +185,10 @@ def evaluation_values(path: Path, learner: str) -> dict[str, str]:
     Raises:
         ValueError: there is no evaluation, or one of nothing that is drawn.
     """
-    records = map(json.loads, path.read_text().splitlines())
+    records = [json.loads(line) for line in path.read_text().splitlines()]
     first = next((record for record in records if record["phase"] == "eval"), None)
+    if first is None and any(_OF_EPISODES in record for record in records):
+        return {learner: _OF_EPISODES}
     if first is None:
         raise ValueError(f"{path}: no evaluation, expected at least one")
     if metric := next((name for name in _FIGURES if name in first), None):
@@ -198,7 +202,8 @@ def evaluation_values(path: Path, learner: str) -> dict[str, str]:
 def learned(path: Path, recipe: str, seed: int, seconds: float, command: str, figure: str) -> Learned:
     """Read one metric's curve from a run's metrics. The other arguments are those of what is returned."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    evaluations = [record for record in records if record["phase"] == "eval" and figure in record]
+    phase = "train" if figure == _OF_EPISODES else "eval"
+    evaluations = [record for record in records if record["phase"] == phase and figure in record]
     return Learned(
         recipe=recipe,
         seed=seed,
@@ -259,7 +264,7 @@ def draw_curves(results: Path, curves: Path) -> Iterator[Path]:
         plot = LinePlot(
             name=f"learning-{folder.name}",
             title=folder.name,
-            y_label=_FIGURES.get(runs[0].figure, runs[0].figure),
+            y_label=(_FIGURES | {_OF_EPISODES: "mean reward of episodes"}).get(runs[0].figure, runs[0].figure),
             lines=tuple(lines),
             band=curve(runs),
         )

@@ -226,13 +226,19 @@ def _rewards(sample: StoredSample) -> str:
         prefix = f"{what}/"
         names = {
             name.removeprefix(prefix): value_of_name
-            for name, value_of_name in sample.by_name.items()
+            for name, value_of_name in sample.scores.items()
             if name.startswith(prefix)
         }
-        of = ", ".join(f"{name} {value_of_name:.4g}" for name, value_of_name in names.items())
+        of = ", ".join(_score(name, given, sample.verdicts(f"{what}/{name}")) for name, given in names.items())
         if value is not None:
             said.append(f"{what} {value:.4g}" + (f" ({of})" if of else ""))
     return "  ".join(said) or "no reward"
+
+
+def _score(name: str, value: float, verdicts: Mapping[str, float]) -> str:
+    """A function's score, and its metrics and counts that are not 0."""
+    more = ", ".join(f"{key} {number:.4g}" for key, number in verdicts.items())
+    return f"{name} {value:.4g}" + (f": {more}" if more else "")
 
 
 def _block(name: str, text: str) -> None:

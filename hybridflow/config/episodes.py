@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.roles import RolloutRole
+from hybridflow.data.config import DataConfig
 from hybridflow.environments.config import EnvironmentConfig
 
 _TRIED = ("grpo", "dr_grpo", "rloo")
@@ -18,6 +19,7 @@ def episode_errors(
     algorithm: AlgorithmSettings,
     rollout: RolloutRole,
     *,
+    data: DataConfig,
     sets: Iterable[str],
     has_routes: bool,
     scored: Iterable[str],
@@ -25,7 +27,7 @@ def episode_errors(
     """Yield a line for each setting that does not go with episodes.
 
     Args:
-        environment, algorithm, rollout: of the recipe.
+        environment, algorithm, rollout, data: of the recipe.
         sets: names of the held-out sets.
         has_routes: True if engines return routes.
         scored: settings of further rewards and costs.
@@ -45,6 +47,8 @@ def episode_errors(
         )
     elif isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
         yield "environment is set with algorithm.dynamic_sampling=true, which was not tried; expected false"
+    if environment.tools is not None:
+        yield from _tool_errors(data)
     for name in scored:
         yield f"{name} is set with environment, which gives the reward; expected none of it"
     for name in sets:
@@ -54,3 +58,21 @@ def episode_errors(
             f"environment.max_turn_tokens={environment.max_turn_tokens} with rollout.sampling.max_new_tokens="
             f"{rollout.sampling.max_new_tokens} of all turns and observations of an episode; expected no more"
         )
+
+
+def _tool_errors(data: DataConfig) -> Iterator[str]:
+    """Yield a line for each setting of the data that does not go with `environment.tools`."""
+    if data.files is None:
+        yield (
+            f"environment.tools is set with data.source={data.source}, whose prompts are no messages; expected "
+            "data.source=files"
+        )
+        return
+    if data.files.chat.tools:
+        yield "data.files.chat.tools is set with environment.tools, which are given to the template; expected none"
+    for source in (*data.files.train, *data.files.sft):
+        if source.tools is not None:
+            yield (
+                f"data.files: {source.label} has tools={source.tools} with environment.tools, which are given to the "
+                "template; expected none"
+            )

@@ -143,7 +143,13 @@ class Recipe(Settings):
         }
         others = [name for name, default in usual.items() if getattr(self, name) not in (None, default)]
         yield from episode_errors(
-            self.environment, self.algorithm, self.rollout, sets=self.sets, has_routes=self.has_routes, scored=others
+            self.environment,
+            self.algorithm,
+            self.rollout,
+            data=self.data,
+            sets=self.sets,
+            has_routes=self.has_routes,
+            scored=others,
         )
 
     def _of_routing_replay(self) -> Iterator[str]:

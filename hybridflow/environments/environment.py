@@ -11,15 +11,17 @@
 
         async def close(self) -> None: ...
 
-Its module needs no other part of the project, and is imported in processes of its own. Many environments share a
+Its module is imported in processes of its own. Many environments share a
 process: one that computes for long without `await` keeps the others waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from engine3d.rollout.tool_calls import ToolCall
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,14 @@ class Turn:
     Args:
         text: without special tokens.
         complete: True if it ended by itself, False if it had no tokens left.
+        calls: of tools, where there are any (`environment.tools`).
+        malformed: True if it has a call that cannot be read.
     """
 
     text: str
     complete: bool = True
+    calls: Sequence[ToolCall] = ()
+    malformed: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,14 @@ class Observation:
 
     Args:
         text: that the policy reads next; none if empty.
+        answers: of tools to the calls of the turn, in their order, in place of a text.
         reward: of the turn.
         done: True if the episode is over.
         counts: of events in this turn, by name: their sum over episodes is logged.
     """
 
     text: str = ""
+    answers: Sequence[str] = ()
     reward: float = 0.0
     done: bool = False
     counts: Mapping[str, float] = field(default_factory=dict)

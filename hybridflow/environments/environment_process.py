@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine3d.rollout.tool_calls import ToolCall
 from hybridflow.environments.environment import Environment, Observation, Task, Turn
 from hybridflow.rewards.function_process import describe, encode_message
 
@@ -27,6 +28,8 @@ CLOSE_S = 5.0
 """Seconds that all environments have to close at the end of the run."""
 AMBIGUOUS = "ambiguous_turns"
 """Count of turns whose text would be encoded as other tokens."""
+RENDERED_OTHERWISE = "rendered_otherwise"
+"""Count of episodes whose text is another than the chat template makes of their messages."""
 _OF_EPISODES = (
     "turns",
     "policy_ms",
@@ -36,6 +39,7 @@ _OF_EPISODES = (
     "mean",
     "failed",
     AMBIGUOUS,
+    RENDERED_OTHERWISE,
 )
 """Names of metrics that every episode has."""
 _HEADER = struct.Struct("!I")
@@ -60,14 +64,13 @@ def checked(observation: Any, most_characters: int) -> dict[str, Any]:
     """The fields of an observation. Raises NonsenseError for what is none."""
     if not isinstance(observation, Observation):
         raise NonsenseError(f"returned a {type(observation).__name__}, expected an Observation")
-    text, reward, done, counts = observation.text, observation.reward, observation.done, observation.counts
-    if not isinstance(text, str) or len(text) > most_characters:
-        shown = f"of {len(text):,} characters" if isinstance(text, str) else f"that is a {type(text).__name__}"
-        raise NonsenseError(f"returned a text {shown}, expected at most {most_characters:,} characters")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise NonsenseError("returned a text with a lone surrogate, which is not UTF-8") from None
+    text, answers, reward = observation.text, observation.answers, observation.reward
+    done, counts = observation.done, observation.counts
+    if not isinstance(answers, list | tuple):
+        raise NonsenseError(f"returned answers={answers!r:.60}, expected a list of texts")
+    for some in (text, *answers):
+        _check_text(some, most_characters)
+    _check_text("".join(answers), most_characters)
     if not isinstance(done, bool):
         raise NonsenseError(f"returned done={done!r:.60}, expected True or False")
     if not isinstance(counts, Mapping) or len(counts) > MOST_COUNTS:
@@ -85,10 +88,21 @@ def checked(observation: Any, most_characters: int) -> dict[str, Any]:
             raise NonsenseError(f"returned {name}={value!r:.60}, expected a number within the range of float32")
     return {
         "text": text,
+        "answers": list(answers),
         "reward": float(reward),
         "done": done,
         "counts": {name: float(value) for name, value in counts.items()},
     }
+
+
+def _check_text(text: Any, most_characters: int) -> None:
+    if not isinstance(text, str) or len(text) > most_characters:
+        shown = f"of {len(text):,} characters" if isinstance(text, str) else f"that is a {type(text).__name__}"
+        raise NonsenseError(f"returned a text {shown}, expected at most {most_characters:,} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise NonsenseError("returned a text with a lone surrogate, which is not UTF-8") from None
 
 
 class _EnvironmentServer:
@@ -152,7 +166,9 @@ class _EnvironmentServer:
         if call["method"] == "reset":
             environment = self._environments[episode] = self._make()
             return await environment.reset(Task(call["prompt"], call["answer"], call["fields"], call["seed"]))
-        return await self._environments[episode].step(Turn(call["text"], call["complete"]))
+        calls = [ToolCall(*given) for given in call["calls"]]
+        turn = Turn(call["text"], call["complete"], calls, call["malformed"])
+        return await self._environments[episode].step(turn)
 
 
 async def _close(environment: Environment, limit_s: float) -> None:
@@ -178,7 +194,18 @@ def serve(connection: socket.socket, kind: Any, setup: dict[str, Any]) -> None:
         connection.sendall(encode_message({"error": problem}))
         return
     connection.sendall(encode_message({"replayable": getattr(kind, "replayable", False) is True}))
-    asyncio.run(_serve(connection, lambda: kind(**setup["arguments"]), setup["most_characters"]))
+    run_environments(connection, lambda: kind(**setup["arguments"]), setup["most_characters"])
+
+
+def run_environments(connection: socket.socket, make: Callable[[], Environment], most_characters: int) -> None:
+    """Serve calls until the parent closes the connection.
+
+    Args:
+        connection: to the parent.
+        make: makes the environment of an episode.
+        most_characters: of an observation.
+    """
+    asyncio.run(_serve(connection, make, most_characters))
 
 
 async def _serve(connection: socket.socket, make: Callable[[], Environment], most_characters: int) -> None:

@@ -6,19 +6,23 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine3d.errors import UserError
+from engine3d.rollout.tool_calls import CallsOfText
 from hybridflow.environments.config import EnvironmentConfig
+from hybridflow.environments.conversation_check import ConversationCheck, Exchange
 from hybridflow.environments.environment import Task
-from hybridflow.environments.environment_process import AMBIGUOUS
+from hybridflow.environments.environment_process import AMBIGUOUS, RENDERED_OTHERWISE
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeMessage, EpisodeStart, EpisodeTurn
 from hybridflow.environments.observation_tokens import ObservationTokens
 from hybridflow.environments.process_handle import EnvironmentProcess, FailedEnvironmentError
 from hybridflow.rewards.supervised_process import in_words
 
+_MOST_LOGGED = 5
+"""Conversations that differ from their messages and are logged."""
 _CLOSE_S = 30.0
 """Seconds that all processes have to end."""
 
@@ -30,12 +34,14 @@ class _HostedEpisode:
     Args:
         task: of it.
         process: that has the environment.
+        check: of its conversation; None once that has differed.
         turns: arguments of its steps so far.
         answers: texts of its observations so far, the first one included.
     """
 
     task: Task
     process: EnvironmentProcess
+    check: ConversationCheck | None
     turns: list[dict[str, Any]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
@@ -51,6 +57,7 @@ class EpisodeHost:
     def __init__(self, config: EnvironmentConfig, tokens: ObservationTokens) -> None:
         self._tokens = tokens
         self._processes = [EnvironmentProcess(config) for _ in range(config.workers)]
+        self._logged = 0
         self._hosted: dict[int, _HostedEpisode] = {}
         self._answers: queue.SimpleQueue[EpisodeAnswer] = queue.SimpleQueue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,12 +66,17 @@ class EpisodeHost:
         self._thread.start()
 
     def start(self) -> None:
-        """Start every process. Raises UserError where the class cannot be loaded."""
+        """Start every process. Raises UserError where the class or a tool cannot be loaded."""
 
         async def start_all() -> None:
             await asyncio.gather(*(process.start() for process in self._processes))
 
         self._wait_for(start_all())
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools, once started; none of other environments."""
+        return self._processes[0].tools
 
     def send(self, messages: Sequence[EpisodeMessage]) -> None:
         """Begin what these ask for."""
@@ -109,7 +121,8 @@ class EpisodeHost:
             if isinstance(message, EpisodeStart):  # an end among these messages finds it
                 process = self._emptiest
                 process.episodes.add(message.sample)
-                self._hosted[message.sample] = _HostedEpisode(message.task, process)
+                check = ConversationCheck(self._tokens)
+                self._hosted[message.sample] = _HostedEpisode(message.task, process, check)
             task = self._loop.create_task(self._answer(message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -160,10 +173,18 @@ class EpisodeHost:
             turn = list(message.tokens)
             if sample not in hosted.process.episodes:
                 await self._repeat(sample, hosted)
-            played = {"text": self._tokens.text_of(turn), "complete": message.complete}
+            calls = self._tokens.calls_of(turn)
+            played = {
+                "text": self._tokens.text_of(turn),
+                "complete": message.complete,
+                "calls": [(call.name, call.arguments) for call in calls.calls],
+                "malformed": calls.malformed,
+            }
             observation = await hosted.process.call(sample, "step", **played)
             hosted.turns.append(played)
-        text = observation.pop("text")
+        text, answers = observation.pop("text"), observation.pop("answers")
+        if not turn:
+            calls = CallsOfText("")
         if text and not turn and self._tokens.role is not None:
             raise FailedEnvironmentError(
                 "nonsense",
@@ -174,4 +195,23 @@ class EpisodeHost:
         if turn and self._tokens.is_ambiguous(turn):
             observation["counts"] = {**observation["counts"], AMBIGUOUS: 1.0}
         is_over = turn and observation["done"]  # nothing reads the text
-        return observation | {"tokens": [] if is_over else self._tokens.after(turn, text)}
+        if is_over:
+            tokens = list[int]()
+        elif calls.calls or calls.malformed:
+            tokens = self._tokens.after_calls(turn, calls, answers)
+        else:
+            tokens = self._tokens.after(turn, text)
+        if turn:
+            exchange = Exchange(turn, calls, tokens, answers or [text])
+            self._check(message.sample, hosted, exchange, observation)
+        return observation | {"tokens": tokens}
+
+    def _check(self, sample: int, hosted: _HostedEpisode, exchange: Exchange, observation: dict[str, Any]) -> None:
+        """Count a conversation that differs from its messages, once, and log the first few of all."""
+        if hosted.check is None or (difference := hosted.check.difference(exchange)) is None:
+            return
+        hosted.check = None
+        observation["counts"] = {**observation["counts"], RENDERED_OTHERWISE: 1.0}
+        if self._logged < _MOST_LOGGED:
+            self._logged += 1
+            print(f"environment: the text of sample {sample}, turn {len(hosted.turns)}, {difference}", flush=True)

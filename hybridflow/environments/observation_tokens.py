@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
+from engine3d.rollout.tool_calls import CallsOfText, ToolCall, ToolCallReader, find_parser
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import ChatConfig
-from hybridflow.data.tokenizer import encode_text
+from hybridflow.data.files.messages import Message, from_json
+from hybridflow.data.tokenizer import encode_text, response_texts
 from hybridflow.environments.config import EnvironmentConfig, ObservationRole
 
 if TYPE_CHECKING:
@@ -45,6 +48,71 @@ def observation_template(
     return template
 
 
+class ToolMessages:
+    """Calls and answers of tools as the chat template has them.
+
+    Args:
+        template: of conversations, with the tools.
+        tools: their JSON schemas.
+        parser: of calls, as of `environment.tools.parser`.
+        tokenizer: of the policy.
+
+    Raises:
+        UserError: the template does not render tools, calls or answers, or there is no such parser.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tools: Sequence[Mapping[str, Any]],
+        parser: str | None,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.template, self._tools = template, tools
+        name = find_parser(parser, template.tool_source, tokenizer, "environment.tools.parser")
+        self._reader = ToolCallReader(name, tools, tokenizer)
+        self.after(CallsOfText("", malformed=True), ["text"], "environment.tools")
+
+    def read(self, text: str) -> CallsOfText:
+        """Read the calls of a turn. `text`: with special tokens, but for those at its end."""
+        return self._reader.read(text)
+
+    def after(self, turn: CallsOfText, answers: Sequence[str], location: str) -> str:
+        """Render what follows a turn with calls. Raises UserError if the template refuses it or answers are missing."""
+        calls = self.calls(turn)
+        if turn.malformed:  # some templates render an answer only after a call
+            calls = self.calls(CallsOfText("", (ToolCall(self._tools[0]["function"]["name"], "{}"),)))
+        if len(calls) != len(answers):
+            raise UserError(f"{location}: {len(answers)} answers to {len(calls)} calls, expected one for each")
+        return self.template.after_calls(calls, answers, location)
+
+    def calls(self, turn: CallsOfText) -> list[dict[str, Any]]:
+        """The calls of a turn as its message has them."""
+        calls = [(call.name, from_json(call.arguments)) for call in turn.calls]
+        return [
+            {
+                "id": f"call{number:05}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments if isinstance(arguments, Mapping) else {}},
+            }
+            for number, (name, arguments) in enumerate(calls)
+        ]
+
+
+def tool_messages(
+    config: EnvironmentConfig,
+    chat: ChatConfig | None,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> ToolMessages | None:
+    """The messages of tools; None if there are none. Errors as of `ToolMessages`."""
+    if config.tools is None:
+        return None
+    chat = (chat or ChatConfig()).model_copy(update={"tools": tuple(tools)})
+    template = ChatTemplate(chat, tokenizer, "environment.tools: data.files.chat")
+    return ToolMessages(template, tools, config.tools.parser, tokenizer)
+
+
 class ObservationTokens:
     """Encodes observations.
 
@@ -61,18 +129,50 @@ class ObservationTokens:
         role: ObservationRole | None = None,
     ) -> None:
         self._tokenizer, self._template = tokenizer, template
+        self.tools: ToolMessages | None = None
+        """Messages of tools that the policy calls; None if there are none."""
         self.role = role
         """Role of the message that an observation is; None if it is none."""
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """Template of conversations; None if observations are no messages."""
+        return self._template if self.tools is None else self.tools.template
 
     def text_of(self, turn: Sequence[int]) -> str:
         """Text of a turn's tokens, without special tokens."""
         return str(self._tokenizer.decode(list(turn), skip_special_tokens=True))
 
+    @functools.cached_property
+    def frame(self) -> tuple[str, str]:
+        """Text of a conversation up to a first turn of the policy, and text of the end of a turn's message."""
+        assert self.template is not None
+        user: Message = {"role": "user", "content": "x"}
+        turn: Message = {"role": "assistant", "content": "x"}
+        header = self.template.text_of([user], "a conversation", generation_prompt=True)
+        complete = self.template.text_of([user, turn], "a conversation", generation_prompt=False)
+        return header, complete.rpartition("x")[2]
+
+    def drawn_text_of(self, turn: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(turn), skip_special_tokens=False))
+
+    def calls_of(self, turn: Sequence[int]) -> CallsOfText:
+        """Calls of tools in a turn; none without tools."""
+        if self.tools is None:
+            return CallsOfText("")
+        (text,) = response_texts(self._tokenizer, [list(turn)], keep_special_tokens=True)
+        return self.tools.read(text)
+
+    def after_calls(self, turn: Sequence[int], calls: CallsOfText, answers: Sequence[str]) -> list[int]:
+        """Tokens that follow a turn with calls, as of `after`."""
+        assert self.tools is not None
+        return self._following(turn, self.tools.after(calls, answers, "answers of tools"))
+
     def is_ambiguous(self, turn: Sequence[int]) -> bool:
         """True if the text of a turn would be encoded as other tokens than those that were drawn."""
-        text = str(self._tokenizer.decode(list(turn), skip_special_tokens=False))
         try:
-            return encode_text(self._tokenizer, text, "a turn") != list(turn)
+            return encode_text(self._tokenizer, self.drawn_text_of(turn), "a turn") != list(turn)
         except UserError:
             return True
 
@@ -94,5 +194,9 @@ class ObservationTokens:
         if self.role is None or self._template is None:
             return encode_text(self._tokenizer, text, "an observation")
         following = self._template.after_turn([{"role": self.role, "content": text}], "an observation")
-        tokens = encode_text(self._tokenizer, following, "an observation")
+        return self._following(turn, following)
+
+    def _following(self, turn: Sequence[int], text: str) -> list[int]:
+        """Encode what follows a turn, without the end of its message if the turn has it."""
+        tokens = encode_text(self._tokenizer, text, "an observation")
         return tokens[1:] if turn and tokens and turn[-1] == tokens[0] else tokens

@@ -22,6 +22,7 @@ FailureKind = Literal["raised", "timeout", "hung", "died", "nonsense"]
 process, and an answer that is no observation."""
 
 _SERVER = "hybridflow.environments.environment_process:serve"
+_SERVER_OF_TOOLS = "hybridflow.environments.tools.process:serve"
 _MARGIN_S = 5.0
 """Seconds after an answer's limit in which a process that is not blocked reports it."""
 _MOST_WAITS = 20
@@ -64,6 +65,8 @@ class EnvironmentProcess:
         self._heard = 0.0
         """Time of the last message, by the loop's clock."""
         self._starting = asyncio.Lock()
+        self.tools: list[dict[str, Any]] = []
+        """JSON schemas of tools; known once the process has started."""
         self.replayable = False
         """True if the class lets its episodes be played again; known once the process has started."""
         self.episodes: set[int] = set()
@@ -81,20 +84,21 @@ class EnvironmentProcess:
             process = await asyncio.to_thread(SupervisedProcess, self._limits, self._config.environment)
             process.connection.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=process.connection, limit=1 << 20)
-            path = self._config.path
-            file, _, name = path.rpartition(":")
-            setup = import_setup(
-                f"{Path(file).absolute()}:{name}" if file.endswith(".py") else path,
-                self._config.arguments,
-                str(Path.cwd()),
-            )
-            setup |= {"server": _SERVER, "most_characters": self._config.max_answer_characters}
+            config = self._config
+            setup = import_setup(config.class_path, config.class_arguments, str(Path.cwd()))
+            setup |= {
+                "server": _SERVER if config.tools is None else _SERVER_OF_TOOLS,
+                "most_characters": config.max_answer_characters,
+                "tool_timeout_s": config.tool_timeout_s,
+                "fields": None,
+            }
             writer.write(encode_message(setup))
-            limit_s = self._config.load_timeout_s
+            limit_s = config.load_timeout_s
             try:
                 reply = await asyncio.wait_for(self._message(reader), limit_s)
                 reason = reply.get("error")
                 self.replayable = reply.get("replayable") is True
+                self.tools = reply.get("tools", [])
             except TimeoutError:
                 reason = f"did not finish its import within {limit_s:g} s"
             except NonsenseError as error:
@@ -104,7 +108,7 @@ class EnvironmentProcess:
             if reason is not None:
                 writer.transport.abort()
                 await _end(process)
-                raise UserError(f"environment ({path}) {in_words(reason)}")
+                raise UserError(f"{config.title}{': ' if config.path is None else ' '}{in_words(reason)}")
             self._process, self._writer = process, writer
             self._reading = asyncio.create_task(self._read(process, reader))
 
@@ -216,7 +220,7 @@ class EnvironmentProcess:
         if "failure" in message:
             return message
         try:
-            fields = {name: message.get(name) for name in ("text", "reward", "done", "counts")}
+            fields = {name: message.get(name) for name in ("text", "answers", "reward", "done", "counts")}
             return checked(Observation(**fields), self._config.max_answer_characters)  # type: ignore[arg-type]
         except NonsenseError as error:
             return {"failure": "nonsense", "reason": str(error)}
@@ -255,8 +259,13 @@ async def _death(process: SupervisedProcess) -> str:
         return "closed its connection, did not end when it was killed,"
 
 
-async def start_once(config: EnvironmentConfig) -> None:
-    """Start a process of environments, and end it. Raises UserError where the class cannot be loaded."""
+async def start_once(config: EnvironmentConfig) -> list[dict[str, Any]]:
+    """Start a process of environments, and end it. Returns the schemas of its tools.
+
+    Raises:
+        UserError: the class or a tool cannot be loaded.
+    """
     process = EnvironmentProcess(config)
     await process.start()
     await process.stop()
+    return process.tools

@@ -23,6 +23,7 @@ from hybridflow.data.remarks import RemarkCounts, lines, located, of_prompt, of_
 from hybridflow.data.sampler import PromptOrder, SourceOrder
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
+from hybridflow.planning.environment_check import with_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,6 +102,7 @@ def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> En
     policy = recipe.data.overlong_prompts
     if (files := recipe.data.files) is not None:
         supervises = recipe.warmup is not None
+        files = with_tools(files, recipe.environment)
         return _encode_files(files, policy, recipe.rollout, tokenizer, limit, supervises=supervises)
     examples_of = {"training": splits.train, "supervised": supervised}
     limits = phase_limits(recipe.rollout, limit)

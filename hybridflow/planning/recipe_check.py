@@ -31,6 +31,7 @@ from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling, precision_notes
+from hybridflow.planning.environment_check import check_environment
 from hybridflow.planning.feature_matrix import check_tested
 from hybridflow.planning.gpu_check import check_imports, check_libraries, largest_gpu, used_gpus
 from hybridflow.planning.memory_estimate import check_memory, recipe_ledger
@@ -44,7 +45,7 @@ from hybridflow.planning.model_check import (
 )
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
-from hybridflow.planning.reward_check import check_environment, check_rewards, check_set_rewards
+from hybridflow.planning.reward_check import check_rewards, check_set_rewards
 from hybridflow.planning.sample_memory import check_kept_routes, check_replay, store_notes
 from hybridflow.roles.offload import check_offload
 
@@ -156,8 +157,12 @@ def check_recipe(
 
 
 def _without_repeats(errors: Sequence[str]) -> list[str]:
-    """The errors without those of held-out sets that repeat one of the training prompts."""
-    return [error for error in errors if not (error.startswith("evaluation.") and error.partition(": ")[2] in errors)]
+    """The errors without those of held-out sets that repeat one of the training prompts, each once."""
+    return [
+        error
+        for error in dict.fromkeys(errors)
+        if not (error.startswith("evaluation.") and error.partition(": ")[2] in errors)
+    ]
 
 
 def check_nobody_else(roles: Mapping[str, str], placement: PlacementConfig) -> None:

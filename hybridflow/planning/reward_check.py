@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from engine3d.errors import UserError, shortened
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.data.answers import AnswerCounts, is_missing
 from hybridflow.data.prompts import Prompts
-from hybridflow.environments.config import EnvironmentConfig
-from hybridflow.environments.process_handle import start_once
 from hybridflow.planning.prompt_check import EncodedPrompts
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.code.cases import CasesError, cases_of
@@ -163,21 +159,6 @@ def check_rewards(
                 check_special_tokens(config, encoded.special_tokens)
                 notes += check_answers(functions, {name: prompts for name, prompts in phases.items() if len(prompts)})
     return notes
-
-
-def check_environment(config: EnvironmentConfig) -> None:
-    """Import the class of an environment, in a process of its own that ends with the check.
-
-    Raises:
-        UserError: it cannot be imported, is no environment, or does not take its arguments.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(start_once(config))
-    else:  # of a notebook
-        with ThreadPoolExecutor(1) as threads:
-            threads.submit(asyncio.run, start_once(config)).result()
 
 
 def check_set_rewards(

@@ -109,10 +109,17 @@ def read_stored(run: Path) -> list[StoredText]:
     newest = {step: files[step] for step in list(files)[-_STEPS:]}
     text_of = TextOf.of_run(run)
     return [
-        StoredText(sample, text_of(sample.prompt_tokens), text_of(sample.response_tokens))
+        StoredText(sample, text_of(sample.prompt_tokens), _response(sample, text_of))
         for _, file in newest_first(newest)
         for sample in file.with_tokens(_extremes(file.find(SampleFilter())))
     ]
+
+
+def _response(sample: StoredSample, text_of: TextOf) -> str:
+    """Text of a response. Of an episode one line for each turn, and for what it was answered."""
+    if all(sample.response_mask):
+        return text_of(sample.response_tokens)
+    return "\n".join(f"{'policy' if drawn else 'observed'}: {text_of(tokens)}" for drawn, tokens in sample.spans)
 
 
 def _extremes(samples: Sequence[tuple[SampleLocation, StoredSample]]) -> list[SampleLocation]:

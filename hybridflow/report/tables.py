@@ -16,6 +16,7 @@ from hybridflow.report.run_data import RunData, Series, median
 from hybridflow.report.stored_texts import StoredText
 from hybridflow.rundir.hosts_file import RunHost
 from hybridflow.rundir.run_record import RunRecord
+from hybridflow.rundir.stored_samples import StoredSample
 
 _SETTINGS = (
     ("Optimizer steps of a rollout", "trainer.mini_batches"),
@@ -252,11 +253,18 @@ def _stored_sample(text: StoredText, texts: Sequence[Mapping[str, Any]]) -> dict
         "sample": sample.sample,
         "data row": sample.data_row or "",
         "length": f"{len(sample.response_tokens)}, {sample.finish_reason}",
-        "by function": ", ".join(f"{name} {value:.4g}" for name, value in sample.by_name.items()),
+        "by function": ", ".join(
+            f"{name} {value:.4g}" for score in sample.scores for name, value in _with_verdicts(sample, score).items()
+        ),
         "prompt": text.prompt,
         "response": text.response,
         "answer": answer,
     }
+
+
+def _with_verdicts(sample: StoredSample, name: str) -> dict[str, float]:
+    """Score of a function, and its metrics and counts that are not 0."""
+    return {name: sample.by_name[name]} | {f"{name}/{key}": value for key, value in sample.verdicts(name).items()}
 
 
 def host_table(run: RunData) -> Table | None:

@@ -95,7 +95,8 @@ def encode_message(message: dict[str, Any]) -> bytes:
     return struct.pack("!I", len(body)) + body
 
 
-def _load(path: str, directory: str) -> Callable[..., Any]:
+def load_callable(path: str, directory: str) -> Callable[..., Any]:
+    """Import what a path names. Raises RewardError, in words that follow the path. `directory`: of relative files."""
     module_name, _, function_name = path.rpartition(":")
     if module_name.endswith((".py", ".pkl")) and not Path(module_name).is_file():
         kind = "is no file" if Path(module_name).exists() else "does not exist"
@@ -384,6 +385,46 @@ def _end_copy(process: int) -> None:
         os._exit(0)
 
 
+class ScoringFunction:
+    """A reward function with its arguments, called with texts and the columns that it requests.
+
+    Args:
+        loaded: the function, or a class that is made.
+        arguments: of the settings.
+        fields: names of the data's fields; any name may be one if None.
+
+    Raises:
+        RewardError: it does not fit, in words that follow its name.
+    """
+
+    def __init__(self, loaded: Callable[..., Any], arguments: dict[str, Any], fields: Sequence[str] | None) -> None:
+        self._function = _with_arguments(loaded, arguments)
+        made = isinstance(loaded, type)
+        if not made and (adapted := _of_verl(self._function)) is not None:
+            self._function, made = adapted, True
+        self._limited = made and hasattr(self._function, "prepare")
+        requested = (_prepared_columns if self._limited else _requested_columns)(self._function, fields)
+        self.columns = requested if made else [name for name in requested if name not in arguments]
+        """Names of the columns that it is called with."""
+
+    @property
+    def needs_answers(self) -> bool:
+        """True if it cannot score a sample without a reference answer."""
+        return _needs_answers(self._function, self.columns)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a call. Raises RewardError if it does not give one value for each text."""
+        limited = self._limited
+        called = functools.partial(self._function, timeout_s=request["timeout_s"]) if limited else self._function
+        return _call(called, self.columns, request)
+
+    def score(self, texts: Sequence[str], columns: dict[str, Any], timeout_s: float) -> list[float | str]:
+        """Score texts. Returns a number for each, or the reason for none in words. Raises as `answer`."""
+        request = {"texts": texts, "columns": columns, "first": 0, "timeout_s": timeout_s, "find_sample": False}
+        values: list[float | str] = self.answer(request)["values"]
+        return values
+
+
 def serve(connection: socket.socket) -> None:
     """Load the function, then answer calls until the parent closes the connection."""
     setup = read_message(connection)
@@ -392,29 +433,21 @@ def serve(connection: socket.socket) -> None:
     process = os.getpid()
     sys.path[:] = setup["sys_path"]
     try:
-        loaded = _load(setup["path"], setup["directory"])
+        loaded = load_callable(setup["path"], setup["directory"])
         if (server := setup.get("server")) is not None:
             _end_copy(process)
-            _load(server, setup["directory"])(connection, loaded, setup)
+            load_callable(server, setup["directory"])(connection, loaded, setup)
             return
-        function = _with_arguments(loaded, setup["arguments"])
-        made = isinstance(loaded, type)
-        if not made and (adapted := _of_verl(function)) is not None:
-            function, made = adapted, True
-        limited = made and hasattr(function, "prepare")
-        columns = (_prepared_columns if limited else _requested_columns)(function, setup["fields"])
-        if not made:
-            columns = [name for name in columns if name not in setup["arguments"]]
+        function = ScoringFunction(loaded, setup["arguments"], setup["fields"])
     except RewardError as error:
         _end_copy(process)
         connection.sendall(encode_message({"error": str(error)}))
         return
     _end_copy(process)
-    connection.sendall(encode_message({"columns": columns, "needs_answers": _needs_answers(function, columns)}))
+    connection.sendall(encode_message({"columns": function.columns, "needs_answers": function.needs_answers}))
     while (request := read_message(connection)) is not None:
         try:
-            called = functools.partial(function, timeout_s=request["timeout_s"]) if limited else function
-            reply: dict[str, Any] = _call(called, columns, request)
+            reply = function.answer(request)
         except RewardError as error:
             reply = {"error": str(error)}
         _end_copy(process)

@@ -102,12 +102,15 @@ class FunctionRewardWorker:
 
     def _start_environments(self, config: EnvironmentConfig) -> EpisodeHost:
         from hybridflow.environments.episode_host import EpisodeHost
-        from hybridflow.environments.observation_tokens import ObservationTokens, observation_template
+        from hybridflow.environments.observation_tokens import ObservationTokens, observation_template, tool_messages
 
         template = observation_template(config, self._chat, self._tokenizer)
-        host = EpisodeHost(config, ObservationTokens(self._tokenizer, template, config.role))
+
+        tokens = ObservationTokens(self._tokenizer, template, config.role)
+        host = EpisodeHost(config, tokens)
         try:
             host.start()
+            tokens.tools = tool_messages(config, self._chat, host.tools, self._tokenizer)
         except UserError:
             host.close()
             raise

@@ -108,6 +108,17 @@ class StoredSample:
     data_row: str | None = None
     answer: str | None = None
 
+    def verdicts(self, name: str) -> dict[str, float]:
+        """Metrics and counts of a function, such as those of "reward/code", without those that are 0 or absent."""
+        prefix = f"{name}/"
+        values = {key.removeprefix(prefix): value for key, value in self.by_name.items() if key.startswith(prefix)}
+        return {key: value for key, value in values.items() if value and not math.isnan(value)}
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Scores of functions and models, without the metrics of functions."""
+        return {name: value for name, value in self.by_name.items() if name.rpartition("/")[0] not in self.by_name}
+
     @property
     def spans(self) -> list[tuple[bool, list[int]]]:
         """Response tokens in pieces: True and those of a turn that the policy wrote, False and those between two."""

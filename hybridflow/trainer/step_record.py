@@ -84,10 +84,14 @@ class Scores:
         )
 
     def by_name(self, what: str) -> dict[str, ByName]:
-        """Scores of each function, without its weight, and of the model. `what`: "reward" or "cost"."""
-        columns = {} if self.result is None else dict(self.result.by_name)
+        """Scores of each function, without its weight, and of the model. `what`: "reward" or "cost".
+
+        Next to those of a function are its metrics and counts, by "FUNCTION/NAME": verdicts of programs, tool calls.
+        """
+        result = self.result
+        columns = {} if result is None else {**result.by_name, **result.metrics, **result.counts}
         columns |= {} if self.model is None else {"model": self.model}
-        return {f"{what}/{name}": ByName(self.sample_ids, values) for name, values in columns.items()}
+        return {f"{what}/{name}": ByName(self.sample_ids, values.float()) for name, values in columns.items()}
 
     def metrics(self, what: str) -> dict[str, float]:
         """Metrics by name. `what`: "reward" or "cost"."""

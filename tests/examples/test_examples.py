@@ -74,8 +74,17 @@ def test_every_example_is_in_the_list() -> None:
             r"^train 1/1 [\s\S]*^eval 1  code mean@4 ",
             marks=[pytest.mark.long, pytest.mark.skipif(not which("bwrap"), reason="no bubblewrap")],
         ),
+        pytest.param(
+            [
+                *("-m", "hybridflow", "train", "{root}/launch/recipes/tools.yaml", "warmup.steps=1"),
+                *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.export=false"),
+                *("placement.actor=cpu:0", "placement.rollout=cpu:1", "train.layout.ep=1"),
+            ],
+            r"^train 1/1 ",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics", "own_algorithm", "code"],
+    ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics", "own_algorithm", "code", "tools"],
 )
 def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
     for name in ("examples", "launch"):  # where the recipes' paths of functions and data start
@@ -136,7 +145,8 @@ def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
 
 def test_the_environment_of_the_example_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/environments.md").read_text()
-    assert (ROOT / "examples/own_environment.py").read_text().partition("\n\n")[2] in page
+    for name in ("own_environment.py", "own_tools.py"):
+        assert (ROOT / "examples" / name).read_text().partition("\n\n")[2] in page
     monkeypatch.chdir(ROOT)
     recipe = load_recipe(ROOT / "examples/own_environment.yaml")
     assert recipe.environment is not None and recipe.data.files is not None

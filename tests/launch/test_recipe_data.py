@@ -32,7 +32,7 @@ def _problems(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def test_the_files_hold_what_the_script_makes(script: ModuleType) -> None:
-    made = script.chat_files() | script.math_files() | script.code_files() | script.game_files()
+    made = script.chat_files() | script.math_files() | script.code_files() | script.game_files() | script.tools_files()
     assert {path.name for path in DATA.glob("*.parquet")} == set(made)
     for name, rows in made.items():
         assert pq.read_table(DATA / name).to_pylist() == rows, name
@@ -51,6 +51,7 @@ def test_no_problem_is_in_two_files_of_a_recipe(script: ModuleType) -> None:
         "chat",
         "math",
         "game",
+        "tools",
         pytest.param("code", marks=pytest.mark.skipif(not which("bwrap"), reason="no bubblewrap")),
     ],
 )

@@ -177,6 +177,43 @@ class ChatTemplate:
             raise UserError(f"{location}: the chat template leaves out a message of role {messages[-1]['role']}")
         return text.partition(MARKER)[2]
 
+    def after_calls(self, calls: Sequence[Mapping[str, Any]], answers: Sequence[str], location: str) -> str:
+        """Render what follows a turn of the assistant with calls: the end of its message, answers, and its next header.
+
+        Args:
+            calls: each with `id` and `function`.
+            answers: of tools, one for each call.
+            location: of them in errors.
+
+        Raises:
+            UserError: the template does not render calls or answers, or ends a message with calls in another way.
+        """
+        user: Message = {"role": "user", "content": "x"}
+        messages = [
+            user,
+            {"role": "assistant", "content": MARKER, "tool_calls": [dict(call) for call in calls]},
+            *(
+                {"role": "tool", "content": answer, "name": call["function"]["name"], "tool_call_id": call["id"]}
+                for call, answer in zip(calls, answers, strict=True)
+            ),
+        ]
+        complete, text = self._complete(messages, location, None, generation_prompt=True)
+        before = self._render(complete[:2], location, generation_prompt=False)
+        end = self._render([user, {"role": "assistant", "content": MARKER}], location, generation_prompt=False)
+        if any(rendered.count(MARKER) != 1 for rendered in (text, before, end)):
+            raise UserError(f"{location}: the chat template does not render the text of a message with calls once")
+        text, before, end = (rendered.partition(MARKER)[2] for rendered in (text, before, end))
+        if not text.startswith(before) or not before.endswith(end):
+            raise UserError(
+                f"{location}: the chat template ends a message with calls in another way than one without, or renders "
+                "it differently once answers follow; that was not tried"
+            )
+        return end + text[len(before) :]
+
+    def text_of(self, messages: Sequence[Message], location: str, *, generation_prompt: bool) -> str:
+        """Render messages. Raises UserError if the template refuses them, or leaves out one of them."""
+        return self._complete(messages, location, None, generation_prompt=generation_prompt)[1]
+
     def conversation(
         self, messages: Any, location: str, train_on: TrainedOn | None = None, tools: Tools | None = None
     ) -> Rendered:

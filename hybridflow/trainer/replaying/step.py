@@ -63,5 +63,7 @@ def _score_metrics(stored: StoredStep) -> dict[str, float]:
             scores = Scores(batch.sample_ids, total, kept, None, stored.by_name.get(f"{what}/model"))
             values |= scores.metrics(what)
     for name, column in stored.by_name.items():
+        if name.rpartition("/")[0] in stored.by_name:  # a metric of a function, or a count
+            continue
         values[f"{name}/mean"] = float(column[~column.isnan()].mean())
     return values

@@ -1,4 +1,4 @@
-"""Makes the Parquet files beside it, which chat.yaml, math.yaml, code.yaml and game.yaml train on and are measured on.
+"""Makes the Parquet files next to it, of chat.yaml, math.yaml, code.yaml, game.yaml and tools.yaml.
 
 python launch/recipes/data/make_data.py              writes them again
 python launch/recipes/data/make_data.py --check      says whether the rows of the files are those that it makes
@@ -19,6 +19,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from examples.own_tools import price
+
 Row = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
@@ -32,8 +36,10 @@ LARGEST_NUMERATOR = 29
 LARGEST_FACTOR, LARGEST_SUMMAND = 9, 199
 SHOWN, TESTED = (0, 1), (4, 9)
 """Arguments of the functions of code.yaml whose values a problem shows, and those of its test cases."""
-NUMBERS, GUESSES = range(1, 8), 3
-"""Numbers to guess in game.yaml, and guesses of a game."""
+LETTERS, GUESSING = "abcdefghijklmnopqrstuvwxyz", 0.6
+"""Letters of articles in tools.yaml, and the share of its supervised conversations that guess a price."""
+NUMBERS, GUESSES, HEEDING = range(1, 8), 3, 0.5
+"""Numbers to guess in game.yaml, guesses of a game, and the share of supervised guesses that heed all answers."""
 
 
 def main() -> int:
@@ -41,7 +47,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the files, and write none")
     parser.add_argument("--directory", type=Path, default=HERE, help="of the files; that of this script if not given")
     arguments = parser.parse_args()
-    files = {**chat_files(), **math_files(), **code_files(), **game_files()}
+    files = {**chat_files(), **math_files(), **code_files(), **game_files(), **tools_files()}
     if not arguments.check:
         for name, rows in files.items():
             pq.write_table(pa.Table.from_pylist(rows), arguments.directory / name, compression="zstd")
@@ -135,25 +141,52 @@ def _code_row(draw: random.Random, a: int, b: int, *, supervised: bool) -> Row:
 
 
 def game_files() -> dict[str, list[Row]]:
-    """Games of a player who guesses at random, and one prompt for each number to guess."""
+    """Games of a player who heeds half of the answers, and one prompt for each number to guess."""
     draw = random.Random(0)
     prompt = {"role": "user", "content": f"{NUMBERS[0]}-{NUMBERS[-1]}"}
-    games = [[prompt, *_random_game(draw, draw.choice(NUMBERS))] for _ in range(1500)]
+    games = [[prompt, *_careless_game(draw, draw.choice(NUMBERS))] for _ in range(3000)]
     return {
         "game-sft.parquet": [{"messages": messages} for messages in games],
         "game-train.parquet": [{"messages": [prompt], "answer": str(number)} for number in NUMBERS],
     }
 
 
-def _random_game(draw: random.Random, number: int) -> list[Row]:
+def _careless_game(draw: random.Random, number: int) -> list[Row]:
     messages: list[Row] = []
+    possible = list(NUMBERS)
     for turn in range(GUESSES):
-        guess = draw.choice(NUMBERS)
+        guess = draw.choice(possible if draw.random() < HEEDING else NUMBERS)
+        possible = [other for other in possible if (other > guess) == (number > guess) and other != guess] or [number]
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == number or turn == GUESSES - 1:
             break
         messages.append({"role": "user", "content": "+" if guess < number else "-"})
     return messages
+
+
+def tools_files() -> dict[str, list[Row]]:
+    """Articles and their prices: supervised conversations, of which most guess, and training prompts."""
+    draw = random.Random(0)
+    articles = [a + b for a in LETTERS for b in LETTERS]
+    supervised, train = _splits(draw, articles, len(articles) - 256, 256)
+    conversations = [_tools_row(draw, draw.choice(supervised)) for _ in range(4000)]
+    return {
+        "tools-sft.parquet": [{"messages": messages} for messages in conversations],
+        "tools-train.parquet": [{"messages": [_of_user(article)], "answer": price(article)} for article in train],
+    }
+
+
+def _of_user(content: str) -> Row:
+    return {"role": "user", "content": content, "tool_calls": None}
+
+
+def _tools_row(draw: random.Random, article: str) -> list[Row]:
+    answer: Row = {"role": "assistant", "content": price(article), "tool_calls": None}
+    if draw.random() < GUESSING:
+        return [_of_user(article), answer | {"content": str(draw.randrange(10, 100))}]
+    function = {"name": "price", "arguments": {"article": article}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return [_of_user(article), call, {"role": "tool", "content": price(article), "tool_calls": None}, answer]
 
 
 def _splits[T](draw: random.Random, problems: Sequence[T], *sizes: int) -> list[list[T]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +16,7 @@ import yaml
 
 from engine3d.models import model_spec
 from engine3d.models.experts.routes import RouteFormat
+from hybridflow.batch.sample_table import ByName
 from hybridflow.cli.main import main
 from hybridflow.cli.samples import marked
 from tests.support import tiny_families
@@ -146,6 +149,20 @@ def test_what_is_not_there_is_told_in_one_line(run: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         main(["samples", str(run), "--reward-below", "nan"])
     assert "expected a number, found nan" in capsys.readouterr().err
+
+
+def test_verdicts_of_a_reward_are_shown_with_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = samples_of([("1+2=", "3"), ("1+2=", "3 a")], [1.0, 0.0])
+    columns = {
+        "code": [1.0, 0.0],
+        "code/passed": [2.0, 0.0],
+        "code/timeout": [0.0, 1.0],
+        "code/program_s": [0.5, math.nan],
+    }
+    named = {f"reward/{name}": ByName(samples.sample_ids, torch.tensor(values)) for name, values in columns.items()}
+    store(run, replace(learned_from(1, samples), by_name=named))
+    text = shown(capsys, run, "--step", 1)
+    assert "reward 1 (code 1: passed 2, program_s 0.5)" in text and "reward 0 (code 0: timeout 1)" in text
 
 
 def test_texts_of_very_many_words_are_compared_by_lines() -> None:

@@ -43,6 +43,30 @@ def test_what_was_not_tried_is_refused(override: str, reason: str) -> None:
     assert reason in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("environment.path=a:B", "path and tools are both set, expected one of both"),
+        ("environment.role=user", "role is set with tools, which have none; expected none"),
+        ("environment.tools.functions=[]", "environment.tools.functions"),
+        ("environment.tools.functions=[calculator]", "expected one of python, search, package.module:function"),
+        ("environment.tools.reward=judge", "is 'judge', which was not tried with tools"),
+        ("environment.tools.on_exception=stop", "environment.tools.on_exception"),
+        ("environment.limits.processes=20", None),
+        ("data.files.chat.tools=[{type: function}]", "data.files.chat.tools is set with environment.tools"),
+        ("data.files.train=[{path: a.parquet, tools: tools}]", "has tools=tools with environment.tools"),
+        ("data={source: arithmetic}", "environment.tools is set with data.source=arithmetic, whose prompts are no mes"),
+    ],
+)
+def test_what_does_not_go_with_tools_is_refused(override: str, reason: str | None) -> None:
+    more = []
+    if reason is None:  # of a sandbox
+        more, reason = ["environment.tools.functions=[python]"], "a worker whose sandboxes have up to 145"
+    with pytest.raises(SettingsError) as error:
+        load_recipe(GAME.with_name("tools.yaml"), [override, *more])
+    assert reason in str(error.value)
+
+
 def test_arguments_that_json_has_not_are_refused() -> None:
     with pytest.raises(ValidationError, match="set is not JSON serializable, expected what JSON has"):
         EnvironmentConfig(path="a:B", arguments={"numbers": {1, 2}})

@@ -12,7 +12,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cli.main import main
 from hybridflow.environments.config import EnvironmentConfig
-from hybridflow.planning.reward_check import check_environment
+from hybridflow.planning.environment_check import check_environment
 from tests.support.resumable import DEMO
 
 NEEDED = "def reward(generated_texts, answers): return [0.0] * len(generated_texts)"
