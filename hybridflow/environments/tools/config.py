@@ -91,7 +91,7 @@ class ToolsConfig(Settings):
 
     @property
     def class_arguments(self) -> dict[str, Any]:
-        """What a process of the environment makes it of."""
+        """Arguments of the class `ToolEnvironment`, as its process reads them."""
         return {
             "functions": [
                 {"path": function.imported_from(PROVIDED_TOOLS), "arguments": function.arguments}

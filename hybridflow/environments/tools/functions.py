@@ -77,7 +77,7 @@ class Tool:
             raise ArgumentsError(f"arguments are not JSON: {error}") from None
         problem = jsonschema.exceptions.best_match(self._validator.iter_errors(arguments))
         if problem is not None:
-            where = "".join(f" {part}" for part in problem.absolute_path)
+            where = "".join(f" {key}" for key in problem.absolute_path)
             raise ArgumentsError(f"argument{where}: {problem.message[:300]}" if where else problem.message[:300])
         assert isinstance(arguments, dict)
         return arguments
