@@ -3,7 +3,7 @@
     python benchmarks/plans.py --model deepseek-v3 --gpus 512 --tokens 131072 > plan.json
 
 gives half of the GPUs to the trainer and half to the engines, proposes a layout of the trainer for sequences of that
-length (`hybridflow/planning/layout_search.py`), makes the plan of the weight transfer, and prints one line of JSON. It
+length (`hybridflow/planning/search/layouts.py`), makes the plan of the weight transfer, and prints one line of JSON. It
 takes no weights and no GPU. Several numbers of GPUs and tokens, such as `--gpus 64,256`, are a plan and a line for each
 pair. What does not fit is a line with the reason.
 """
@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,9 @@ from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, engine_workspa
 from engine3d.memory.serving import absorbed_weights, cache_of_a_token
 from engine3d.models import ModelSpec
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from hybridflow.planning.cost_model import Batch, Hardware
-from hybridflow.planning.layout_search import USED_SHARE, LayoutSearch, Proposal, StageMemory
+from hybridflow.planning.search.layouts import USED_SHARE, LayoutSearch, Proposal, StageMemory
+from hybridflow.planning.time.hardware import Hardware, load_profile
+from hybridflow.planning.time.training import Batch
 
 _BF16 = 2
 _ENGINE_SHARE = 0.6
@@ -76,7 +77,8 @@ def main(arguments: list[str] | None = None, trace: Trace = trace_with_sglang) -
                 name = option.replace("_", "-")
                 raise UserError(f"--{name}: expected a number above 0, found {getattr(options, option)}")
         spec = named_model(options.model)
-        hardware = Hardware(
+        hardware = replace(
+            load_profile("h200").hardware,
             memory=round(options.gpu_gb * 1e9),
             gpus_per_node=options.gpus_per_node,
             node_rate=options.node_gb_s * 1e9,

@@ -7,11 +7,13 @@ import pytest
 from benchmarks.reshard_plan import named_model
 from engine3d.errors import UserError
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from hybridflow.planning.cost_model import Batch, Hardware
-from hybridflow.planning.layout_search import USED_SHARE, LayoutSearch
+from hybridflow.planning.search.layouts import USED_SHARE, LayoutSearch
+from hybridflow.planning.time.hardware import load_profile
+from hybridflow.planning.time.training import Batch
 
+HARDWARE = load_profile("h200").hardware
 CONFIG = TrainConfig(optimizer=OptimizerConfig(precision_aware=True, offload=True), logits_tokens=4096)
-SEARCH = LayoutSearch(named_model("qwen3-30b-a3b"), CONFIG, Hardware())
+SEARCH = LayoutSearch(named_model("qwen3-30b-a3b"), CONFIG, HARDWARE)
 
 
 def test_what_is_proposed_fits_and_the_fastest_is_first() -> None:
@@ -42,7 +44,7 @@ def test_a_sequence_that_no_rank_can_keep_is_split() -> None:
 
 
 def test_a_pipeline_of_few_micro_batches_has_virtual_stages() -> None:
-    search = LayoutSearch(named_model("qwen3-235b-a22b"), CONFIG, Hardware())
+    search = LayoutSearch(named_model("qwen3-235b-a22b"), CONFIG, HARDWARE)
     [proposal] = search.best(1024, Batch(sequences=256, tokens=131072))
     assert proposal.layout.pp > 1 and proposal.layout.vpp > 1
 
@@ -54,4 +56,4 @@ def test_what_does_not_fit_is_one_line() -> None:
     assert line.startswith("1 GPUs of 141.0 GB: no layout fits 8 sequences of 131,072 tokens (the least is ")
     assert line.endswith("; expected more or larger GPUs, or shorter sequences") and "\n" not in line
     with pytest.raises(UserError, match="no layout has a sequence for each rank"):
-        LayoutSearch(SEARCH.spec, CONFIG, Hardware()).best(2**14, Batch(sequences=0, tokens=1024))
+        LayoutSearch(SEARCH.spec, CONFIG, HARDWARE).best(2**14, Batch(sequences=0, tokens=1024))

@@ -14,7 +14,8 @@ from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, MODEL_BYTES, c
 from engine3d.models import ModelSpec
 from engine3d.training.config import TrainConfig
 from engine3d.training.optimizer import element_bytes
-from hybridflow.planning.cost_model import Batch, CostModel, Hardware, UpdateCost, distinct_stages
+from hybridflow.planning.time.hardware import Hardware
+from hybridflow.planning.time.training import Batch, CostModel, UpdateCost, distinct_stages
 
 USED_SHARE = 0.93
 """Share of a GPU's memory that may be planned: predictions are up to 7 % too low."""

@@ -8,14 +8,31 @@ import pytest
 
 from benchmarks.reshard_plan import named_model
 from engine3d.layout import Layout
-from engine3d.training.config import TrainConfig
+from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops, token_flops
-from hybridflow.planning.cost_model import Batch, CostModel, Hardware, distinct_stages
+from hybridflow.planning.time.hardware import load_profile
+from hybridflow.planning.time.training import Batch, CostModel, distinct_stages
 
 SPEC = named_model("qwen3-30b-a3b")
-HARDWARE = Hardware(message_s=0.0)
+SHARE = 0.5
+"""Share of the peak that all products reach here."""
+HARDWARE = replace(
+    load_profile("h200").hardware,
+    linear=SHARE,
+    linear_half=0.0,
+    experts=SHARE,
+    unfused_experts=SHARE,
+    attention=SHARE,
+    memory_rate=1e30,
+    node_rate=390e9,
+    layer_s=1e-3,
+    sparse_layer_s=1e-3,
+    unfused_layer_s=1e-3,
+    message_s=0.0,
+    update_s=0.0,
+)
 COSTS = CostModel(SPEC, HARDWARE)
-NO_COMPUTE = CostModel(SPEC, replace(HARDWARE, flops=1e30, layer_s=0.0))
+NO_COMPUTE = CostModel(SPEC, replace(HARDWARE, flops=1e30, layer_s=0.0, sparse_layer_s=0.0, unfused_layer_s=0.0))
 PLAIN, FULL = TrainConfig(), TrainConfig(recompute="full")
 BATCH = Batch(sequences=8, tokens=32768)
 KEYS_AND_VALUES = 4 * 2 * 128 * 2
@@ -31,12 +48,38 @@ def test_the_layers_costs_are_the_models_multiplications(name: str) -> None:
 def test_one_rank_multiplies_and_nothing_else() -> None:
     cost = COSTS.update(Layout(), PLAIN, BATCH)
     flops = 3 * 8 * float(sequence_flops(SPEC, 32768))
-    assert cost.compute == pytest.approx(flops / (HARDWARE.flops * HARDWARE.efficiency))
-    assert cost.seconds == cost.compute
-    assert COSTS.utilisation(Layout(), cost, BATCH) == pytest.approx(HARDWARE.efficiency)
+    products = cost.linear + cost.experts + cost.attention
+    assert products == pytest.approx(flops / (HARDWARE.flops * SHARE))
+    assert cost.seconds == cost.compute == pytest.approx(1.05 * products)  # a twentieth of the time is idle
+    assert COSTS.utilisation(Layout(), cost, BATCH) == pytest.approx(SHARE / 1.05)
     again = COSTS.update(Layout(), FULL, BATCH)
-    head = 2 * SPEC.rules.head_cost * 32768 * 8 / (HARDWARE.flops * HARDWARE.efficiency)  # is not computed again
-    assert again.compute == pytest.approx((cost.compute / 3 * 4) - head)
+    head = 2 * SPEC.rules.head_cost * 32768 * 8 / (HARDWARE.flops * SHARE)  # is not computed again
+    assert again.linear + again.experts + again.attention == pytest.approx((products / 3 * 4) - head)
+
+
+def test_a_forward_pass_is_a_third_of_an_update() -> None:
+    update, forward = COSTS.update(Layout(dp=2), PLAIN, BATCH), COSTS.forward(Layout(dp=2), PLAIN, BATCH)
+    assert forward.linear == pytest.approx(update.linear / 3) and forward.experts == pytest.approx(update.experts / 3)
+    assert forward.gradients == forward.optimizer == 0.0 and forward.call > 0
+
+
+def test_kernel_classes_have_rates_of_their_own() -> None:
+    cost = COSTS.update(Layout(), PLAIN, BATCH)
+    slower = CostModel(SPEC, replace(HARDWARE, linear=SHARE / 2, experts=SHARE / 4, attention=SHARE / 8))
+    scaled = slower.update(Layout(), PLAIN, BATCH)
+    assert scaled.linear == pytest.approx(2 * cost.linear) and scaled.experts == pytest.approx(4 * cost.experts)
+    assert scaled.attention == pytest.approx(8 * cost.attention)
+    narrow = CostModel(SPEC, replace(HARDWARE, linear_half=2048.0)).update(Layout(), PLAIN, BATCH)
+    assert narrow.linear == pytest.approx(2 * cost.linear)
+
+
+def test_an_offloaded_optimizer_waits_for_its_state() -> None:
+    offloaded = TrainConfig(optimizer=OptimizerConfig(precision_aware=True, offload=True))
+    cost = COSTS.update(Layout(), offloaded, BATCH)
+    elements = sum(COSTS.elements(Layout(), 0))
+    assert cost.optimizer == pytest.approx(elements * 6 / HARDWARE.host_rate)  # moments, and 16 bits of the masters
+    four = COSTS.update(Layout(dp=4, ep=4), offloaded, BATCH)
+    assert four.optimizer == pytest.approx(elements / 4 * 6 / (HARDWARE.node_host_rate / 4), rel=0.01)
 
 
 def test_a_short_micro_batch_takes_as_long_as_its_launches() -> None:
@@ -46,7 +89,7 @@ def test_a_short_micro_batch_takes_as_long_as_its_launches() -> None:
 
 def test_context_parallel_ranks_share_a_sequence() -> None:
     one, four = (COSTS.update(Layout(cp=cp), PLAIN, BATCH) for cp in (1, 4))
-    assert four.compute == pytest.approx(one.compute / 4)
+    assert four.experts == pytest.approx(one.experts / 4) and four.attention == pytest.approx(one.attention / 4)
     assert four.context == 0.0  # keys and values arrive while attention computes
     # Three rounds of a ring: keys and values, these again and their gradients.
     ring = 48 * 3 * KEYS_AND_VALUES * 32768 / 4 * 3
@@ -80,7 +123,7 @@ def test_exchanges_by_hand() -> None:
     assert HARDWARE.exchange_s(15e9, 16) == pytest.approx(max(7e9 / 390e9, 8e9 / 45e9))
     assert HARDWARE.exchange_s(15e9, 16, stride=8) == pytest.approx(15e9 / 45e9)
     assert HARDWARE.exchange_s(7e9, 8) == pytest.approx(7e9 / 390e9)
-    assert Hardware().exchange_s(0.0, 8, times=3) == pytest.approx(3 * 7 * 10e-6)
+    assert replace(HARDWARE, message_s=10e-6).exchange_s(0.0, 8, times=3) == pytest.approx(3 * 7 * 10e-6)
     hidden = 32768 * 2048 * 2
     expert = NO_COMPUTE.update(Layout(ep=8, cp=8), PLAIN, BATCH).expert
     assert expert == pytest.approx(8 * 48 * 2 * 2 * (hidden / 8) * 8 * 7 / 8 / HARDWARE.node_rate)

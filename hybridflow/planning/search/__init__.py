@@ -1,0 +1,1 @@
+"""Search for layouts and placement of a run on a cluster."""

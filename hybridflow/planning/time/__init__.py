@@ -1,0 +1,1 @@
+"""Seconds of each phase of a step, from sizes and from rates of hardware."""

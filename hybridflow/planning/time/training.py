@@ -1,0 +1,345 @@
+"""Seconds of an update, or of a forward pass, on any layout, from a model's sizes and the rates of its hardware.
+
+A micro-batch on the busiest pipeline stage takes
+
+    sum over kernel classes of FLOPs / (peak x share that the class reaches) + bytes of the other kernels / memory rate
+
+but at least the time in which the host launches its layers. Kernel classes are linear layers, experts, attention. The
+others are norms, activation functions, routing, permutation and the logits, as passes over what they read and write,
+counted in traces of one step (`benchmarks/results/train/*-kernels.txt`). To this come exchanges of ranks, the bubble of
+the pipeline, (pp - 1) / (vpp x micro-batches) of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), sums of
+gradients, and the optimizer, whose state may come from host memory.
+
+Exchanges of tensor, expert and pipeline parallelism wait for each other and for the multiplications. Keys and values of
+a context-parallel ring are sent while attention computes, and count as far as they take longer. Imbalance of experts
+is not counted: it is in the share that their products reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+from engine3d.dtypes import ITEMSIZES
+from engine3d.layout import Layout
+from engine3d.memory.activations import keys_and_values
+from engine3d.models import ModelSpec
+from engine3d.training.config import TrainConfig
+from engine3d.training.flops import PASSES_OF_AN_UPDATE, pair_flops, sequence_flops
+from engine3d.training.optimizer import element_bytes
+from hybridflow.planning.time.hardware import Hardware
+
+_GATHERS_OF_A_BACKWARD_PASS = 1.5
+"""Exchanges of tensor parallelism in a backward pass over those of a forward pass: it gathers the input again for the
+gradient of weights."""
+
+_LAYER_PASSES, _LAYER_PASSES_UNFUSED = 23.0, 31.0
+"""Passes of an update over a token's hidden state, queries, keys and values in a layer, with one kernel for queries and
+keys and without (h200-1gpu-6-layers-kernels.txt, and norms of h200-2gpu-12-layers*-kernels.txt)."""
+_EXPERT_PASSES = 6.0
+"""Passes over the rows of a token's experts: input, gate and up projection."""
+_HEAD_PASSES = 4.7
+"""Passes over a token's logits (`_facts` and `_gradient` of the first of these traces)."""
+_GRADIENT_SHARE = 0.8
+"""Share of the memory's rate at which a micro-batch's gradients are added up (the bf16 additions of these traces)."""
+_FLASH_ATTENTION = 1.17
+"""Rate of FlashAttention 4 over cuDNN's (h200-4gpu-12-layers-copies-fused-flash-third-kernels.txt)."""
+_EXPERTS_BESIDE_NCCL = 0.87
+"""Rate of grouped GEMMs next to NCCL's kernels, which hold processors, over that next to copy engines (the same)."""
+_IDLE = 1.05
+"""Time of a step over that of its kernels, where kernels bound it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of an update.
+
+    Args:
+        sequences: of all data-parallel ranks.
+        tokens: of each.
+        together: in a micro-batch.
+    """
+
+    sequences: int
+    tokens: int
+    together: int = 1
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Count the micro-batches of a data-parallel rank, a multiple of pp where there are virtual stages."""
+        count = -(-self.sequences // (layout.dp * self.together))
+        return count if layout.vpp == 1 else -(-count // layout.pp) * layout.pp
+
+    def fill(self, layout: Layout) -> float:
+        """Count the micro-batches of a data-parallel rank, where the last counts by its share of sequences."""
+        return -(-self.sequences // layout.dp) / self.together
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """Seconds of an update, or of a forward pass, on the busiest pipeline stage.
+
+    Args:
+        linear: matrix multiplications of attention, dense MLPs and the output layer, those of recomputation included.
+        experts: grouped GEMMs of experts.
+        attention: scores and sums over values.
+        memory: kernels that the memory bounds.
+        launches: time in which the host launches kernels, beyond theirs.
+        tensor: exchanges of tensor parallelism.
+        expert: exchanges of experts' tokens.
+        context: keys and values that arrive later than attention needs them.
+        pipeline: hidden states that are sent to other stages, and their gradients.
+        bubble: waits for other stages.
+        gradients: sums of gradients and gathers of weights over data- and context-parallel ranks.
+        optimizer: Adam, and its state's way from host memory and back.
+        call: calls of the ranks, their batches and metrics.
+    """
+
+    linear: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    launches: float = 0.0
+    tensor: float = 0.0
+    expert: float = 0.0
+    context: float = 0.0
+    pipeline: float = 0.0
+    bubble: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    call: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def compute(self) -> float:
+        """Seconds of kernels that compute, and of their launches."""
+        return self.linear + self.experts + self.attention + self.memory + self.launches
+
+    def scaled(self, factor: float) -> UpdateCost:
+        """Return the cost of as many updates."""
+        return UpdateCost(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of a model's updates on layouts that pass its `check_layout`.
+
+    Args:
+        spec: the model.
+        hardware: of every rank.
+    """
+
+    spec: ModelSpec
+    hardware: Hardware
+
+    def update(self, layout: Layout, config: TrainConfig, batch: Batch) -> UpdateCost:
+        """Predict the seconds of an update."""
+        cost = self._passes(layout, config, batch, PASSES_OF_AN_UPDATE)
+        stages = range(layout.pp) if layout.pp == 1 else distinct_stages(self.spec, layout)
+        return UpdateCost(
+            **{field.name: getattr(cost, field.name) for field in fields(cost)}
+            | {
+                "gradients": max(self._gradients(layout, stage, config) for stage in stages),
+                "optimizer": max(self._optimizer(layout, stage, config) for stage in stages),
+                "call": self.hardware.update_s,
+            }
+        )
+
+    def forward(self, layout: Layout, config: TrainConfig, batch: Batch) -> UpdateCost:
+        """Predict the seconds of a forward pass over the batch, as old log-probs, values and scores need it."""
+        return replace(self._passes(layout, config, batch, 1), call=self.hardware.scoring_s)
+
+    def _passes(self, layout: Layout, config: TrainConfig, batch: Batch, passes: int) -> UpdateCost:
+        count, itemsize = batch.micro_batches(layout), ITEMSIZES[config.dtype]
+        stages = distinct_stages(self.spec, layout)
+        costs = (self._stage(layout, stage, config, batch, passes) for stage in stages)
+        slowest = max(costs, key=lambda cost: cost.seconds)
+        # Of a micro-batch hidden states go on to the next stage and gradients back, for each model chunk.
+        ways = 1 if passes == 1 else 2
+        rank_tokens = batch.tokens * batch.together / (layout.cp * layout.tp)
+        between = ways * rank_tokens * self.spec.sizes.hidden * itemsize * layout.vpp if layout.pp > 1 else 0.0
+        messages = ways * layout.vpp if layout.pp > 1 else 0
+        sending = self.hardware.ring_s(between, layout.pp, layout.stage_size, messages)
+        total = slowest.scaled(batch.fill(layout) if layout.pp == 1 else count)
+        bubble = layout.bubble(count) * count * (slowest.seconds + sending)
+        return replace(total, pipeline=count * sending, bubble=bubble)
+
+    def elements(self, layout: Layout, stage: int) -> tuple[float, float]:
+        """Count the elements of a rank's parameters without padding: of dense layers, and of experts."""
+        chunks = self.spec.rules.rank_layers(layout, stage)
+        vocabulary = (stage in (0, layout.pp - 1)) * self.spec.sizes.vocabulary * self.spec.sizes.hidden
+        return (
+            (_within(self._dense, chunks) + vocabulary) / layout.tp,
+            _within(self._experts, chunks) / (layout.ep * layout.etp),
+        )
+
+    def utilisation(self, layout: Layout, cost: UpdateCost, batch: Batch) -> float:
+        """Compute the share of the peak that the model's multiplications take, without recomputation (MFU)."""
+        flops = PASSES_OF_AN_UPDATE * float(sequence_flops(self.spec, batch.tokens)) * batch.sequences
+        return flops / (layout.world_size * self.hardware.flops * cost.seconds)
+
+    def _stage(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch, passes: int) -> UpdateCost:
+        """Predict the seconds of a micro-batch on a stage: kernels, launches, and exchanges over tp, ep and cp."""
+        sizes, itemsize, chunks = self.spec.sizes, ITEMSIZES[config.dtype], self.spec.rules.rank_layers(layout, stage)
+        layers, sparse = sum(map(len, chunks)), _within(self._sparse, chunks)
+        repeated = self._repeated(layout, config, layers) if passes > 1 else 0.0  # of a further forward pass
+        tokens = batch.tokens * batch.together
+        cost = self._kernels(layout, stage, config, batch, passes, repeated)
+        hidden = tokens / layout.cp * sizes.hidden * itemsize
+        gathered = 2 * (2 * layers - (0 if sizes.shared_ffn else sparse)) * hidden * (layout.tp - 1) / layout.tp
+        exchanges = 1 + (passes > 1) * _GATHERS_OF_A_BACKWARD_PASS + repeated
+        tensor = self.hardware.exchange_s(gathered * exchanges, layout.tp, times=4 * layers * exchanges)
+        ways = (1 if passes == 1 else 2) + repeated
+        group = layout.ep * layout.etp
+        sent = sizes.experts_per_token * (layout.ep - 1) / layout.ep
+        if config.gathers_tokens(layout):
+            sent = group - 1.0
+        routed = 2 * sparse * hidden / layout.tp * sent
+        expert = self.hardware.exchange_s(
+            routed * ways, group, 1 if layout.etp > 1 else layout.etp, times=2 * sparse * ways
+        )
+        # Complete sequences on each rank take no keys and values of others (`MicroBatchPlan`).
+        is_split = batch.together % layout.cp > 0
+        ring = is_split * layers * (layout.cp - 1) * keys_and_values(sizes, layout.tp) * tokens / layout.cp * itemsize
+        rounds = (1 if passes == 1 else 3) + repeated
+        messages = is_split * layers * (layout.cp - 1) * ways
+        sending = self.hardware.ring_s(ring * rounds, layout.cp, layout.tp, messages)
+        return replace(cost, tensor=tensor, expert=expert, context=max(0.0, sending - cost.attention))
+
+    @staticmethod
+    def _repeated(layout: Layout, config: TrainConfig, layers: int) -> float:
+        """Compute the share of a forward pass that the backward pass makes again."""
+        again = layers if config.recompute == "full" else 0
+        if config.recompute_layers is not None:
+            again = min(layers, config.recompute_layers * layout.vpp)
+        return again / layers
+
+    def _kernels(
+        self, layout: Layout, stage: int, config: TrainConfig, batch: Batch, passes: int, repeated: float
+    ) -> UpdateCost:
+        """Predict the seconds of a micro-batch's kernels on a stage, by class, and of their launches."""
+        sizes, hardware, chunks = self.spec.sizes, self.hardware, self.spec.rules.rank_layers(layout, stage)
+        layers, sparse = sum(map(len, chunks)), _within(self._sparse, chunks)
+        tokens, ranks = batch.tokens * batch.together, layout.tp * layout.cp
+        rate = hardware.flops * hardware.attention * (_FLASH_ATTENTION if config.has_flash_attention else 1.0)
+        if sizes.latent is not None:
+            rate = hardware.flops * hardware.latent_attention
+        attention = (passes + repeated) * layers / sizes.layers * pair_flops(sizes) * tokens * batch.tokens / rate
+        per_token = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts_per_token
+        linear = (passes + repeated) * (_within(self._multiplications, chunks) - sparse * per_token)
+        if stage == layout.pp - 1:
+            linear += (passes + (passes > 1 and config.logits_tokens is not None)) * self.spec.rules.head_cost
+        width = min(sizes.hidden, sizes.heads * sizes.head_dim / layout.tp)
+        products = 2 * (passes + repeated) * sparse * per_token * tokens / ranks
+        compute = UpdateCost(
+            linear=2 * linear * tokens / ranks / hardware.linear_rate(width),
+            experts=products / self._expert_rate(layout, config),
+            attention=attention / ranks,
+            memory=self._passes_over_memory(layout, stage, config, tokens / ranks, passes, repeated),
+        )
+        of_sparse = hardware.sparse_layer_s if config.has_fused_experts(sizes, layout) else hardware.unfused_layer_s
+        launched = (passes + repeated) * ((layers - sparse) * hardware.layer_s + sparse * of_sparse)
+        return replace(compute, launches=max((_IDLE - 1) * compute.seconds, launched - compute.seconds))
+
+    def _expert_rate(self, layout: Layout, config: TrainConfig) -> float:
+        """FLOP/s of experts' products."""
+        hardware, sizes = self.hardware, self.spec.sizes
+        if not config.has_fused_experts(sizes, layout):
+            return hardware.flops * hardware.unfused_experts
+        beside = layout.ep > 1 and not config.has_copy_engine_dispatcher(sizes, layout)
+        return hardware.flops * hardware.experts * (_EXPERTS_BESIDE_NCCL if beside else 1.0)
+
+    def _passes_over_memory(
+        self, layout: Layout, stage: int, config: TrainConfig, tokens: float, passes: int, repeated: float
+    ) -> float:
+        """Predict the seconds of the kernels that read and write more than they compute, and of gradients' sums.
+
+        Args:
+            tokens: of a micro-batch on a rank.
+        """
+        sizes, itemsize, chunks = self.spec.sizes, ITEMSIZES[config.dtype], self.spec.rules.rank_layers(layout, stage)
+        layers, sparse = sum(map(len, chunks)), _within(self._sparse, chunks)
+        share = (passes + repeated) / PASSES_OF_AN_UPDATE
+        wide = sizes.hidden + (sizes.heads + 2 * sizes.groups) * sizes.head_dim
+        per_layer = (_LAYER_PASSES if config.fused_query_key or not sizes.qk_norm else _LAYER_PASSES_UNFUSED) * wide
+        rows = sparse * sizes.experts_per_token * (sizes.hidden + 2 * sizes.expert_ffn)
+        rows += (layers - sparse) * 2 * sizes.ffn + sparse * 2 * sizes.shared_ffn
+        elements = share * (layers * per_layer + _EXPERT_PASSES * rows)
+        if stage == layout.pp - 1 and not self.spec.value_head:
+            elements += passes / PASSES_OF_AN_UPDATE * _HEAD_PASSES * sizes.vocabulary
+        nbytes = elements * itemsize * tokens
+        if passes > 1:  # a micro-batch's gradients are read and added to their sum
+            of_element = itemsize + 2 * element_bytes(config).gradient
+            nbytes += sum(self.elements(layout, stage)) * of_element / _GRADIENT_SHARE
+        return nbytes / self.hardware.memory_rate
+
+    def _optimizer(self, layout: Layout, stage: int, config: TrainConfig) -> float:
+        """Predict the seconds of Adam on a rank's shard of parameters, and of its state's ways over the host's link."""
+        of_element, hardware = element_bytes(config), self.hardware
+        dense, experts = self.elements(layout, stage)
+        shard = dense / (layout.dp * layout.cp) + experts / layout.edp
+        # Gradients are read, weights, masters and moments read and written.
+        touched = of_element.gradient + 2 * (ITEMSIZES[config.dtype] + of_element.master + of_element.moments)
+        seconds = shard * touched / (hardware.memory_rate * hardware.adam)
+        if config.optimizer.offload:
+            ranks = min(hardware.gpus_per_node, layout.world_size)
+            rate = min(hardware.host_rate, hardware.node_host_rate / ranks)
+            seconds = max(seconds, shard * of_element.moments / rate)
+        return seconds
+
+    def _gradients(self, layout: Layout, stage: int, config: TrainConfig) -> float:
+        """Predict the seconds of scattered sums of gradients and of gathers of weights, over ranks with copies."""
+        of_element = element_bytes(config).gradient + ITEMSIZES[config.dtype]
+        dense, experts = (elements * of_element for elements in self.elements(layout, stage))
+        copies = layout.dp * layout.cp
+        return self.hardware.exchange_s(dense * (copies - 1) / copies, copies, layout.tp) + self.hardware.exchange_s(
+            experts * (layout.edp - 1) / layout.edp, layout.edp, layout.ep * layout.etp
+        )
+
+    @cached_property
+    def _multiplications(self) -> list[int]:
+        return [0, *accumulate(self.spec.rules.layer_costs)]
+
+    @cached_property
+    def _sparse(self) -> list[int]:
+        return [0, *accumulate(int(self.spec.sizes.is_sparse(layer)) for layer in range(self.spec.sizes.layers))]
+
+    @cached_property
+    def _dense(self) -> list[int]:
+        return self._elements(per_expert=False)
+
+    @cached_property
+    def _experts(self) -> list[int]:
+        return self._elements(per_expert=True)
+
+    def _elements(self, *, per_expert: bool) -> list[int]:
+        """Count the elements of the parameters before each layer: those of experts, or all others."""
+        copies = self.spec.sizes.experts if per_expert else 1
+        of_layers = [
+            sum(prod(tensor.shape) for rule in rules if rule.per_expert == per_expert for tensor in rule.cut.tensors)
+            for rules in self.spec.rules.layers
+        ]
+        return [0, *accumulate(copies * elements for elements in of_layers)]
+
+
+def distinct_stages(spec: ModelSpec, layout: Layout) -> list[int]:
+    """List pipeline stages that differ in their layers, and the first and the last: of stages alike the first.
+
+    That one has the most micro-batches in flight.
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    for stage in range(layout.pp):
+        layers = [[spec.sizes.is_sparse(layer) for layer in chunk] for chunk in spec.rules.rank_layers(layout, stage)]
+        sparse = tuple((len(chunk), sum(chunk)) for chunk in layers)
+        kinds.setdefault((stage == 0, stage == layout.pp - 1, sparse), stage)
+    return list(kinds.values())
+
+
+def _within(until: Sequence[int], chunks: Sequence[range]) -> int:
+    """Sum over the layers of some chunks, from the sums before each layer."""
+    return sum(until[chunk.stop] - until[chunk.start] for chunk in chunks)

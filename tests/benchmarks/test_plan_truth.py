@@ -1,0 +1,23 @@
+"""Predictions of measured runs do not get worse."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks import plan_truth
+
+
+def test_errors_are_not_larger_than_those_that_are_published() -> None:
+    compared = plan_truth.comparisons()
+    published = json.loads((plan_truth.README.parent / "truth.json").read_text())
+    summary = plan_truth.summary(compared)
+    assert summary["step"]["runs"] >= published["step"]["runs"] > 12
+    for name, errors in published.items():
+        assert summary[name]["median"] <= errors["median"] + 0.005, name
+        assert summary[name]["worst"] <= errors["worst"] + 0.01, name
+    assert plan_truth.page(compared) == plan_truth.README.read_text()
+
+
+def test_runs_that_are_left_out_have_a_reason_in_their_recipe() -> None:
+    reasons = {run.name: plan_truth.reason(run) for run in plan_truth.measured_runs() if plan_truth.reason(run)}
+    assert len(reasons) <= 4 and "h200-4gpu-30b/five-steps-run" not in reasons
