@@ -29,8 +29,8 @@ _INTRODUCTION = f"""\
 
 A cell says **yes** where a test runs the two together and compares the result with a plain run: log-probs, losses,
 gradients or weights. `hybridflow check` and the start of a run refuse every other pair, and name it. Pairs of
-`streams`, and of `resharding` with a feature, are shown and not refused: streams act on engines, and resharding reads
-weights.
+`streams` and `episodes`, and of `resharding` with a feature, are shown and not refused: streams act on engines,
+episodes leave tokens out of the loss, and resharding reads weights.
 `{COMMAND}` makes this page and the data of `check` from the marks of the tests. A test compares them.
 
 | item | setting |
@@ -45,6 +45,7 @@ weights.
 | `routing_replay` | `train.routing_replay` |
 | `critic` | a model with a scalar head |
 | `streams` | `rollout.stream`, with weights that change while requests are in flight |
+| `episodes` | `environment`, with [further settings](environments.md#what-goes-with-episodes) |
 | `checkpoints` | `checkpoint.save_interval`: what is resumed is what was saved |
 | `resharding` | weights in rollout engines, compared with those that SGLang loads of an export |
 | `fp8` | `rollout.engine.precision=fp8`: the same, of weights that the trainer quantises |

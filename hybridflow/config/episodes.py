@@ -10,8 +10,14 @@ from hybridflow.config.roles import RolloutRole
 from hybridflow.data.config import DataConfig
 from hybridflow.environments.config import EnvironmentConfig
 
-_TRIED = ("grpo", "dr_grpo", "rloo")
-"""Algorithms that learn from episodes."""
+EPISODIC = (
+    *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "opo", "pass_at_k"),
+    *("dapo", "gspo", "gspo_token", "cispo", "sapo", "clip_cov", "kl_cov"),
+)
+"""Algorithms that train on episodes: those of one batch of samples without a critic, whose advantages and losses are
+tested with tokens that are not the policy's between others."""
+_OF_LENGTHS = ("overlong_filter", "overlong_buffer")
+"""Settings of DAPO by lengths of responses, in which tokens of the environment would count."""
 
 
 def episode_errors(
@@ -40,10 +46,13 @@ def episode_errors(
         yield "environment is set with rollout.lease=true, which was not tried; expected false"
     if has_routes:
         yield "environment is set, and routes of its tokens were not tried; expected engine.routes=false and no replay"
-    if algorithm.name not in _TRIED:
+    for name in _OF_LENGTHS:
+        if value := getattr(algorithm, name, None):
+            yield f"environment is set with algorithm.{name}={value}, which was not tried; expected none"
+    if algorithm.name not in EPISODIC:
         yield (
             f"environment is set with algorithm.name={algorithm.name}, which was not tried; expected one of "
-            f"{', '.join(_TRIED)}"
+            f"{', '.join(EPISODIC)}"
         )
     elif isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
         yield "environment is set with algorithm.dynamic_sampling=true, which was not tried; expected false"

@@ -32,6 +32,7 @@ FEATURES = (
     "routing_replay",
     "critic",
     "streams",
+    "episodes",
     "checkpoints",
     "resharding",
     "fp8",
@@ -88,6 +89,8 @@ def used_items(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout) -> di
             items["fp8"] = f"rollout.engine.precision={precision}"
         if recipe.rollout.stream is not None:
             items["streams"] = "rollout.stream"
+        if recipe.environment is not None and role == "actor":
+            items["episodes"] = "environment"
     return items
 
 
@@ -135,9 +138,10 @@ def check_pairs(role: str, items: Mapping[str, str]) -> None:
 def is_refused(one: str, other: str) -> bool:
     """True if no test has run two items together, and `check` refuses them.
 
-    Streams act on engines, and resharding reads weights: their pairs with features are shown, and are not refused.
+    Streams act on engines, episodes leave tokens out of the loss, and resharding reads weights. Their pairs with
+    features are shown, and are not refused.
     """
-    if "streams" in (one, other) or ("resharding" in (one, other) and {one, other} <= set(FEATURES)):
+    if {"streams", "episodes"} & {one, other} or ("resharding" in (one, other) and {one, other} <= set(FEATURES)):
         return False
     return frozenset((one, other)) not in proven_pairs()
 

@@ -14,6 +14,7 @@ from benchmarks import logprobs
 from benchmarks.kill_harness import Kill, KilledRun
 from engine3d.rollout.requests import GIVEN
 from hybridflow.data.tokenizer import load_tokenizer
+from tests.support.proves import proves
 from tests.support.runs import ROOT, records, stored_samples
 from tests.support.warm import warm_python
 
@@ -125,6 +126,7 @@ def test_episodes_are_what_the_chat_template_makes_of_their_messages(
     assert all(record["reward/environment/environment_tokens"] > 0 for record in train)
 
 
+@proves("qwen3_moe", "ep dp padding streams episodes checkpoints resharding")
 @pytest.mark.processes
 @pytest.mark.long
 def test_each_token_of_a_turn_was_drawn_with_the_weights_of_its_version(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from hybridflow.algorithms.config import load
+from hybridflow.config.episodes import EPISODIC
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.environments.config import EnvironmentConfig
@@ -28,7 +30,17 @@ def test_episodes_give_the_reward() -> None:
         ("rollout.stream.dynamic_batching=true", "rollout.stream.dynamic_batching=true, which was not tried"),
         ("rollout.lease=true", "rollout.lease=true, which was not tried"),
         ("rollout.engine.routes=true", "routes of its tokens were not tried"),
-        ("algorithm.name=ppo", "algorithm.name=ppo, which was not tried; expected one of grpo, dr_grpo, rloo"),
+        ("algorithm.name=ppo", "algorithm.name=ppo, which was not tried; expected one of grpo, dr_grpo, rloo, "),
+        ("algorithm.name=remax", "algorithm.name=remax, which was not tried"),
+        (
+            "algorithm={name: dapo, dynamic_sampling: false, overlong_filter: true}",
+            "algorithm.overlong_filter=True, which",
+        ),
+        (
+            "algorithm={name: dapo, dynamic_sampling: false, overlong_buffer: 2}",
+            "algorithm.overlong_buffer=2, which was",
+        ),
+        ("algorithm.name=dapo", "algorithm.dynamic_sampling=true, which was not tried"),
         ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true, which was not tried"),
         ("reward.functions=[{name: length, path: length}]", "reward is set with environment, which gives the reward"),
         ("evaluation.eval={data: {path: a.parquet}}", "evaluations play no episodes; expected evaluation.eval=null"),
@@ -65,6 +77,19 @@ def test_what_does_not_go_with_tools_is_refused(override: str, reason: str | Non
     with pytest.raises(SettingsError) as error:
         load_recipe(GAME.with_name("tools.yaml"), [override, *more])
     assert reason in str(error.value)
+
+
+def test_algorithms_of_episodes_draw_and_update_as_grpo_does() -> None:
+    plain = load("grpo")
+    of_module = {load("rloo").make_experience.__qualname__, plain.make_experience.__qualname__}
+    for name in EPISODIC:
+        algorithm = load(name)
+        assert algorithm.make_experience.__qualname__ in of_module and not algorithm.settings.model_fields.keys() & {
+            "critic_warmup_steps"
+        }, name
+        more = ["algorithm.dynamic_sampling=false"] if name == "dapo" else []
+        more += ["trainer.mini_batches=1"] if algorithm.settings.on_policy else []
+        assert load_recipe(GAME, [f"algorithm.name={name}", *more]).environment is not None
 
 
 def test_arguments_that_json_has_not_are_refused() -> None:
