@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{played.turns / played.seconds:,.0f} turns/s; {played.ratio:.2f} times the waits and the engine alone")
     print(f"processor: {1e6 * played.cpu_s / played.turns:.0f} us a turn in the controller and host, ", end="")
     print(f"{1e6 * played.environment_cpu_s / played.turns:.0f} us in environments")
-    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()}
     result = json.dumps(asdict(played) | {"ratio": played.ratio, "machine": machine})
     if options.output is not None:
         options.output.write_text(result + "\n")

@@ -3,7 +3,8 @@
 python benchmarks/sandbox.py --programs 300 --at-a-time 4
 
 Rounds of both alternate. Each program prints a sum. The result is one JSON object on stdout: programs per second by
-wall clock and CPU milliseconds per program, of each round.
+wall clock and CPU milliseconds per program, of each round. With `--perf` also the CPU time of a program with all
+processes that confine it, by `perf stat`, which other programs of the machine are not in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import asyncio
 import json
 import os
 import resource
+import shutil
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +31,8 @@ from hybridflow.sandbox.program import Verdict, python_program
 
 SOURCE = "print(sum(range(1000)))"
 RIGHT = b"499500\n"
+_COUNTED = 30
+"""Programs whose CPU time is counted."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ async def main() -> None:
     parser.add_argument("--programs", type=int, default=300, help="of a round")
     parser.add_argument("--at-a-time", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--perf", action="store_true", help="count the CPU time of programs by perf")
     arguments = parser.parse_args()
     sandbox = LocalSandbox(SandboxSettings(at_a_time=arguments.at_a_time))
     await sandbox.start()
@@ -81,6 +88,7 @@ async def main() -> None:
                 "means": sandbox.means,
                 "arguments": vars(arguments),
                 "rounds": {kind: [asdict(measured) for measured in some] for kind, some in rounds.items()},
+                "program_cpu_ms": await _program_cpu_ms() if arguments.perf else None,
                 "best_programs_per_s": best,
                 "ratio": best["sandbox"] / best["subprocess"],
             },
@@ -98,6 +106,29 @@ async def _measured(run: Callable[[], Awaitable[None]], programs: int) -> Round:
         round((_cpu_s() - cpu) / programs * 1000, 2),
         round((_machine_cpu_s() - machine) / programs * 1000, 2),
     )
+
+
+async def _program_cpu_ms() -> float:
+    """CPU milliseconds of a program in the sandbox, with bubblewrap and all that it starts: the median of some."""
+    perf, bubblewrap = shutil.which("perf"), shutil.which("bwrap")
+    assert perf is not None and bubblewrap is not None
+    with tempfile.TemporaryDirectory() as directory:
+        counted, wrapper = Path(directory, "counted"), Path(directory, "bwrap")
+        wrapper.write_text(
+            f'#!/bin/sh\nexec {perf} stat -x, -e task-clock --append -o {counted} -- {bubblewrap} "$@"\n'
+        )
+        wrapper.chmod(0o755)
+        path = os.environ["PATH"]
+        os.environ["PATH"] = f"{directory}{os.pathsep}{path}"
+        sandbox = LocalSandbox(SandboxSettings(at_a_time=1))
+        await sandbox.start()
+        os.environ["PATH"] = path
+        counted.unlink()
+        for _ in range(_COUNTED):
+            result = await sandbox.run(python_program(SOURCE))
+            assert (result.verdict, result.stdout) == (Verdict.EXITED, RIGHT), result
+        lines = counted.read_text().splitlines()
+    return statistics.median(float(line.split(",")[0]) for line in lines if "task-clock" in line)
 
 
 def _cpu_s() -> float:
