@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,16 +141,24 @@ def encode_prompts(
 
     Raises UserError naming the prompt that the tokenizer cannot encode, that has no token or more than `max_tokens`.
     """
-    encoded = []
-    for index, example in enumerate(examples):
-        tokens = encode_prompt(tokenizer, example.prompt, f"prompt {index}")
+    encoded = _encode_each(tokenizer, examples)
+    for index, (example, tokens) in enumerate(zip(examples, encoded, strict=True)):
         if not 1 <= len(tokens) <= max_tokens:
             raise UserError(
                 f"prompt {index} ({shortened(example.prompt, 40)!r}) has {len(tokens)} tokens, "
                 f"expected 1 to {max_tokens}"
             )
-        encoded.append(tokens)
     return encoded
+
+
+def _encode_each(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[list[int]]:
+    """The token ids of each example's prompt. Raises UserError naming the one that cannot be encoded."""
+    if not examples:
+        return []
+    try:
+        return encode_prompts_together(tokenizer, [example.prompt for example in examples])
+    except Exception:  # one of them fails: find it
+        return [encode_prompt(tokenizer, example.prompt, f"prompt {index}") for index, example in enumerate(examples)]
 
 
 def fit_prompts(
@@ -168,17 +178,17 @@ def fit_prompts(
     if policy == "refuse":
         return list(examples), encode_prompts(tokenizer, examples, max_tokens=max_tokens), 0
     kept, encoded, overlong = [], [], 0
-    for index, example in enumerate(examples):
-        tokens = encode_prompt(tokenizer, example.prompt, f"prompt {index}")
+    for index, (example, tokens) in enumerate(zip(examples, _encode_each(tokenizer, examples), strict=True)):
         if not tokens:
             raise UserError(f"prompt {index} ({shortened(example.prompt, 40)!r}) has no tokens, expected at least one")
         if len(tokens) > max_tokens:
             overlong += 1
             if policy == "drop":
                 continue
-            tokens = cut(tokenizer, example.prompt, tokens, max_tokens, policy)
+            encoded.append(cut(tokenizer, example.prompt, tokens, max_tokens, policy))
+        else:
+            encoded.append(tokens)
         kept.append(example)
-        encoded.append(tokens)
     return kept, encoded, overlong
 
 
@@ -208,15 +218,19 @@ def encode_answers(
 
     Raises UserError as `encode_prompts` does; `max_tokens` counts the end-of-sequence token.
     """
-    encoded = []
-    for index, example in enumerate(examples):
-        tokens = ended(tokenizer, encode_text(tokenizer, example.answer, f"answer {index}"))
+    if not examples:
+        return []
+    try:
+        texts = tokenizer([example.answer for example in examples], add_special_tokens=False)["input_ids"]
+    except Exception:  # one of them fails: find it
+        texts = [encode_text(tokenizer, example.answer, f"answer {index}") for index, example in enumerate(examples)]
+    encoded = [ended(tokenizer, list(tokens)) for tokens in texts]
+    for index, (example, tokens) in enumerate(zip(examples, encoded, strict=True)):
         if len(tokens) > max_tokens:
             raise UserError(
                 f"answer {index} ({shortened(example.answer, 40)!r}) has {len(tokens)} tokens, "
                 f"expected at most {max_tokens}"
             )
-        encoded.append(tokens)
     return encoded
 
 
@@ -227,9 +241,15 @@ def ended(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
     """
     end = tokenizer.eos_token_id
     left = len(tokens)
-    while left and (tokens[left - 1] == end or not str(tokenizer.decode([tokens[left - 1]])).strip()):
+    while left and (tokens[left - 1] == end or _is_blank(tokenizer, tokens[left - 1])):
         left -= 1
     return [*tokens[: left + tokens[left:].index(end)], end] if end in tokens[left:] else [*tokens, end]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """True if the token is white space, or special and without a text."""
+    return not str(tokenizer.decode([token])).strip()
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
@@ -244,14 +264,19 @@ def encode_prompts_together(tokenizer: PreTrainedTokenizerBase, texts: Sequence[
     """The token ids of texts as prompts.
 
     They begin with the special tokens that the tokenizer puts before a text, and end with the text: a model that reads
-    an end-of-sequence token or a separator after its prompt does not continue it. Raises what the tokenizer raises.
+    an end-of-sequence token or a separator after its prompt does not continue it. A text without tokens of its own has
+    none. Raises what the tokenizer raises.
     """
     encoded = tokenizer(list(texts), return_special_tokens_mask=not tokenizer.is_fast)
     counts = (_special_around(tokenizer, encoded, index) for index in range(len(texts)))
-    around = next((count for count in counts if count is not None), None)
-    if around is None:  # no text has a token
+    around = (count for count in counts if count is not None)
+    # One that is not fast counts special tokens of the text itself among those around it.
+    of_texts = list(itertools.islice(around, 1) if tokenizer.is_fast else around)
+    if not of_texts:  # no text has a token
         return [[] for _ in texts]
-    return [list(tokens[: len(tokens) - around[1]]) for tokens in encoded["input_ids"]]
+    before, after = map(min, zip(*of_texts, strict=True))
+    ends = [len(tokens) - after for tokens in encoded["input_ids"]]
+    return [list(tokens[:end]) if end > before else [] for tokens, end in zip(encoded["input_ids"], ends, strict=True)]
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:

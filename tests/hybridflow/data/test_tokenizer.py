@@ -58,7 +58,9 @@ def test_a_prompt_that_is_cut_ends_with_its_text_as_well(
 
 
 def test_a_text_without_tokens_has_no_special_ones_either(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode_prompts_together(around(tokenizer, "<bos> $A <|end|>"), ["", ""]) == [[], []]
+    around(tokenizer, "<bos> $A <|end|>")
+    assert encode_prompts_together(tokenizer, ["", ""]) == [[], []]
+    assert [len(tokens) for tokens in encode_prompts_together(tokenizer, ["1", "", "12"])] == [2, 0, 3]
 
 
 @pytest.mark.parametrize(
