@@ -55,6 +55,7 @@ COMMON_FILES = (".metadata", "metadata.json")
 COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 """Description of what belongs to no tensor, for dist_checkpointing."""
 
+_BUFFER_BYTES = 64 << 10
 _WRITEBACK_BYTES = 32 << 20
 
 Data = Callable[[], Tensor] | io.BytesIO
@@ -392,9 +393,11 @@ def _no_zip_checksums() -> contextlib.AbstractContextManager[None]:
 
 
 def _save_tensor(values: Tensor, file: HashedFile) -> None:
-    """Write a tensor in host memory."""
+    """Write a tensor in host memory. PyTorch writes the format around its values in fifty small parts."""
+    buffered = io.BufferedWriter(file, _BUFFER_BYTES)
     try:
-        torch.save(_compact(values), cast("IO[bytes]", file))
+        torch.save(_compact(values), cast("IO[bytes]", buffered))
+        buffered.detach()  # which writes what it still has
     except RuntimeError:
         if file.error is not None:  # PyTorch's own error says nothing of it
             raise file.error from None

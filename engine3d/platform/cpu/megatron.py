@@ -100,6 +100,9 @@ _ANSWERS: dict[str, Any] = {
 }
 
 
+_OF_A_DEVICE = frozenset((torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to))
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Maps the device "cuda" to the CPU, page-locked memory to any, and a CPU tensor's type name to the CUDA one that
     Megatron-Core knows.
@@ -108,14 +111,17 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to:
-            args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
-        if _is_cuda(kwargs.get("device")):
+        # Called for every operation, of which few are of a device.
+        if func in _OF_A_DEVICE:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            if func is torch.Tensor.to:
+                args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
+        if not kwargs:
+            return func(*args)
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": _CPU}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
