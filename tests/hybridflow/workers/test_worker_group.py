@@ -85,6 +85,10 @@ def test_blocking_methods_return_the_result(group: CalledGroup) -> None:
     assert store.startswith(f"file://{Path(os.environ['RAY_AUTH_TOKEN_PATH']).parent}/")
 
 
+def test_ranks_have_the_priority_of_the_driver(group: CalledGroup) -> None:
+    assert {process.nice() for process in processes_of(group)} == {psutil.Process().nice()}
+
+
 def test_one_entry_a_rank(group: CalledGroup) -> None:
     assert group.echo([10, 11, 12, 13]).result() == [(0, 10), (1, 11), (2, 12), (3, 13)]
 
