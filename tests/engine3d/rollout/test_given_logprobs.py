@@ -11,6 +11,7 @@ from engine3d.errors import UserError
 from engine3d.rollout import RolloutEngine
 from tests.support.tiny_models import VOCAB_SIZE, make_qwen3_moe
 from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.warm import warm_starts
 
 pytestmark = pytest.mark.processes
 
@@ -24,7 +25,7 @@ def test_log_probs_of_given_tokens_and_of_the_most_likely_ones(tmp_path: Path) -
         prompt + torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (5, 9, 1, 12)
     ]
     firsts = [6, 6, 1, 17]
-    with RolloutEngine(tmp_path / "model", TINY_ROLLOUT) as engine:
+    with warm_starts(), RolloutEngine(tmp_path / "model", TINY_ROLLOUT) as engine:
         for top in (1, 5):
             for sequence, first, given in zip(sequences, firsts, engine.logprobs(sequences, firsts, top), strict=True):
                 with torch.no_grad():

@@ -87,7 +87,7 @@ def samplers() -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], limit_s: float = 180.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -111,8 +111,12 @@ def test_samples_go_to_the_file_and_figures_to_the_step(tmp_path: Path, bundles:
     path = tmp_path / "devices.jsonl"
     with DeviceMonitor([*bundles, *bundles], 0.05, path, make_reader=Steady) as monitor:
         collected(monitor)
-        time.sleep(1)  # between two steps: of no figure
-        monitor.begin()
+
+        def has_sampled() -> bool:  # between two steps: of no figure
+            monitor.begin()
+            return len(read_samples(path)) > 20
+
+        wait_for(has_sampled)
         begin = time.monotonic()
         time.sleep(1)
         figures = collected(monitor)
@@ -130,7 +134,6 @@ def test_samples_go_to_the_file_and_figures_to_the_step(tmp_path: Path, bundles:
     assert 300 * 0.9 < figures[metrics.DEVICE_ENERGY] <= 300 * (seconds + 0.1)
     samples = read_samples(path)
     assert {sample.gpu for sample in samples} == {0, 1}
-    assert len(samples) > 20
     assert len({sample.node for sample in samples}) == 1
     times = [sample.time for sample in samples if sample.gpu == 0]
     assert times == sorted(set(times))
