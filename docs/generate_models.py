@@ -19,10 +19,50 @@ from tests.support.proves import collected  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 COMMAND = "python docs/generate_models.py"
-DENSE = ("llama", "qwen3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Families without experts."""
-_NAMES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "deepseek_v3": "DeepSeek-V3"}
+_NAMES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen2-MoE",
+    "qwen3_moe": "Qwen3-MoE",
+    "mixtral": "Mixtral",
+    "deepseek_v3": "DeepSeek-V3",
+}
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
+
+
+def _rows(head: str, *rows: tuple[str, ...]) -> str:
+    """A table of some rows, with a head of its own."""
+    columns = head.split(", ")
+    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(columns)}", *lines[1:], ""])
+
+
+_SCALED = "default, linear, llama3, yarn"
+_MODELS = _rows(
+    "family, models, rotary embeddings, refused",
+    ("Llama", "Llama 2, 3, 3.1, 3.2, 3.3", _SCALED, ""),
+    ("Mistral", "Mistral-7B v0.2, v0.3", _SCALED, "`sliding_window` below `max_position_embeddings` (v0.1)"),
+    ("Qwen2", "Qwen2, Qwen2.5, Qwen2.5-Coder", _SCALED, "`use_sliding_window`, `dual_chunk_attention_config` (1M)"),
+    ("Qwen3", "Qwen3", _SCALED, "`use_sliding_window`"),
+    ("Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", _SCALED, "`use_sliding_window`"),
+    ("Qwen3-MoE", "Qwen3-30B-A3B, Qwen3-235B-A22B", _SCALED, "`use_sliding_window`"),
+    ("Mixtral", "Mixtral-8x7B, 8x22B", "default", "tied embeddings, `sliding_window`, routes of the engine"),
+    ("DeepSeek-V3", "DeepSeek-V3, R1, Kimi-K2 (`model_type: kimi_k2`)", "default, yarn", ""),
+)
+_SHOWN_OTHERWISE = _rows(
+    "family, Transformer Engine compared with `transformers`, balance losses of routers, "
+    "auxiliary-loss-free load balancing (expert bias), [runs on GPUs](../benchmarks/results)",
+    ("Llama", "yes", "no experts", "no experts", "4 layers of 70B"),
+    ("Qwen3", "yes", "no experts", "no experts", "none"),
+    ("Qwen3-MoE", "yes", "yes", "no such bias", "Qwen3-30B-A3B with all 48 layers"),
+    ("DeepSeek-V3", "yes", "yes", "yes", "8 layers of its kind"),
+    ("Mistral and Qwen2", "-", "no experts", "no experts", "none"),
+    ("Qwen2-MoE and Mixtral", "-", "the router of Qwen3-MoE", "no such bias", "none"),
+)
 
 _INTRODUCTION = f"""\
 # Models and features
@@ -50,17 +90,15 @@ episodes leave tokens out of the loss, and resharding reads weights.
 | `resharding` | weights in rollout engines, compared with those that SGLang loads of an export |
 | `fp8` | `rollout.engine.precision=fp8`: the same, of weights that the trainer quantises |
 
-DeepSeek-V3's family reads Kimi-K2's configs too (`model_type: kimi_k2`). Exports keep their `model_type`.
+{_MODELS}
+Exports keep their `model_type`. The rotary embeddings dynamic and longrope are refused everywhere: they make the
+log-probs of a token depend on the other sequences of its batch. So is `attention_factor` of yarn, which SGLang does
+not read.
+
 Tests run on CPUs, in float32 or bfloat16, with small models of the real architectures. Combinations that Megatron-Core
 or SGLang exclude are refused with their reason, see [What is not supported](not_supported.md).
 
-| | Llama | Qwen3 | Qwen3-MoE | DeepSeek-V3 |
-|---|---|---|---|---|
-| Transformer Engine, compared with `transformers` | yes | yes | yes | yes |
-| balance losses of routers | no experts | no experts | yes | yes |
-| auxiliary-loss-free load balancing (expert bias) | no experts | no experts | no such bias | yes |
-| [runs on GPUs](../benchmarks/results) | 4 layers of 70B | none | Qwen3-30B-A3B, all 48 layers | 8 layers of its kind |
-"""
+{_SHOWN_OTHERWISE}"""
 _THREE = "A cell says **yes** where one test runs the family, the layout and the feature together.\n"
 _MARK = """
 ## Adding a pair

@@ -219,7 +219,8 @@ def _saved_by_fused_experts(sizes: Sizes, layout: Layout, spread: int, itemsize:
 
 def _beside_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
     """Bytes a token of the norm, the shared expert and the router."""
-    inputs = 2 * sizes.hidden / spread
+    gated = sizes.hidden + 1 if sizes.shared_gate else 0  # what the gate scales, and the gate
+    inputs = (2 * sizes.hidden + gated) / spread
     shared = 3 * sizes.shared_ffn / layout.tp
     router = (_ROUTER_COPIES * _FLOAT32 + 1) * sizes.experts / spread
     return itemsize * (inputs + shared) + router

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 from engine3d.errors import UserError, shortened
 from engine3d.models.families.deepseek_v3 import DEEPSEEK_V3
 from engine3d.models.families.llama import LLAMA
+from engine3d.models.families.mistral import MISTRAL
+from engine3d.models.families.mixtral import MIXTRAL
+from engine3d.models.families.qwen2 import QWEN2
+from engine3d.models.families.qwen2_moe import QWEN2_MOE
 from engine3d.models.families.qwen3 import QWEN3
 from engine3d.models.families.qwen3_moe import QWEN3_MOE
 from engine3d.models.family import Family, ModelSpec
@@ -70,7 +74,7 @@ def __getattr__(name: str) -> Any:
 _MOST_EXPERTS = 131_072
 """Experts over all layers, five times those of the largest models, because each adds tensors to every pass."""
 
-FAMILIES = (QWEN3_MOE, QWEN3, LLAMA, DEEPSEEK_V3)
+FAMILIES = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3)
 
 
 def load_model_spec(directory: str | Path, *, value_head: bool = False) -> ModelSpec:
@@ -117,7 +121,9 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
         if named or (not architectures and config.get("model_type") in family.model_types):
             config.require("model_type", family.model_types)  # by which transformers and SGLang read the config
             config.check_others()
-            rope, sizes = read_rope(config, family.ropes), family.sizes(config)
+            rope, sizes = read_rope(config, family.ropes, family.rope_base), family.sizes(config)
+            if sizes.latent is not None and not rope.truncate:
+                raise UserError(f"{config.source}: truncate: expected true, the only value in latent attention")
             if sizes.layers * max(1, sizes.experts) > _MOST_EXPERTS:
                 raise UserError(
                     f"{config.source}: {sizes.layers:,} layers of {sizes.experts:,} experts: expected at most "

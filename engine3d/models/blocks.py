@@ -84,7 +84,7 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
             RowParallel(HFTensor(hf + "o_proj.weight", (sizes.hidden, queries), fp8=True)),
         ),
     ]
-    if sizes.attention_bias:
+    if sizes.qkv_bias:
         biases = QueryGroups(
             HFTensor(hf + "q_proj.bias", (queries,), "zeros"),
             HFTensor(hf + "k_proj.bias", (keys,), "zeros"),
@@ -92,6 +92,7 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
             sizes.groups,
         )
         rules.append(Rule(megatron + "linear_qkv.bias", biases))
+    if sizes.output_bias:
         replicated = Replicated(HFTensor(hf + "o_proj.bias", (sizes.hidden,), "zeros"))
         rules.append(Rule(megatron + "linear_proj.bias", replicated))
     if sizes.qk_norm:
@@ -154,9 +155,17 @@ def dense_mlp(sizes: Sizes) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def routed_experts(sizes: Sizes) -> tuple[Rule, ...]:
-    """A router and its experts, each a gated MLP."""
-    megatron, hf = MEGATRON + "mlp.", HF + "mlp."
+def routed_experts(
+    sizes: Sizes, name: str = "mlp", linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Rule, ...]:
+    """A router and its experts, each a gated MLP.
+
+    Args:
+        sizes: of the model.
+        name: of the layer's experts in the HuggingFace model.
+        linears: names of an expert's three linear layers there.
+    """
+    megatron, hf = MEGATRON + "mlp.", f"{HF}{name}."
     router = ExpertRows(HFTensor(hf + "gate.weight", (sizes.experts, sizes.hidden)))
     return (
         Rule(megatron + "router.weight", router),
@@ -168,6 +177,7 @@ def routed_experts(sizes: Sizes) -> tuple[Rule, ...]:
             sizes.expert_ffn,
             fc1_transformer_engine=megatron + "experts.linear_fc1.weight{expert}",
             fc2_transformer_engine=megatron + "experts.linear_fc2.weight{expert}",
+            linears=linears,
         ),
     )
 
@@ -178,11 +188,18 @@ def expert_bias(sizes: Sizes) -> tuple[Rule, ...]:
     return (Rule(MEGATRON + "mlp.router.expert_bias", ExpertRows(bias)),)
 
 
-def shared_expert(sizes: Sizes) -> tuple[Rule, ...]:
-    """A gated MLP next to the routed experts, cut over tp as a dense one."""
-    megatron, hf = MEGATRON + "mlp.shared_experts.", HF + "mlp.shared_experts."
+def shared_expert(sizes: Sizes, name: str = "shared_experts") -> tuple[Rule, ...]:
+    """A gated MLP next to the routed experts, cut over tp as a dense one. `name`: its name in the HuggingFace model.
+
+    Where a gate of the token scales its output, the gate is complete on every rank.
+    """
+    megatron, hf = MEGATRON + "mlp.shared_experts.", HF + "mlp."
     fc1, fc2 = megatron + "linear_fc1.weight", megatron + "linear_fc2.weight"
-    return _gated(fc1, fc2, hf, sizes.hidden, sizes.shared_ffn)
+    rules = _gated(fc1, fc2, f"{hf}{name}.", sizes.hidden, sizes.shared_ffn)
+    if not sizes.shared_gate:
+        return rules
+    gate = HFTensor(f"{hf}{name}_gate.weight", (1, sizes.hidden))
+    return (*rules, Rule(megatron + "gate_weight", Replicated(gate)))
 
 
 def norm(name: str, hf_name: str, length: int, transformer_engine: str | None = None) -> Rule:
@@ -197,12 +214,11 @@ def _gated(
     ffn: int,
     fc1_transformer_engine: str | None = None,
     fc2_transformer_engine: str | None = None,
+    linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Rule, ...]:
-    gate_up = GateUp(
-        HFTensor(hf + "gate_proj.weight", (ffn, hidden), fp8=True),
-        HFTensor(hf + "up_proj.weight", (ffn, hidden), fp8=True),
-    )
-    down = RowParallel(HFTensor(hf + "down_proj.weight", (hidden, ffn), fp8=True))
+    gate, up, down_name = (f"{hf}{linear}.weight" for linear in linears)
+    gate_up = GateUp(HFTensor(gate, (ffn, hidden), fp8=True), HFTensor(up, (ffn, hidden), fp8=True))
+    down = RowParallel(HFTensor(down_name, (hidden, ffn), fp8=True))
     return (Rule(fc1, gate_up, fc1_transformer_engine), Rule(fc2, down, fc2_transformer_engine))
 
 

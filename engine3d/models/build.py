@@ -104,6 +104,9 @@ def _build_chunk(
         rotary_base=spec.rope.base,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
+    if spec.sizes.shared_gate:  # which Megatron-Core makes on the CPU
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.cuda.current_device())
     if spec.sizes.latent is None:
         frequencies = model.rotary_pos_emb.inv_freq
         model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.sizes.head_dim).to(frequencies.device)

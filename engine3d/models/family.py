@@ -38,6 +38,7 @@ class Family:
         layer: the rules of one layer, by its number.
         megatron: further arguments of Megatron's TransformerConfig.
         ropes: the kinds of rotary embeddings that it may have.
+        rope_base: base of their frequencies where the config has none.
         published: keys of published configs, and their only value here, which SGLang needs and transformers leaves out
             of what it saves.
         other_names: further values of model_type of the same layers, of which transformers has no class.
@@ -49,6 +50,7 @@ class Family:
     layer: Callable[[Sizes, int], tuple[Rule, ...]]
     megatron: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     ropes: tuple[str, ...] = KINDS
+    rope_base: float = 10000.0
     published: Mapping[str, Any] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
 

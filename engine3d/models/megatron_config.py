@@ -56,8 +56,9 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "num_attention_heads": sizes.heads,
         "num_query_groups": sizes.groups,
         "kv_channels": sizes.head_dim,
+        "softmax_scale": spec.rope.score_factor / sizes.head_dim**0.5 if spec.rope.score_factor != 1.0 else None,
         "qk_layernorm": sizes.qk_norm,
-        "add_qkv_bias": sizes.attention_bias,
+        "add_qkv_bias": sizes.qkv_bias,
         "add_bias_linear": sizes.mlp_bias,
         "normalization": "RMSNorm",
         "layernorm_epsilon": sizes.norm_epsilon,
@@ -74,6 +75,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
 def _latent(spec: ModelSpec, latent: Latent) -> dict[str, Any]:
     rope = spec.rope
     return {
+        "softmax_scale": None,
         "qk_layernorm": True,
         "kv_channels": latent.value_dim,
         "q_lora_rank": latent.query_rank,
@@ -204,7 +206,7 @@ def layer_spec(
     else:
         layers = [_with_local_modules(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
-    if spec.sizes.attention_bias and not config.add_bias_linear:
+    if spec.sizes.output_bias and not config.add_bias_linear:
         layers = [_with_output_bias(layer) for layer in layers]
     return replace(block, layer_specs=layers)
 

@@ -45,12 +45,14 @@ class Sizes:
         initializer_range: standard deviation of random weights.
         tied: whether the output layer is the embedding.
         qk_norm: whether each query and key head is normalised.
-        attention_bias: whether all four projections of attention have a bias.
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+        output_bias: whether attention's output projection has one.
         mlp_bias: whether the linear layers of the MLP have a bias.
         experts: routed experts of a sparse layer; 0 in a dense model.
         experts_per_token: of which each token uses this many.
         expert_ffn: intermediate size of one expert.
         shared_ffn: intermediate size of the expert that every token is given to; 0 where there is none.
+        shared_gate: whether a sigmoid of the token scales what the shared expert makes of it.
         expert_groups: groups of experts, of which a token's experts come from `groups_per_token`.
         groups_per_token: as many as there are groups where the choice is free.
         routing_scale: by which the weights of a token's experts are multiplied.
@@ -71,12 +73,14 @@ class Sizes:
     initializer_range: float
     tied: bool
     qk_norm: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    shared_gate: bool = False
     expert_groups: int = 1
     groups_per_token: int = 1
     routing_scale: float = 1.0
@@ -100,6 +104,11 @@ class Sizes:
         return bool(self.sparse) and self.sparse[layer]
 
 
+def attention_biases(config: HFConfig) -> dict[str, bool]:
+    """The biases of attention where `attention_bias` gives all four projections one."""
+    return dict.fromkeys(("qkv_bias", "output_bias"), config.flag("attention_bias"))
+
+
 def divided_head_dim(config: HFConfig) -> int | None:
     """Elements of a head where `head_dim` is absent and the architecture has no number of its own.
 
@@ -114,6 +123,21 @@ def divided_head_dim(config: HFConfig) -> int | None:
     if hidden % heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads={heads}, or head_dim beside it")
     return hidden // heads
+
+
+def common_head_dim(config: HFConfig, *, nullable: bool = False) -> int:
+    """Elements of a head where SGLang's class has no others than hidden_size / num_attention_heads.
+
+    Raises:
+        UserError: the heads do not divide the hidden size, or `head_dim` differs; null too unless `nullable`.
+    """
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if hidden % heads:
+        raise config.error("hidden_size", f"a multiple of num_attention_heads={heads}")
+    divided = hidden // heads
+    if config.integer("head_dim", divided, null=divided if nullable else None) != divided:
+        raise config.error("head_dim", f"hidden_size / num_attention_heads = {divided}")
+    return divided
 
 
 def dense_sizes(config: HFConfig, *, groups: int, head_dim: int, **switches: Any) -> Sizes:
@@ -141,18 +165,18 @@ def decoder_sizes(config: HFConfig, **others: Any) -> Sizes:
     """The sizes that every decoder with gated MLPs has, and `others`. Raises UserError as `dense_sizes` does."""
     config.require("hidden_act", ("silu",), "silu")
     config.require("attention_dropout", (0, 0.0), 0.0)
+    config.require("dual_chunk_attention_config", (None,))  # which transformers passes over and SGLang obeys
     config.require("use_sliding_window", (False,), False)
     if any(kind != "full_attention" for kind in config.texts("layer_types")):
         raise config.error("layer_types", 'only "full_attention"')
-    return Sizes(
-        layers=config.integer("num_hidden_layers"),
-        hidden=config.integer("hidden_size"),
-        vocabulary=config.integer("vocab_size"),
-        ffn=config.integer("intermediate_size"),
-        max_positions=config.integer("max_position_embeddings"),
-        norm_epsilon=config.number("rms_norm_eps", 1e-6, most=1.0),
-        initializer_range=config.number("initializer_range", 0.02),
-        tied=config.flag("tie_word_embeddings"),
-        attention_bias=config.flag("attention_bias"),
-        **others,
-    )
+    common: dict[str, Any] = {
+        "layers": config.integer("num_hidden_layers"),
+        "hidden": config.integer("hidden_size"),
+        "vocabulary": config.integer("vocab_size"),
+        "ffn": config.integer("intermediate_size"),
+        "max_positions": config.integer("max_position_embeddings"),
+        "norm_epsilon": config.number("rms_norm_eps", 1e-6, most=1.0),
+        "initializer_range": config.number("initializer_range", 0.02),
+        "tied": config.flag("tie_word_embeddings"),
+    }
+    return Sizes(**common | others)

@@ -45,6 +45,10 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         raise UserError(
             f"rollout.engine.routes=true: expected false, because {spec.family.architecture} has no experts"
         )
+    if config.routes and spec.family.name == "mixtral":
+        raise UserError(
+            f"rollout.engine.routes=true: expected false: SGLang records no routes of {spec.family.architecture}"
+        )
     attention_tp = config.attention_tp
     if config.attention_dp > 1 < attention_tp and spec.vocab_size % (_VOCABULARY_ROWS * attention_tp):
         raise UserError(
@@ -174,12 +178,14 @@ def check_input_blocks(spec: ModelSpec, config: RolloutConfig) -> None:
 def _check_architecture(spec: ModelSpec) -> None:
     """SGLang's classes that pass over a key of the config which transformers and Megatron-Core obey."""
     sizes, name = spec.sizes, spec.family.architecture
-    if spec.family.name == "qwen3_moe" and not all(sizes.sparse):
+    if spec.family.name in ("qwen2_moe", "qwen3_moe") and not all(sizes.sparse):
         key = "mlp_only_layers" if spec.hf_config.get("mlp_only_layers") else "decoder_sparse_step"
         raise UserError(
             f"model: {key}={spec.hf_config.get(key)}: SGLang builds experts in every layer of {name}; "
             "expected mlp_only_layers=[] and decoder_sparse_step=1"
         )
+    if spec.family.name == "mixtral" and not spec.rope.base.is_integer():
+        raise UserError(f"model: rope_theta={spec.rope.base}: SGLang rounds it for {name}; expected a whole number")
     if sizes.mlp_bias:
         raise UserError(f"model: mlp_bias=true: SGLang builds {name} without biases in its MLPs; expected false")
 

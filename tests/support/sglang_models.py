@@ -26,7 +26,7 @@ LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
 
 def has_experts(name: str) -> bool:
-    return "num_experts" in MODELS[name] or "n_routed_experts" in MODELS[name]
+    return bool(model_spec(MODELS[name]).sizes.experts)
 
 
 CASES = [(name, tp, ep) for name in MODELS for tp, ep in LAYOUTS if ep == 1 or has_experts(name)]

@@ -69,8 +69,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         decoder_sparse_step=2,
         rope_theta=500.0,
     ),
+    "qwen2-tied": _config(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        tie_word_embeddings=True,
+        rope_theta=500.0,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ),
+    "qwen2_moe": _config(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        **_EXPERTS,
+        head_dim=8,
+        num_key_value_heads=4,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=False,
+    ),
+    "mistral": _config("MistralForCausalLM", "mistral", sliding_window=None, rope_theta=500.0),
+    "mixtral": _config(
+        "MixtralForCausalLM", "mixtral", head_dim=8, num_local_experts=8, num_experts_per_tok=3, rope_theta=500.0
+    ),
     "qwen3-tied": _config("Qwen3ForCausalLM", "qwen3", tie_word_embeddings=True),
-    "qwen3-biases": _config("Qwen3ForCausalLM", "qwen3", attention_bias=True, num_key_value_heads=4),
+    "qwen3-biases": _config(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        attention_bias=True,
+        num_key_value_heads=4,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    ),
     "llama": _config("LlamaForCausalLM", "llama", head_dim=8, num_key_value_heads=1),
     "llama-biases": _config(
         "LlamaForCausalLM",
@@ -109,6 +142,7 @@ _BLOCKS: dict[str, Any] = {
     "moe_intermediate_size": 256,
 }
 FP8_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {**CONFIGS["qwen2-tied"], **_BLOCKS, "num_key_value_heads": 2},
     "qwen3": {**CONFIGS["qwen3-biases"], **_BLOCKS, "num_key_value_heads": 2},
     "qwen3_moe": {**MOE, **_BLOCKS, "num_experts": 4},
     "deepseek_v3": {
@@ -132,7 +166,7 @@ def family_of(name: str) -> str:
 
 
 def has_experts(name: str) -> bool:
-    return "num_experts" in CONFIGS[name] or "n_routed_experts" in CONFIGS[name]
+    return not {"num_experts", "num_local_experts", "n_routed_experts"}.isdisjoint(CONFIGS[name])
 
 
 def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0) -> Any:

@@ -6,7 +6,7 @@ from engine3d.models import blocks
 from engine3d.models.family import Family
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.rules import Rule
-from engine3d.models.sizes import Sizes, dense_sizes, divided_head_dim
+from engine3d.models.sizes import Sizes, attention_biases, dense_sizes, divided_head_dim
 
 
 def sizes(config: HFConfig) -> Sizes:
@@ -21,6 +21,7 @@ def sizes(config: HFConfig) -> Sizes:
         groups=config.integer("num_key_value_heads", heads, null=heads),
         head_dim=config.integer("head_dim", divided, null=divided),
         mlp_bias=mlp_bias,
+        **attention_biases(config),
     )
 
 

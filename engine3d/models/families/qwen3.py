@@ -6,12 +6,13 @@ from engine3d.models import blocks
 from engine3d.models.family import Family
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.rules import Rule
-from engine3d.models.sizes import Sizes, dense_sizes
+from engine3d.models.sizes import Sizes, attention_biases, dense_sizes
 
 
 def sizes(config: HFConfig) -> Sizes:
     groups = config.integer("num_key_value_heads", null=config.integer("num_attention_heads"))
-    return dense_sizes(config, groups=groups, head_dim=config.integer("head_dim", 128), qk_norm=True)
+    head_dim = config.integer("head_dim", 128)
+    return dense_sizes(config, groups=groups, head_dim=head_dim, qk_norm=True, **attention_biases(config))
 
 
 def layer(sizes: Sizes, number: int) -> tuple[Rule, ...]:

@@ -8,10 +8,11 @@ from engine3d.models import blocks
 from engine3d.models.family import Family
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.rules import Rule
-from engine3d.models.sizes import Sizes, dense_sizes, divided_head_dim
+from engine3d.models.sizes import Sizes, attention_biases, dense_sizes, divided_head_dim
 
 
-def sizes(config: HFConfig) -> Sizes:
+def expert_sizes(config: HFConfig) -> dict[str, Any]:
+    """The sizes of the experts, and which layers have them. Raises UserError as `dense_sizes` does."""
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     experts = config.integer(key)
     experts_per_token = config.integer("num_experts_per_tok")
@@ -24,16 +25,23 @@ def sizes(config: HFConfig) -> Sizes:
     if not isinstance(dense_layers, list):
         raise config.error("mlp_only_layers", "a list of layer numbers")
     layers = config.integer("num_hidden_layers")
+    return {
+        "experts": experts,
+        "experts_per_token": experts_per_token,
+        "expert_ffn": config.integer("moe_intermediate_size"),
+        "sparse": tuple((number + 1) % step == 0 and number not in dense_layers for number in range(layers)),
+        "normalised_routing": config.flag("norm_topk_prob"),
+    }
+
+
+def sizes(config: HFConfig) -> Sizes:
     return dense_sizes(
         config,
         groups=config.integer("num_key_value_heads"),
         head_dim=config.integer("head_dim", divided_head_dim(config)),
         qk_norm=True,
-        experts=experts,
-        experts_per_token=experts_per_token,
-        expert_ffn=config.integer("moe_intermediate_size"),
-        sparse=tuple((number + 1) % step == 0 and number not in dense_layers for number in range(layers)),
-        normalised_routing=config.flag("norm_topk_prob"),
+        **expert_sizes(config),
+        **attention_biases(config),
     )
 
 

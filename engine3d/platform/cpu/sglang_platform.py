@@ -31,6 +31,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
             add_deterministic_attention_backend_choices(["torch_native"])
 
     def init_backend(self) -> None:
+        from sglang.kernels.ops.layernorm import elementwise
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import dp_attention, sampler
         from sglang.srt.layers.attention import torch_native_backend
@@ -56,6 +57,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         factory.get_rope_cpu = _rope(factory.get_rope_cpu, factory.get_rope)
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
         sglang_cpu_fp8.install()
+        elementwise.fused_gate_sigmoid_mul_add = _add_gated
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"
@@ -89,6 +91,19 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing, on a CPU."""
+
+
+def _add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, total: torch.Tensor) -> None:
+    """Add a shared expert's output times its gate to that of the routed experts, as SGLang's Triton kernel does.
+
+    Args:
+        hidden: the layer's input, (tokens, hidden) like all others but the gate.
+        gate: (hidden,).
+        shared: output of the shared expert.
+        total: that of the routed experts, which is changed.
+    """
+    scale = torch.sigmoid(hidden.float() @ gate.float())
+    total.copy_(total.float() + scale[:, None] * shared.float())
 
 
 def _copy_rows(

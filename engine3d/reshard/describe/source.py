@@ -25,6 +25,7 @@ _REGISTERED = (
     "layer_norm_weight",
     "weight",
     "bias",
+    "gate_weight",
     "embedding",
     "word_embeddings",
     "decoder",

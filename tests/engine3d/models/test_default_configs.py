@@ -24,6 +24,12 @@ SMALL: dict[str, Any] = {
 }
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 48,
+    },
     "deepseek_v3": {
         "moe_intermediate_size": 32,
         "n_routed_experts": 16,

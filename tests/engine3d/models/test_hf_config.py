@@ -22,7 +22,7 @@ KEYS = {
     "max_positions": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
     "tied": "tie_word_embeddings",
-    "attention_bias": "attention_bias",
+    "output_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
 }
 OF_EXPERTS = {
@@ -50,7 +50,7 @@ def same(spec: ModelSpec, theirs: Any) -> None:
             assert getattr(sizes, name) == getattr(theirs, key), name
     if sizes.latent is None:
         # As its attention has it where the config's class knows no such key.
-        assert sizes.head_dim == getattr(theirs, "head_dim", sizes.hidden // sizes.heads)
+        assert sizes.head_dim == (getattr(theirs, "head_dim", None) or sizes.hidden // sizes.heads)
     if hasattr(theirs, "first_k_dense_replace"):
         assert list(sizes.sparse) == [layer >= theirs.first_k_dense_replace for layer in range(sizes.layers)]
     assert (spec.rope.base, spec.rope.kind) == tuple(theirs.rope_parameters[key] for key in ("rope_theta", "rope_type"))

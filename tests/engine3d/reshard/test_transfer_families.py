@@ -29,7 +29,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"tp": 2},
     "llama": {"tp": 2, "dtype": "bfloat16"},
     "deepseek_v3": {"tp": 2, "ep": 2},
+    "qwen2-tied": {"tp": 2},
+    "mistral": {"tp": 1},
+    "qwen2_moe": {"tp": 2, "ep": 2},
+    "mixtral": {"tp": 2, "ep": 2},
 }
+GROUPS = (("qwen3-tied", "llama", "deepseek_v3"), ("qwen2-tied", "mistral", "qwen2_moe", "mixtral"))
+"""Engines that run at the same time. Those of the second group are traced without processes too (`test_simulate`)."""
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3-tied", "float32", {"pp": 2, "vpp": 2}),
     ("qwen3-tied", "float32", {"tp": 2}),
@@ -38,6 +44,17 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "float32", {"pp": 2, "stages": (3, 1)}),
     ("deepseek_v3", "float32", {"tp": 2}),
     ("deepseek_v3", "float32", {"ep": 2}),
+    ("qwen2-tied", "float32", {"pp": 2, "vpp": 2}),
+    ("qwen2-tied", "float32", {"tp": 2}),
+    ("qwen2-tied", "float32", {"cp": 2}),
+    ("mistral", "float32", {"tp": 2}),
+    ("mistral", "float32", {"pp": 2, "stages": (3, 1)}),
+    ("qwen2_moe", "float32", {"tp": 2, "ep": 2}),
+    ("qwen2_moe", "float32", {"tp": 2, "etp": 2}),
+    ("qwen2_moe", "float32", {"pp": 2}),
+    ("mixtral", "float32", {"tp": 2, "ep": 2}),
+    ("mixtral", "float32", {"ep": 2}),
+    ("mixtral", "float32", {"pp": 2}),
 ]
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
@@ -51,11 +68,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: directory / name for name in ENGINES}
 
 
+def running(names: tuple[str, ...], models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    engines = [RolloutEngine(models[name], TINY_ROLLOUT.model_copy(update=ENGINES[name])) for name in names]
+    with started(engines):
+        yield dict(zip(names, engines, strict=True))
+
+
 @pytest.fixture(scope="module")
 def engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
-    engines = [RolloutEngine(models[name], TINY_ROLLOUT.model_copy(update=ENGINES[name])) for name in ENGINES]
-    with started(engines):
-        yield dict(zip(ENGINES, engines, strict=True))
+    yield from running(GROUPS[0], models)
+
+
+@pytest.fixture(scope="module")
+def other_engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    yield from running(GROUPS[1], models)
+
+
+def cases_of(group: tuple[str, ...]) -> list[Any]:
+    return [
+        pytest.param(*case, marks=proves(tiny_families.family_of(case[0]), *runs_of({2: [case[2]]}, "resharding")))
+        for case in LAYOUTS
+        if case[0] in group
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +98,7 @@ def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         yield trainer
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "sizes"),
-    [
-        pytest.param(*case, marks=proves(tiny_families.family_of(case[0]), *runs_of({2: [case[2]]}, "resharding")))
-        for case in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype", "sizes"), cases_of(GROUPS[0]))
 def test_every_family_holds_what_sglang_loads_of_an_export(
     name: str,
     dtype: str,
@@ -80,10 +108,35 @@ def test_every_family_holds_what_sglang_loads_of_an_export(
     trainer: TrainerRanks,
     tmp_path: Path,
 ) -> None:
-    engine = engines[name]
+    check_transfer(name, dtype, sizes, engines[name], models, trainer, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "dtype", "sizes"), cases_of(GROUPS[1]))
+def test_other_families_hold_what_sglang_loads_of_an_export(
+    name: str,
+    dtype: str,
+    sizes: dict[str, Any],
+    other_engines: dict[str, RolloutEngine],
+    models: dict[str, Path],
+    trainer: TrainerRanks,
+    tmp_path: Path,
+) -> None:
+    check_transfer(name, dtype, sizes, other_engines[name], models, trainer, tmp_path)
+
+
+def check_transfer(
+    name: str,
+    dtype: str,
+    sizes: dict[str, Any],
+    engine: RolloutEngine,
+    models: dict[str, Path],
+    trainer: TrainerRanks,
+    tmp_path: Path,
+) -> None:
     sources = trainer.call("build", locations("here", 0, 1), sizes=sizes, dtype=dtype, model=models[name])
     # One rank on a device of the trainer's, one on another node.
-    engine_places = [[*locations("here", 0), *locations("there", 0)]]
+    engine_places = [[*locations("here", 0), *locations("there", 0)][: engine.config.tp]]
     connected = connect(trainer, [engine], sources, engine_places, models[name])
     version = 1 + LAYOUTS.index((name, dtype, sizes))
     trainer.call("change", seed=version)
@@ -92,6 +145,21 @@ def test_every_family_holds_what_sglang_loads_of_an_export(
     connected.transfer(version)
     assert differences([engine], tmp_path / "export") == []
     assert versions_of(responses_of(engine, PROMPTS, GREEDY)) == {version}
+    if engine.config.dtype == "float32":
+        check_log_probs(engine, tmp_path / "export")
+
+
+def check_log_probs(engine: RolloutEngine, export: Path) -> None:
+    """The engine's log-probs of an export are those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = [[5, 90, 17, 33, 2, 64, 8, 71, 40, 12, 3, 55] * 4]
+    reference = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens)).logits[0, :-1].log_softmax(-1)
+    (given,) = engine.logprobs(tokens, [1])
+    chosen = expected.gather(1, torch.tensor(tokens[0][1:])[:, None])[:, 0]
+    assert (torch.tensor(given.logprobs) - chosen).abs().max() < 1e-4
 
 
 def test_what_is_computed_after_loading_is_missed_when_it_is_not(

@@ -25,8 +25,14 @@ from tests.support.transfers import connect, differences, locations, started
 
 pytestmark = pytest.mark.processes
 
-ENGINES: dict[str, dict[str, Any]] = {"qwen3": {"tp": 2}, "qwen3_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {"tp": 1}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tp": 1},
+    "qwen3": {"tp": 2},
+    "qwen3_moe": {"tp": 2, "ep": 2},
+    "deepseek_v3": {"tp": 1},
+}
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen2", "bfloat16", {"tp": 2}),
     ("qwen3", "bfloat16", {"tp": 2}),
     ("qwen3", "float32", {"pp": 2, "vpp": 2}),
     ("qwen3", "bfloat16", {"cp": 2}),

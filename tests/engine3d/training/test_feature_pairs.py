@@ -67,6 +67,7 @@ CASES = (
     Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True),
     Case(2, "deepseek_v3-queries", {"tp": 2, "etp": 2}, packing=False),
     Case(2, "qwen3_moe-biases", {"pp": 2, "stages": (1, 3)}, packing=True, critic=True),
+    Case(2, "qwen2-tied", {"tp": 2}, packing=True),
     Case(4, "llama", {"tp": 2, "pp": 2}, packing=True),
     Case(4, "qwen3-tied", {"pp": 2}, packing=False),
     Case(4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
@@ -75,6 +76,13 @@ CASES = (
     Case(4, "qwen3-biases", {"tp": 2, "pp": 2}, packing=True, critic=True),
     Case(4, "qwen3_moe-biases", {"pp": 2, "ep": 2}, packing=False, critic=True),
     Case(4, "deepseek_v3-queries", {"tp": 2, "ep": 2, "etp": 2}, packing=True, critic=True),
+    Case(4, "qwen2-tied", {"pp": 2, "stages": (1, 3)}, packing=False, critic=True),
+    Case(4, "mistral", {"tp": 2, "pp": 2}, packing=True),
+    Case(4, "mistral", {"pp": 2, "vpp": 2}, packing=False, critic=True),
+    Case(4, "qwen2_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
+    Case(4, "qwen2_moe", {"pp": 2, "vpp": 2, "ep": 2}, packing=False, critic=True),
+    Case(4, "mixtral", {"tp": 2, "ep": 2}, packing=False),
+    Case(4, "mixtral", {"pp": 2, "stages": (3, 1), "ep": 2}, packing=True, critic=True),
 )
 
 

@@ -15,7 +15,7 @@ from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Location, RankShards
 from engine3d.reshard.describe.source import PlannedTrainer, model_shards, planned_shards, registration_order
 from tests.support.distributed import run_distributed
-from tests.support.tiny_families import CONFIGS
+from tests.support.tiny_families import CONFIGS, has_experts
 
 HERE = Location("node", "slot 0")
 LAYOUTS = {1: [Layout()], 2: [Layout(ep=2, dp=2), Layout(tp=2), Layout(pp=2), Layout(pp=2, vpp=2), Layout(dp=2)]}
@@ -68,7 +68,7 @@ def compare_all() -> dict[tuple[str, str], list[str]]:
         from megatron.core import parallel_state
 
         for name, config in CONFIGS.items():
-            if layout.ep == 1 or "num_experts" in config or "n_routed_experts" in config:
+            if layout.ep == 1 or has_experts(name):
                 spec = model_spec(config).of_trainer(layout, transformer_engine=platform.has_transformer_engine)
                 differing[str(layout), name] = compare(spec, layout, coordinates)
         parallel_state.destroy_model_parallel()

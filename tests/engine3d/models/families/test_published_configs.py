@@ -1,0 +1,294 @@
+"""Configs of published models, and others that resemble a family: read with the right sizes, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.models import FAMILIES, model_spec
+from engine3d.rollout import RolloutConfig
+from engine3d.rollout.served import check_served
+from tests.support.tiny_families import CONFIGS
+
+
+def config_of(
+    architecture: str, model_type: str, layers: int, hidden: int, ffn: int, heads: int, groups: int, **others: Any
+) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        **others,
+    }
+
+
+def qwen2(*sizes: int, vocabulary: int, tied: bool = False, **others: Any) -> dict[str, Any]:
+    return config_of(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        *sizes,
+        **{
+            "vocab_size": vocabulary,
+            "tie_word_embeddings": tied,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "use_sliding_window": False,
+            "sliding_window": 131072,
+            "max_window_layers": sizes[0],
+            **others,
+        },
+    )
+
+
+def qwen2_moe(*sizes: int, **others: Any) -> dict[str, Any]:
+    return config_of(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        *sizes,
+        **{
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+            **others,
+        },
+    )
+
+
+def llama(*sizes: int, scaling: dict[str, Any] | None, **others: Any) -> dict[str, Any]:
+    return config_of(
+        "LlamaForCausalLM",
+        "llama",
+        *sizes,
+        **{
+            "vocab_size": 128256,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": 131072,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": scaling,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            **others,
+        },
+    )
+
+
+def llama3(factor: float) -> dict[str, Any]:
+    return {
+        "factor": factor,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+
+
+def mistral(model_type: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    architecture = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}[model_type]
+    return config_of(
+        architecture,
+        model_type,
+        *sizes,
+        **{"vocab_size": 32000, "rms_norm_eps": 1e-05, "tie_word_embeddings": False, **others},
+    )
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+MIXTRAL: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen2.5-0.5B": (qwen2(24, 896, 4864, 14, 2, vocabulary=151936, tied=True), 494_032_768),
+    "Qwen2.5-7B": (qwen2(28, 3584, 18944, 28, 4, vocabulary=152064), 7_615_616_512),
+    "Qwen2.5-72B": (qwen2(80, 8192, 29568, 64, 8, vocabulary=152064, rms_norm_eps=1e-05), 72_706_203_648),
+    "Qwen2.5-Coder-32B": (
+        qwen2(64, 5120, 27648, 40, 8, vocabulary=152064, rms_norm_eps=1e-05, rope_scaling=YARN),
+        32_763_876_352,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        qwen2_moe(
+            *(24, 2048, 5632, 16, 16),
+            max_position_embeddings=8192,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+            sliding_window=32768,
+            max_window_layers=21,
+        ),
+        14_315_784_192,
+    ),
+    "Qwen2-57B-A14B": (
+        qwen2_moe(
+            *(28, 3584, 18944, 28, 4),
+            max_position_embeddings=131072,
+            moe_intermediate_size=2560,
+            shared_expert_intermediate_size=20480,
+            num_experts=64,
+            num_experts_per_tok=8,
+            sliding_window=65536,
+            max_window_layers=28,
+        ),
+        57_408_658_944,
+    ),
+    "Mixtral-8x7B-v0.1": (
+        mistral("mixtral", 32, 4096, 14336, 32, 8, max_position_embeddings=32768, **MIXTRAL),
+        46_702_792_704,
+    ),
+    "Mixtral-8x22B-v0.1": (
+        mistral(
+            "mixtral", 56, 6144, 16384, 48, 8, **{"max_position_embeddings": 65536, "vocab_size": 32768}, **MIXTRAL
+        ),
+        140_630_071_296,
+    ),
+    "Mistral-7B-v0.3": (
+        mistral(
+            "mistral",
+            *(32, 4096, 14336, 32, 8),
+            max_position_embeddings=32768,
+            vocab_size=32768,
+            sliding_window=None,
+            rope_theta=1000000.0,
+        ),
+        7_248_023_552,
+    ),
+    "Llama-3.1-8B": (llama(32, 4096, 14336, 32, 8, scaling=llama3(8.0)), 8_030_261_248),
+    "Llama-3.2-1B": (
+        llama(16, 2048, 8192, 32, 8, scaling=llama3(32.0), head_dim=64, tie_word_embeddings=True),
+        1_235_814_400,
+    ),
+    "Llama-3.3-70B": (llama(80, 8192, 28672, 64, 8, scaling=llama3(8.0)), 70_553_706_496),
+}
+"""Config of each model, and its parameters."""
+MISTRAL_01 = mistral(
+    "mistral", 32, 4096, 14336, 32, 8, max_position_embeddings=32768, sliding_window=4096, rope_theta=10000.0
+)
+GLM_45_AIR = config_of(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    *(46, 4096, 10944, 96, 8),
+    vocab_size=151552,
+    head_dim=128,
+    partial_rotary_factor=0.5,
+    max_position_embeddings=131072,
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_and_served(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    spec = model_spec(config)
+    assert spec.parameter_count() == parameters
+    check_served(spec, RolloutConfig(tp=2))
+    assert spec.rope.base == config["rope_theta"]
+    assert spec.sizes.qkv_bias == name.startswith("Qwen")
+
+
+def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
+    return {**CONFIGS[name], **changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MISTRAL_01, "sliding_window: expected null, or at least max_position_embeddings=32768, found 4096"),
+        (
+            {key: value for key, value in MISTRAL_01.items() if key != "sliding_window"},
+            "sliding_window: expected null, or at least max_position_embeddings=32768, found nothing",
+        ),
+        (
+            GLM_45_AIR,
+            "architecture Glm4MoeForCausalLM is not supported; supported are "
+            + ", ".join(family.architecture for family in FAMILIES),
+        ),
+        (
+            of_tiny("qwen2-tied", use_sliding_window=True, sliding_window=64, max_window_layers=2),
+            "use_sliding_window: expected false, found true",
+        ),
+        (
+            of_tiny("qwen2-tied", rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}),
+            'rope_scaling: expected rope_type default, linear, llama3 or yarn, found {"type": "mrope", '
+            '"mrope_section": [2, 3, 3]}',
+        ),
+        (of_tiny("qwen2-tied", attention_bias=False), "attention_bias: expected true, found false"),
+        (of_tiny("qwen2-tied", model_type="qwen3"), 'model_type: expected "qwen2", found "qwen3"'),
+        (
+            of_tiny("qwen2-tied", dual_chunk_attention_config={"chunk_size": 262144}),
+            'dual_chunk_attention_config: expected null, found {"chunk_size": 262144}',
+        ),
+        (of_tiny("qwen2_moe", head_dim=16), "head_dim: expected hidden_size / num_attention_heads = 8, found 16"),
+        (
+            of_tiny("qwen2_moe", shared_expert_intermediate_size=0),
+            "shared_expert_intermediate_size: expected a whole number of at least 1, found 0",
+        ),
+        (of_tiny("mistral", attention_bias=True), "attention_bias: expected false, found true"),
+        (of_tiny("mixtral", tie_word_embeddings=True), "tie_word_embeddings: expected false, found true"),
+        (of_tiny("mixtral", num_experts_per_tok=1), "num_experts_per_tok: expected between 2 and num_local_experts=8"),
+        (of_tiny("mixtral", router_jitter_noise=0.1), "router_jitter_noise: expected 0 or 0.0, found 0.1"),
+        (
+            of_tiny("mixtral", rope_scaling={"rope_type": "linear", "factor": 2.0}),
+            'rope_scaling: expected rope_type default, found {"rope_type": "linear", "factor": 2.0}',
+        ),
+        (
+            of_tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+            "rope_scaling: expected rope_type default, linear, llama3 or yarn (dynamic: transformers computes its "
+            "frequencies from the longest sequence of a batch, and SGLang from the config), found",
+        ),
+    ],
+)
+def test_configs_that_resemble_a_family_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        model_spec(config)
+    assert str(refused.value).startswith(f"config: {message}") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "message"),
+    [
+        (
+            of_tiny("qwen2_moe", mlp_only_layers=[1]),
+            RolloutConfig(),
+            "model: mlp_only_layers=[1]: SGLang builds experts in every layer of Qwen2MoeForCausalLM; expected "
+            "mlp_only_layers=[] and decoder_sparse_step=1",
+        ),
+        (
+            of_tiny("mixtral", rope_theta=500.5),
+            RolloutConfig(),
+            "model: rope_theta=500.5: SGLang rounds it for MixtralForCausalLM; expected a whole number",
+        ),
+        (
+            of_tiny("mixtral"),
+            RolloutConfig(routes=True),
+            "rollout.engine.routes=true: expected false: SGLang records no routes of MixtralForCausalLM",
+        ),
+    ],
+)
+def test_models_that_sglang_would_serve_otherwise_are_refused(
+    config: dict[str, Any], engine: RolloutConfig, message: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        check_served(model_spec(config), engine)
+    assert str(refused.value) == message

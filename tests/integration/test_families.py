@@ -1,0 +1,38 @@
+"""Runs of GRPO with models of each family: the engine serves the model that is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.metrics import names as metrics
+from tests.support.runs import DEMO, records, rewarded_by_length, run_recipe
+from tests.support.tiny_families import CONFIGS
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"tp": 2},
+    "mistral": {"pp": 2},
+    "qwen2_moe": {"tp": 2, "ep": 2},
+    "mixtral": {"ep": 2},
+}
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_draws_from_the_weights_that_it_trains(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name] | {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
+    settings = [f"model.create.config={json.dumps(config)}", f"train.layout={json.dumps(LAYOUTS[name])}"]
+    settings += ["warmup=null", "trainer.steps=2", "trainer.prompts_per_step=8", "rollout.verify_weights=true"]
+    settings += ["evaluation=null", "checkpoint.save_interval=2"]
+    done = run_recipe(DEMO, tmp_path, *settings, rewarded_by_length(tmp_path))
+    assert done.returncode == 0, done.stderr
+    train = records(tmp_path / "small", "train")
+    assert [record["step"] for record in train] == [1, 2]
+    for record in train:
+        # The engine's log-probs are those of the model that learns.
+        assert record[metrics.MISMATCH_LOGPROB_MAX] < 1e-3
+        assert record["train/grad_norm"] > 0
