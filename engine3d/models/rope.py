@@ -82,7 +82,7 @@ class Rope:
 
     @property
     def score_factor(self) -> float:
-        """By which attention scores are multiplied where sine and cosine are not scaled themselves.
+        """Factor of attention scores, where sine and cosine are not scaled themselves.
 
         Queries and keys that turn with all their elements both have the scale. Not for latent attention.
         """

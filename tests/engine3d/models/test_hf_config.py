@@ -79,7 +79,7 @@ def test_the_kind_of_model_is_the_one_by_which_others_read_the_config() -> None:
             model_spec({**llama, "model_type": wrong})
     with pytest.raises(UserError, match="model_type: expected"):
         model_spec({key: value for key, value in llama.items() if key != "model_type"})
-    for other in (["LlamaModel"], ["LlamaForSequenceClassification"], ["MistralForCausalLM"]):
+    for other in (["LlamaModel"], ["LlamaForSequenceClassification"], ["GPT2LMHeadModel"]):
         with pytest.raises(UserError, match=rf"architecture {other[0]} is not supported"):
             model_spec({**llama, "architectures": other})
 
