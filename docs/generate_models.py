@@ -30,6 +30,7 @@ _NAMES = {
     "qwen3_moe": "Qwen3-MoE",
     "mixtral": "Mixtral",
     "deepseek_v3": "DeepSeek-V3",
+    "glm4_moe": "GLM-4.5",
 }
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
 
@@ -52,6 +53,7 @@ _MODELS = _rows(
     ("Qwen3-MoE", "Qwen3-30B-A3B, Qwen3-235B-A22B", _SCALED, "`use_sliding_window`"),
     ("Mixtral", "Mixtral-8x7B, 8x22B", "default", "tied embeddings, `sliding_window`, routes of the engine"),
     ("DeepSeek-V3", "DeepSeek-V3, R1, Kimi-K2 (`model_type: kimi_k2`)", "default, yarn", ""),
+    ("GLM-4.5", "GLM-4.5, GLM-4.6 and their Air models", "default, of a part of each head", ""),
 )
 _SHOWN_OTHERWISE = _rows(
     "family, Transformer Engine compared with `transformers`, balance losses of routers, "
@@ -61,6 +63,7 @@ _SHOWN_OTHERWISE = _rows(
     ("Qwen3-MoE", "yes", "yes", "no such bias", "Qwen3-30B-A3B with all 48 layers"),
     ("DeepSeek-V3", "yes", "yes", "yes", "8 layers of its kind"),
     ("Mistral and Qwen2", "-", "no experts", "no experts", "none"),
+    ("GLM-4.5", "-", "the router of DeepSeek-V3", "yes", "none"),
     ("Qwen2-MoE and Mixtral", "-", "the router of Qwen3-MoE", "no such bias", "none"),
 )
 

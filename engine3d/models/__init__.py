@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError, shortened
 from engine3d.models.families.deepseek_v3 import DEEPSEEK_V3
+from engine3d.models.families.glm4_moe import GLM4_MOE
 from engine3d.models.families.llama import LLAMA
 from engine3d.models.families.mistral import MISTRAL
 from engine3d.models.families.mixtral import MIXTRAL
@@ -74,7 +75,7 @@ def __getattr__(name: str) -> Any:
 _MOST_EXPERTS = 131_072
 """Experts over all layers, five times those of the largest models, because each adds tensors to every pass."""
 
-FAMILIES = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3)
+FAMILIES = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3, GLM4_MOE)
 
 
 def load_model_spec(directory: str | Path, *, value_head: bool = False) -> ModelSpec:
@@ -121,7 +122,13 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
         if named or (not architectures and config.get("model_type") in family.model_types):
             config.require("model_type", family.model_types)  # by which transformers and SGLang read the config
             config.check_others()
-            rope, sizes = read_rope(config, family.ropes, family.rope_base), family.sizes(config)
+            rope = read_rope(config, family.ropes, family.rope_base, family.rotary_share)
+            sizes = family.sizes(config)
+            if sizes.latent is None and (rotary := rope.rotary_share * sizes.head_dim) % 2:
+                raise UserError(
+                    f"{config.source}: partial_rotary_factor={rope.rotary_share}: expected an even number of rotary "
+                    f"elements, found {rotary:g} of head_dim={sizes.head_dim}"
+                )
             if sizes.latent is not None and not rope.truncate:
                 raise UserError(f"{config.source}: truncate: expected true, the only value in latent attention")
             if sizes.layers * max(1, sizes.experts) > _MOST_EXPERTS:

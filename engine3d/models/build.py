@@ -101,6 +101,7 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=spec.sizes.tied and not spec.value_head,
         position_embedding_type="rope",
+        rotary_percent=spec.rope.rotary_share,
         rotary_base=spec.rope.base,
         vp_stage=chunk if layout.vpp > 1 else None,
     )

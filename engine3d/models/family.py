@@ -39,6 +39,7 @@ class Family:
         megatron: further arguments of Megatron's TransformerConfig.
         ropes: the kinds of rotary embeddings that it may have.
         rope_base: base of their frequencies where the config has none.
+        rotary_share: share of a head that turns with the position where the config says none; 1.0 allows no other.
         published: keys of published configs, and their only value here, which SGLang needs and transformers leaves out
             of what it saves.
         other_names: further values of model_type of the same layers, of which transformers has no class.
@@ -51,6 +52,7 @@ class Family:
     megatron: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     ropes: tuple[str, ...] = KINDS
     rope_base: float = 10000.0
+    rotary_share: float = 1.0
     published: Mapping[str, Any] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
 

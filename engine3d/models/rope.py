@@ -31,6 +31,7 @@ class Rope:
     Args:
         base: the base of the frequencies, HuggingFace's rope_theta.
         kind: HuggingFace's rope_type, one of KINDS.
+        rotary_share: share of each query and key head that turns with the position: its first elements.
         factor: by which low frequencies (all of them for "linear") are divided.
         low_frequency_factor: "llama3": wavelengths longer than original_positions / this are divided.
         high_frequency_factor: "llama3": wavelengths shorter than original_positions / this are kept.
@@ -45,6 +46,7 @@ class Rope:
 
     base: float
     kind: str = "default"
+    rotary_share: float = 1.0
     factor: float = 1.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
@@ -56,11 +58,12 @@ class Rope:
     mscale_all_dim: float = 0.0
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """Radians a position for each pair of elements: float32 [head_dim / 2] on the CPU.
+        """Radians a position for each pair of elements that turns: float32 [rotary_share * head_dim / 2] on the CPU.
 
         "llama3" is the interpolation of the Llama 3.1 release: smooth between the two wavelength limits. "yarn" is
         linear between two pairs of elements (https://arxiv.org/abs/2309.00071).
         """
+        head_dim = int(head_dim * self.rotary_share)
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies = 1.0 / self.base**exponents
         if self.kind == "default":
@@ -99,13 +102,16 @@ def _magnitude(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def read_rope(config: HFConfig, kinds: tuple[str, ...] = KINDS, base: float = 10000.0) -> Rope:
+def read_rope(
+    config: HFConfig, kinds: tuple[str, ...] = KINDS, base: float = 10000.0, rotary_share: float = 1.0
+) -> Rope:
     """The rotary embeddings of a HuggingFace config, in the form of transformers 5 or of its predecessors.
 
     Args:
         config: the HuggingFace config.
         kinds: those that the architecture may have here.
         base: of the frequencies where the config has none.
+        rotary_share: share of a head that turns where the config says none; 1.0 allows no other.
 
     Raises:
         UserError: a kind of scaling that is not supported, one of its values is missing or not a number, or the two
@@ -119,18 +125,20 @@ def read_rope(config: HFConfig, kinds: tuple[str, ...] = KINDS, base: float = 10
         raise config.error(key, "an object with rope_type")
     nested = HFConfig(values, f"{config.source}: {key}")
     base = nested.number("rope_theta", config.number("rope_theta", base))
-    rotary = config.number("partial_rotary_factor", 1.0, null=1.0)
-    if nested.number("partial_rotary_factor", rotary, null=rotary) != 1.0:
-        raise UserError(f"{config.source}: partial_rotary_factor: expected 1.0, which is the only one supported")
+    share = config.number("partial_rotary_factor", rotary_share, null=rotary_share)
+    share = nested.number("partial_rotary_factor", share, null=share)
+    if share > 1.0 or (share != rotary_share == 1.0):
+        expected = "at most 1.0" if rotary_share != 1.0 else "1.0, which is the only one supported"
+        raise UserError(f"{config.source}: partial_rotary_factor: expected {expected}")
     kind = nested.get("rope_type", nested.get("type", "default"))
     if not isinstance(kind, str) or kind not in kinds:
         reason = f" ({kind}: {_OF_BATCHES[kind]})" if kind in _OF_BATCHES else ""
         accepted = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
         raise config.error(key, f"rope_type {accepted}{reason}")
     if kind == "default":
-        return Rope(base)
+        return Rope(base, rotary_share=share)
     if kind == "linear":
-        return Rope(base, kind, nested.number("factor"))
+        return Rope(base, kind, share, nested.number("factor"))
     original = "original_max_position_embeddings"
     if config.get(original, nested.get(original)) != nested.get(original):  # which transformers puts in its place
         raise config.error(original, f"the {original} of {key}, or nothing")
@@ -139,7 +147,7 @@ def read_rope(config: HFConfig, kinds: tuple[str, ...] = KINDS, base: float = 10
     low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
     if high <= low:
         raise nested.error("high_freq_factor", f"a number above low_freq_factor={low}")
-    return Rope(base, kind, nested.number("factor"), low, high, nested.integer(original))
+    return Rope(base, kind, share, nested.number("factor"), low, high, nested.integer(original))
 
 
 def _read_yarn(values: HFConfig, base: float) -> Rope:
@@ -151,7 +159,7 @@ def _read_yarn(values: HFConfig, base: float) -> Rope:
     return Rope(
         base,
         "yarn",
-        values.number("factor"),
+        factor=values.number("factor"),
         original_positions=values.integer("original_max_position_embeddings"),
         beta_fast=values.number("beta_fast", 32.0, null=32.0),
         beta_slow=values.number("beta_slow", 1.0, null=1.0),

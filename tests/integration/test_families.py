@@ -17,6 +17,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mistral": {"pp": 2},
     "qwen2_moe": {"tp": 2, "ep": 2},
     "mixtral": {"ep": 2},
+    "glm4_moe": {"tp": 2, "ep": 2},
 }
 
 

@@ -19,6 +19,16 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GLM_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 
 
 def _config(architecture: str, model_type: str, **options: Any) -> dict[str, Any]:
@@ -88,6 +98,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": _config("MistralForCausalLM", "mistral", sliding_window=None, rope_theta=500.0),
     "mixtral": _config(
         "MixtralForCausalLM", "mixtral", head_dim=8, num_local_experts=8, num_experts_per_tok=3, rope_theta=500.0
+    ),
+    "glm4_moe": _config(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        **_GLM_EXPERTS,
+        use_qk_norm=True,
+        attention_bias=True,
+        partial_rotary_factor=0.5,
+        first_k_dense_replace=1,
     ),
     "qwen3-tied": _config("Qwen3ForCausalLM", "qwen3", tie_word_embeddings=True),
     "qwen3-biases": _config(

@@ -25,6 +25,8 @@ def check_fused_query_key(spec: ModelSpec, *, tp: int) -> None:
         raise UserError(f"{setting}: {model} has no norms of queries and keys; {otherwise}")
     if sizes.head_dim.bit_count() > 1:
         raise UserError(f"{setting}: head_dim={sizes.head_dim} is no power of two, as the kernels need; {otherwise}")
+    if spec.rope.rotary_share != 1.0:
+        raise UserError(f"{setting}: {model} turns {spec.rope.rotary_share:g} of a head; {otherwise}")
     if tp > sizes.groups:
         raise UserError(
             f"{setting} with tp={tp}: expected at most num_key_value_heads={sizes.groups}, or false: ranks "

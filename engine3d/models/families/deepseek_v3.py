@@ -36,22 +36,29 @@ def sizes(config: HFConfig) -> Sizes:
     )
     if latent.rotary_dim % 2:
         raise config.error("qk_rope_head_dim", "an even number")
-    layers = config.integer("num_hidden_layers")
-    dense = config.get("first_k_dense_replace")
-    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < layers:
-        raise config.error("first_k_dense_replace", f"a whole number below num_hidden_layers={layers}")
-    expert_ffn = config.integer("moe_intermediate_size")
     return decoder_sizes(
         config,
         heads=heads,
         groups=heads,
         head_dim=config.integer("qk_nope_head_dim") + latent.rotary_dim,
         latent=latent,
-        expert_ffn=expert_ffn,
-        shared_ffn=config.integer("n_shared_experts") * expert_ffn,
-        sparse=tuple(number >= dense for number in range(layers)),
-        **_routing(config),
+        **expert_sizes(config),
     )
+
+
+def expert_sizes(config: HFConfig) -> dict[str, Any]:
+    """The sizes and the routing of the experts, and which layers have them. Raises UserError as `dense_sizes` does."""
+    layers = config.integer("num_hidden_layers")
+    dense = config.get("first_k_dense_replace")
+    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < layers:
+        raise config.error("first_k_dense_replace", f"a whole number below num_hidden_layers={layers}")
+    expert_ffn = config.integer("moe_intermediate_size")
+    return {
+        "expert_ffn": expert_ffn,
+        "shared_ffn": config.integer("n_shared_experts") * expert_ffn,
+        "sparse": tuple(number >= dense for number in range(layers)),
+        **_routing(config),
+    }
 
 
 def _routing(config: HFConfig) -> dict[str, Any]:

@@ -78,11 +78,16 @@ def refresh_derived(model: nn.Module) -> None:
 
     That is the `post_load_weights` of a family: for DeepSeek's latent attention, the absorbed projections `w_kc` and
     `w_vc`, which are rearranged copies of `kv_b_proj.weight`. It copies into the tensors that exist, so that CUDA
-    graphs which captured their addresses stay right. Models of other families have nothing to refresh.
+    graphs which captured their addresses stay right. And it is the float32 copy that GLM's routers make of their
+    weight the first time that they are used. Models of other families have nothing to refresh.
 
     Raises:
         EngineError: a derived tensor is not where it was.
     """
+    with torch.no_grad():
+        for module in model.modules():
+            if (copy := getattr(module, _ROUTER_COPY, None)) is not None:
+                copy.copy_(cast(Any, module).weight)
     if not hasattr(model, "post_load_weights"):
         return
     before = derived_tensors(model)
@@ -95,6 +100,10 @@ def refresh_derived(model: nn.Module) -> None:
                 f"SGLang's post_load_weights replaced {name} in place of writing into it: what CUDA graphs captured of "
                 f"the old one is out of date"
             )
+
+
+_ROUTER_COPY = "_weight_fp32"
+"""Buffer of SGLang's `Glm4MoeGate`."""
 
 
 def derived_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_expert_intermediate_size": 48,
     },
+    "glm4_moe": {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
     "deepseek_v3": {
         "moe_intermediate_size": 32,
         "n_routed_experts": 16,

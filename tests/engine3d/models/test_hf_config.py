@@ -22,7 +22,7 @@ KEYS = {
     "max_positions": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
     "tied": "tie_word_embeddings",
-    "output_bias": "attention_bias",
+    "qkv_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
 }
 OF_EXPERTS = {

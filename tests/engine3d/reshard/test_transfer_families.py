@@ -33,8 +33,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "mistral": {"tp": 1},
     "qwen2_moe": {"tp": 2, "ep": 2},
     "mixtral": {"tp": 2, "ep": 2},
+    "glm4_moe": {"tp": 2},
 }
-GROUPS = (("qwen3-tied", "llama", "deepseek_v3"), ("qwen2-tied", "mistral", "qwen2_moe", "mixtral"))
+GROUPS = (("qwen3-tied", "llama", "deepseek_v3"), ("qwen2-tied", "mistral", "qwen2_moe", "mixtral", "glm4_moe"))
 """Engines that run at the same time. Those of the second group are traced without processes too (`test_simulate`)."""
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3-tied", "float32", {"pp": 2, "vpp": 2}),
@@ -55,6 +56,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "float32", {"tp": 2, "ep": 2}),
     ("mixtral", "float32", {"ep": 2}),
     ("mixtral", "float32", {"pp": 2}),
+    ("glm4_moe", "float32", {"tp": 2, "ep": 2}),
+    ("glm4_moe", "float32", {"pp": 2, "vpp": 2}),
+    ("glm4_moe", "float32", {"ep": 2}),
 ]
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)

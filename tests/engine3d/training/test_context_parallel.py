@@ -104,6 +104,7 @@ MORE = {
         Case("qwen2-tied", {"cp": 2}, {"micro_batch_tokens": 1}),
         Case("mistral", {"cp": 2}),
         Case("qwen2_moe", {"cp": 2, "ep": 2}, {"logits_tokens": 5}, ROUTER_LOSSES),
+        Case("glm4_moe", {"cp": 2, "ep": 2}, {}, ROUTER_LOSSES),
         Case("mixtral", {"cp": 2, "etp": 2}, {"recompute": "full"}, ROUTER_LOSSES),
         Case("qwen3_moe", {"cp": 2}, {"optimizer": SETTINGS.model_copy(update={"offload": True})}, ROUTER_LOSSES),
         Case("critic", {"cp": 2}, {"offload": True}),

@@ -81,6 +81,8 @@ CASES = (
     Case(4, "mistral", {"pp": 2, "vpp": 2}, packing=False, critic=True),
     Case(4, "qwen2_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
     Case(4, "qwen2_moe", {"pp": 2, "vpp": 2, "ep": 2}, packing=False, critic=True),
+    Case(4, "glm4_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
+    Case(4, "glm4_moe", {"pp": 2, "stages": (1, 3), "ep": 2}, packing=False, critic=True),
     Case(4, "mixtral", {"tp": 2, "ep": 2}, packing=False),
     Case(4, "mixtral", {"pp": 2, "stages": (3, 1), "ep": 2}, packing=True, critic=True),
 )

@@ -112,6 +112,32 @@ def mistral(model_type: str, *sizes: int, **others: Any) -> dict[str, Any]:
     )
 
 
+def glm(*sizes: int, **others: Any) -> dict[str, Any]:
+    return config_of(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        *sizes,
+        **{
+            "vocab_size": 151552,
+            "attention_bias": True,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "tie_word_embeddings": False,
+            "topk_group": 1,
+            **others,
+        },
+    )
+
+
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 MIXTRAL: dict[str, Any] = {
     "num_local_experts": 8,
@@ -175,6 +201,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         ),
         7_248_023_552,
     ),
+    "GLM-4.5-Air": (
+        glm(
+            *(46, 4096, 10944, 96, 8),
+            first_k_dense_replace=1,
+            moe_intermediate_size=1408,
+            n_routed_experts=128,
+            routed_scaling_factor=1.0,
+            use_qk_norm=False,
+        ),
+        106_852_245_504,
+    ),
+    "GLM-4.5": (
+        glm(
+            *(92, 5120, 12288, 96, 8),
+            first_k_dense_replace=3,
+            moe_intermediate_size=1536,
+            n_routed_experts=160,
+            routed_scaling_factor=2.5,
+            use_qk_norm=True,
+        ),
+        352_797_814_784,
+    ),
     "Llama-3.1-8B": (llama(32, 4096, 14336, 32, 8, scaling=llama3(8.0)), 8_030_261_248),
     "Llama-3.2-1B": (
         llama(16, 2048, 8192, 32, 8, scaling=llama3(32.0), head_dim=64, tie_word_embeddings=True),
@@ -186,15 +234,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 MISTRAL_01 = mistral(
     "mistral", 32, 4096, 14336, 32, 8, max_position_embeddings=32768, sliding_window=4096, rope_theta=10000.0
 )
-GLM_45_AIR = config_of(
-    "Glm4MoeForCausalLM",
-    "glm4_moe",
-    *(46, 4096, 10944, 96, 8),
-    vocab_size=151552,
-    head_dim=128,
-    partial_rotary_factor=0.5,
-    max_position_embeddings=131072,
-)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -204,7 +243,7 @@ def test_published_configs_are_read_and_served(name: str) -> None:
     assert spec.parameter_count() == parameters
     check_served(spec, RolloutConfig(tp=2))
     assert spec.rope.base == config["rope_theta"]
-    assert spec.sizes.qkv_bias == name.startswith("Qwen")
+    assert spec.sizes.qkv_bias == name.startswith(("Qwen", "GLM"))
 
 
 def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
@@ -220,8 +259,8 @@ def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
             "sliding_window: expected null, or at least max_position_embeddings=32768, found nothing",
         ),
         (
-            GLM_45_AIR,
-            "architecture Glm4MoeForCausalLM is not supported; supported are "
+            {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"},
+            "architecture DeepseekV4ForCausalLM is not supported; supported are "
             + ", ".join(family.architecture for family in FAMILIES),
         ),
         (
@@ -244,6 +283,13 @@ def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
             of_tiny("qwen2_moe", shared_expert_intermediate_size=0),
             "shared_expert_intermediate_size: expected a whole number of at least 1, found 0",
         ),
+        (
+            of_tiny("glm4_moe", partial_rotary_factor=0.3),
+            "partial_rotary_factor=0.3: expected an even number of rotary elements, found 4.8 of head_dim=16",
+        ),
+        (of_tiny("glm4_moe", partial_rotary_factor=1.5), "partial_rotary_factor: expected at most 1.0"),
+        (of_tiny("glm4_moe", scoring_func="softmax"), 'scoring_func: expected "sigmoid", found "softmax"'),
+        (of_tiny("qwen2-tied", partial_rotary_factor=0.5), "partial_rotary_factor: expected 1.0, which is the only"),
         (of_tiny("mistral", attention_bias=True), "attention_bias: expected false, found true"),
         (of_tiny("mixtral", tie_word_embeddings=True), "tie_word_embeddings: expected false, found true"),
         (of_tiny("mixtral", num_experts_per_tok=1), "num_experts_per_tok: expected between 2 and num_local_experts=8"),

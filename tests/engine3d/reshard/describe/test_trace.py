@@ -93,6 +93,19 @@ def test_derived_tensors_are_written_where_they_are(tp: int) -> None:
         assert torch.equal(actual, right) and not torch.equal(actual, stale)
 
 
+def test_routers_forget_the_weight_that_they_were_used_with_before() -> None:
+    config = MODELS["glm4_moe"]
+    with engine_rank(1, 1, 0):
+        model: Any = build_model(config, torch.bfloat16, "cpu")
+        model.load_weights(iter(random_tensors(hf_tensors(config)).items()))
+        gate, hidden = model.model.layers[1].mlp.gate, torch.randn(2, config["hidden_size"])
+        gate(hidden)
+        address = gate._weight_fp32.data_ptr()
+        gate.weight.data.add_(1.0)
+        refresh_derived(model)
+    assert torch.equal(gate(hidden), hidden @ gate.weight.float().T) and gate._weight_fp32.data_ptr() == address
+
+
 def test_other_families_have_nothing_to_refresh() -> None:
     with engine_rank(1, 1, 0):
         refresh_derived(build_model(MODELS["llama"], torch.bfloat16, "cpu"))
