@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from engine3d.memory.serving import (
     prompt_of_a_token,
     prompt_tokens,
 )
-from engine3d.models import ModelSpec, load_model_spec
+from engine3d.models import ModelSpec, load_model_spec, model_spec
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import planned_shards
 from engine3d.rollout.config import RolloutConfig
@@ -63,11 +64,11 @@ def _nbytes(tensors: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-tied", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen2-tied", "deepseek_v3"])
 def test_resident_bytes_of_an_engine_are_predicted(name: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     tiny_families.make(name, directory)
-    layouts: list[dict[str, int]] = [{"tp": 2, "pp": 2}] if name == "qwen3-tied" else [{"tp": 2, "ep": 4, "etp": 1}]
+    layouts: list[dict[str, int]] = [{"tp": 2, "pp": 2}] if name == "qwen2-tied" else [{"tp": 2, "ep": 4, "etp": 1}]
     for sizes in layouts:
         for resident, predicted in run_distributed(_measure_engine, 4, directory, sizes, timeout_s=200):
             assert (resident.weights, resident.gradients) == (predicted.weights, predicted.gradients)
@@ -111,6 +112,16 @@ def test_the_peak_of_an_update_on_gpus_was_foreseen(name: str, fused_experts: bo
         working = update_peak(spec, layout, at, config, tokens=int(option["--micro-batch-tokens"]))
         peaks.append(resident_by_rank(spec, layout, at, config).total + working.peak)
     assert max(peaks) == pytest.approx(measured["peak_memory_bytes"], rel=0.03)
+
+
+def test_a_gate_keeps_what_it_scales() -> None:
+    sizes = model_spec(tiny_families.CONFIGS["qwen2_moe"]).sizes
+    arguments: dict[str, Any] = {"layer": 0, "itemsize": 2, "sequence_parallel": True, "fused_experts": False}
+    with_gate, without = (
+        activations.saved_by_layer(of_gate, Layout(tp=2), **arguments)
+        for of_gate in (sizes, replace(sizes, shared_gate=False))
+    )
+    assert with_gate - without == 2 * (32 + 1) / 2  # of each token the output of the shared expert and the gate
 
 
 @pytest.mark.parametrize(
