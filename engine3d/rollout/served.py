@@ -196,7 +196,7 @@ def _check_blocks(spec: ModelSpec, config: RolloutConfig) -> None:
     Matrices that SGLang joins, such as gate and up, need complete blocks without parallel sizes too.
     """
     sizes, tp = spec.sizes, config.tp
-    if spec.family.name == "llama":
+    if spec.family.name in ("llama", "mistral"):
         raise UserError(
             f"rollout.engine.precision={config.precision}: SGLang loads no scales of blocks into "
             f"{spec.family.architecture}; expected null"

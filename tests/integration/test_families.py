@@ -27,8 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_a_run_draws_from_the_weights_that_it_trains(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name] | {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
     settings = [f"model.create.config={json.dumps(config)}", f"train.layout={json.dumps(LAYOUTS[name])}"]
-    settings += ["warmup=null", "trainer.steps=2", "trainer.prompts_per_step=8", "rollout.verify_weights=true"]
-    settings += ["evaluation=null", "checkpoint.save_interval=2"]
+    settings += ["warmup=null", "trainer.steps=2", "rollout.verify_weights=true", "checkpoint.save_interval=2"]
     done = run_recipe(DEMO, tmp_path, *settings, rewarded_by_length(tmp_path))
     assert done.returncode == 0, done.stderr
     train = records(tmp_path / "small", "train")
