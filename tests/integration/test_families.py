@@ -35,4 +35,4 @@ def test_a_run_draws_from_the_weights_that_it_trains(name: str, tmp_path: Path) 
     for record in train:
         # The engine's log-probs are those of the model that learns.
         assert record[metrics.MISMATCH_LOGPROB_MAX] < 1e-3
-        assert record["train/grad_norm"] > 0
+        assert record[metrics.TRAIN_GRADIENT_NORM] > 0

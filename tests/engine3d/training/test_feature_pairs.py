@@ -206,8 +206,8 @@ def outcomes(root: Path, ranks: int) -> dict[str, tuple[Outcome, list[Outcome]]]
     for case in cases:
         if not (root / case.model).exists():
             tiny_families.make(case.model, root / case.model, value_head=case.critic)
-    [plain] = run_distributed(_plain, 1, root, cases, timeout_s=240)
-    by_rank = run_distributed(_together, ranks, root, cases, timeout_s=480)
+    [plain] = run_distributed(_plain, 1, root, cases, timeout_s=60 * len(cases))
+    by_rank = run_distributed(_together, ranks, root, cases, timeout_s=120 * len(cases))
     together = [[rank[number] for rank in by_rank] for number in range(len(cases))]
     return {case.name: pair for case, pair in zip(cases, zip(plain, together, strict=True), strict=True)}
 
