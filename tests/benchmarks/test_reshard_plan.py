@@ -79,6 +79,7 @@ def test_places() -> None:
             ["--rollout", "tp=4,ep=3"],
             "reshard.py: --rollout: tp=4,ep=3,engines=1,hosts=1: expected numbers of at least 1",
         ),
+        (["--precision", "fp8"], "reshard.py: --plan-only: plans weights in bfloat16; expected no --precision"),
         (["--rollout", "tp=4,hosts=2"], "reshard.py: --rollout: hosts with --plan-only, whose engines are where"),
         (["--rollout", "tp=8", "--colocated"], "reshard.py: --colocated: the engines' 8*1 = 8 ranks are more than"),
         (["--gpus-per-node", "0"], "reshard.py: --gpus-per-node: expected a whole number of at least 1, found 0"),

@@ -54,6 +54,22 @@ def test_experts_that_no_token_is_sent_to_are_not_read() -> None:
     assert many - one == pytest.approx(experts * (1 - 8 / 128), rel=1e-6)
 
 
+def test_experts_in_fp8_have_half_the_bytes() -> None:
+    spec = _two_layers()
+    full, fp8 = (
+        [
+            decode_bytes(
+                spec, Rollout(), RolloutConfig(dtype="bfloat16", precision=precision), requests=n, prompt=1, response=1
+            ).weights
+            for n in (1, 10_000)
+        ]
+        for precision in (None, "fp8")
+    )
+    assert fp8[1] - fp8[0] == pytest.approx((full[1] - full[0]) / 2, rel=1e-6)
+    quantised = _bytes_of(spec, "_proj.weight")
+    assert full[1] - fp8[1] == pytest.approx(quantised / 2, rel=1e-3)
+
+
 def _case(directory: Path, *, requests: int, running: int) -> Case:
     (directory / "config.json").write_text(json.dumps(_two_layers().hf_config))
     config = RolloutConfig(dtype="bfloat16", max_running_requests=running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,13 @@ def test_the_series_that_are_kept_name_programs_and_recipes_that_are_there(path:
     assert measurements
     for measurement in measurements:
         words = measurement.command.split()
+        while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            del words[0]
         program = next(word for word in words if word.endswith(".py"))
-        gpus = path.stem.split("-")[1].removesuffix("gpu")
+        gpus = "1" if measurement.name.startswith("one-") else path.stem.split("-")[1].removesuffix("gpu")
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", gpus]
-        assert words[: words.index(program)] in (["python"], ["python", *launcher]) and (root / program).is_file()
+        prefix = [word for word in words[: words.index(program)] if word != "--standalone"]
+        assert prefix in (["python"], ["python", *launcher]) and (root / program).is_file()
         assert all((root / word).is_file() for word in words if word.startswith("launch/recipes/"))
 
 
