@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from benchmarks.reshard_plan import Parser, versions
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.errors import UserError
-from engine3d.rollout.requests import GIVEN
+from engine3d.rollout.requests import BEGINS
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.config.recipe import load_recipe
 from hybridflow.rundir.file_names import RECIPE, SAMPLE_STORE
@@ -113,8 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"logprobs.py: {error}", file=sys.stderr)
         return 2
-    versions_seen = {version for response in chosen for version in response.versions} - {GIVEN}
-    left_out = sum(version not in {*checkpoints, GIVEN} for response in chosen for version in response.versions)
+    versions_seen = {version for response in chosen for version in response.versions if version >= 0}
+    left_out = sum(version >= 0 and version not in checkpoints for response in chosen for version in response.versions)
     summaries = {
         kind: summary([distance for distance in measured if distance.kind == kind]) for kind in (FIRST, LATER, BEFORE)
     }
@@ -204,12 +205,17 @@ def _loaded(checkpoint: Path, dtype: str, device: str) -> Any:
 
 @torch.no_grad()
 def _logprobs(model: Any, response: StoredResponse, temperature: float, device: str) -> list[float]:
-    """Log-prob of each token of the response, by one forward pass of batch 1 without a cache."""
-    tokens = torch.tensor([response.tokens], device=device)
-    logits = model(tokens, use_cache=False).logits[0, response.prompt - 1 : -1].float() / temperature
-    chosen = tokens[0, response.prompt :, None]
-    drawn: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
-    return drawn
+    """Log-prob of each token of the response, by one forward pass of batch 1 without a cache for each sequence.
+
+    0 of a token that begins a sequence.
+    """
+    ends = [position for position, version in enumerate(response.versions, response.prompt) if version == BEGINS]
+    drawn: list[float] = []
+    for begin, end in pairwise([0, *ends, len(response.tokens)]):
+        tokens = torch.tensor([response.tokens[begin:end]], device=device)
+        logits = model(tokens, use_cache=False).logits[0, :-1].float() / temperature
+        drawn += [0.0, *logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].tolist()]
+    return drawn[response.prompt :]
 
 
 def summary(measured: Sequence[Distance]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 GIVEN = -1
 """Version of tokens of a response that no weights drew: an environment has added them."""
+BEGINS = -2
+"""Version of a given token with which another sequence of a stored sample begins: it follows none of those before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Response:
     @property
     def oldest_version(self) -> int:
         """Version of the oldest weights that drew a token; -1 if none was drawn."""
-        return min((version for version in self.versions if version != GIVEN), default=-1)
+        return min((version for version in self.versions if version >= 0), default=-1)
 
     def extended(self, tokens: Sequence[int]) -> Response:
         """The response with tokens that were not drawn at its end, and no reason for which it ended."""

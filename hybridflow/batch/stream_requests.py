@@ -29,6 +29,7 @@ class StreamRequest:
         limit: most tokens of the response, the prefix included; that of its prompt if None.
         engine: number of the engine that has the prefix in its cache; None if none has.
         turn_start: as of `Request`.
+        context: token ids before the response, in place of those of the prompt; None with these.
     """
 
     sample: int
@@ -40,6 +41,7 @@ class StreamRequest:
     limit: int | None = None
     engine: int | None = None
     turn_start: int = 0
+    context: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ EPISODIC = (
 )
 """Algorithms that train on episodes: those of one batch of samples without a critic, whose advantages and losses are
 tested with tokens that are not the policy's between others."""
+_OF_TREES = ("grpo", "dr_grpo", "rloo")
+"""Algorithms that train on samples of several sequences: those whose losses are of single tokens, as was tested."""
 _OF_LENGTHS = ("overlong_filter", "overlong_buffer")
 """Settings of DAPO by lengths of responses, in which tokens of the environment would count."""
 
@@ -56,6 +58,11 @@ def episode_errors(
         )
     elif isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
         yield "environment is set with algorithm.dynamic_sampling=true, which was not tried; expected false"
+    if environment.agent is not None and algorithm.name not in _OF_TREES:
+        yield (
+            f"environment.agent is set with algorithm.name={algorithm.name}, which was not tried with several "
+            f"sequences of a sample; expected one of {', '.join(_OF_TREES)}"
+        )
     if environment.tools is not None:
         yield from _tool_errors(data)
     for name in scored:

@@ -21,8 +21,11 @@ from hybridflow.rewards.config import (
 
 ObservationRole = Literal["user", "tool"]
 
+
 TOOL_ENVIRONMENT = "hybridflow.environments.tools.tool_environment:ToolEnvironment"
 """Class of the environment of `tools`."""
+AGENT_COMMAND = "hybridflow.environments.agent_command:play"
+"""Function of an agent that is a command."""
 
 
 class EnvironmentConfig(Settings):
@@ -30,22 +33,34 @@ class EnvironmentConfig(Settings):
 
     path: str | None = None
     """A class with the methods of `hybridflow.environments.environment.Environment`, as "package.module:Class" or
-    "some/file.py:Class". Modules and relative files are searched for from the working directory. Null with `tools`."""
+    "some/file.py:Class". Modules and relative files are searched for from the working directory. Null with `tools` and
+    `agent`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class, by name, the same in every episode."""
+    """Arguments of the class, or of the function of an agent, by name, the same in every episode."""
     tools: ToolsConfig | None = None
     """Tools that the policy calls before it answers, in place of a class."""
+    agent: str | tuple[str, ...] | None = None
+    """An agent in place of a class, which plays through an endpoint of the run: a function as "package.module:function"
+    or "some/file.py:function", or a command as a list, such as [python, agent.py]."""
+    tool_parser: str | None = None
+    """SGLang's parser of calls of an agent's tools, by name, such as qwen25; that of the chat template's family
+    if null."""
+    ignored_options: tuple[str, ...] = ()
+    """Options of an agent's requests that have no effect, such as temperature. Others that would change how tokens are
+    drawn are refused."""
     role: ObservationRole | None = None
     """Role of the message that an observation is in the chat template. Its text follows the policy's as it is if null.
     Answers of `tools` are messages of the role tool.
     """
     max_turns: int = Field(default=8, ge=1, le=1 << 16)
-    """Most turns of the policy, after which an episode ends with the rewards that it has."""
+    """Most turns of the policy, after which an episode ends with the rewards that it has. Further requests of an agent
+    are refused."""
     max_turn_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Most tokens of a turn of the policy. Those of a complete episode, observations included, are
     `rollout.sampling.max_new_tokens`, which alone limits them if null."""
     tool_timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
-    """Limit of an answer of the environment, in seconds, after which its episode is dropped."""
+    """Limit of an answer of the environment, and of an agent's time between two requests, in seconds, after which the
+    episode is dropped."""
     max_answer_characters: int = Field(default=1 << 16, ge=0, le=1 << 24)
     """Most characters of an observation. The episode is dropped that has one with more."""
     workers: int = Field(default=2, ge=1, le=MOST_WORKERS)
@@ -57,14 +72,14 @@ class EnvironmentConfig(Settings):
     limits: RewardLimits = RewardLimits()
     """Limits of the processes."""
 
-    @field_validator("path")
+    @field_validator("path", "agent")
     @classmethod
-    def _check_path(cls, path: str | None) -> str | None:
-        if path is None:
-            return None
+    def _check_path(cls, path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if not isinstance(path, str):
+            return path
         module, _, name = path.rpartition(":")
         if not module or not name.isidentifier():
-            raise ValueError(f"is {path!r}, expected package.module:Class or some/file.py:Class")
+            raise ValueError(f"is {path!r}, expected package.module:Class or some/file.py:Class, or such a function")
         if not module.endswith(FILES_OF_FUNCTIONS[0]) and not all(map(str.isidentifier, module.split("."))):
             raise ValueError(
                 f"is {path!r}, expected the name of a module or a file that ends with .py before the colon"
@@ -82,9 +97,15 @@ class EnvironmentConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentConfig:
-        if (self.path is None) == (self.tools is None):
-            both = "neither path nor tools is" if self.path is None else "path and tools are both"
-            raise ValueError(f"{both} set, expected one of both")
+        kinds = [name for name in ("path", "tools", "agent") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            what = f"{' and '.join(kinds)} are set together" if kinds else "neither path nor tools nor agent is set"
+            raise ValueError(f"{what}, expected one of them")
+        of_agents = [name for name in ("ignored_options", "tool_parser") if getattr(self, name)]
+        if of_agents and self.agent is None:
+            raise ValueError(f"{of_agents[0]} is set without agent, whose requests it is for; expected none")
+        if self.agent is not None:
+            self._check_agent()
         if self.tools is None:
             return self
         if given := [name for name in ("role", "arguments") if getattr(self, name)]:
@@ -96,19 +117,41 @@ class EnvironmentConfig(Settings):
             )
         return self
 
+    def _check_agent(self) -> None:
+        if self.role is not None:
+            raise ValueError(
+                f"role={self.role} is set with agent, whose messages have roles of their own; expected null"
+            )
+        if isinstance(self.agent, tuple) and (self.arguments or not self.agent):
+            given = "arguments is set with" if self.agent else "is without"
+            raise ValueError(f"{given} the words of a command, expected all of them in agent")
+
     @property
     def class_path(self) -> str:
-        """The class of the environment, with its file absolute."""
+        """The class of the environment, or the function of the agent, with its file absolute."""
+        if self.agent is not None:
+            return AGENT_COMMAND if isinstance(self.agent, tuple) else function_path(self.agent)
         return TOOL_ENVIRONMENT if self.path is None else function_path(self.path)
 
     @property
     def class_arguments(self) -> dict[str, Any]:
-        """Arguments of the class."""
+        """Arguments of the class or function."""
+        if isinstance(self.agent, tuple):
+            return {"command": list(self.agent)}
         return self.arguments if self.tools is None else self.tools.class_arguments
+
+    @property
+    def server(self) -> str:
+        """The function that serves its calls in its process."""
+        if self.agent is not None:
+            return "hybridflow.environments.agent_process:serve"
+        return f"hybridflow.environments.{'environment_process' if self.tools is None else 'tools.process'}:serve"
 
     @property
     def title(self) -> str:
         """The environment in errors."""
+        if self.agent is not None:
+            return f"environment.agent ({self.agent if isinstance(self.agent, str) else ' '.join(self.agent)})"
         return "environment.tools" if self.path is None else f"environment ({self.path})"
 
     @property

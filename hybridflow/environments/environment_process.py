@@ -105,7 +105,15 @@ def _check_text(text: Any, most_characters: int) -> None:
         raise NonsenseError("returned a text with a lone surrogate, which is not UTF-8") from None
 
 
-class _EnvironmentServer:
+class EnvironmentServer:
+    """Serves calls of environments.
+
+    Args:
+        make: makes one.
+        most_characters: of an observation.
+        writer: to the parent.
+    """
+
     def __init__(self, make: Callable[[], Environment], most_characters: int, writer: asyncio.StreamWriter) -> None:
         self._make, self._most_characters, self._writer = make, most_characters, writer
         self._environments: dict[int, Environment] = {}
@@ -205,11 +213,12 @@ def run_environments(connection: socket.socket, make: Callable[[], Environment],
         make: makes the environment of an episode.
         most_characters: of an observation.
     """
-    asyncio.run(_serve(connection, make, most_characters))
+    asyncio.run(serve_calls(connection, lambda writer: EnvironmentServer(make, most_characters, writer)))
 
 
-async def _serve(connection: socket.socket, make: Callable[[], Environment], most_characters: int) -> None:
+async def serve_calls(connection: socket.socket, server: Callable[[asyncio.StreamWriter], EnvironmentServer]) -> None:
+    """Serve calls until the parent closes the connection. `server`: makes one that answers to a writer."""
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-    await _EnvironmentServer(make, most_characters, writer).run(reader)
+    await server(writer).run(reader)
     writer.close()  # the parent waits for this, and not for calls that cannot be cancelled

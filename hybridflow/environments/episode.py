@@ -11,10 +11,17 @@ from hybridflow.environments.environment import Task
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStart:
-    """Begin an episode. `sample`: its id."""
+    """Begin an episode.
+
+    Args:
+        sample: its id.
+        task: of it.
+        most_tokens: of the episode, its prompt included.
+    """
 
     sample: int
     task: Task
+    most_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,10 @@ class EpisodeAnswer:
         tokens: that follow in the episode.
         reward: of the turn.
         done: True if the episode is over.
+        sequence: number of the sequence of an agent's episode that the tokens belong to; the next unused number begins
+            another. None of an environment, whose episode is one sequence behind the prompt of the data.
+        limit: most tokens of the turn, of an agent's.
+        truncated: True if the episode is over since it had no turns or tokens left, of an agent's.
         counts: of events of the turn, by name.
         seconds: that it took.
         failure: kind of the failure of an environment that gave no answer; None otherwise.
@@ -61,6 +72,9 @@ class EpisodeAnswer:
     tokens: Sequence[int] = ()
     reward: float = 0.0
     done: bool = False
+    sequence: int | None = None
+    limit: int = 0
+    truncated: bool = False
     counts: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     failure: str | None = None

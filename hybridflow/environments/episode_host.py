@@ -97,16 +97,17 @@ class EpisodeHost:
         if self._loop.is_closed():
             return
 
-        async def stop_all() -> None:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, *(process.stop() for process in self._processes), return_exceptions=True)
-
-        self._wait_for(stop_all(), _CLOSE_S)
+        self._wait_for(self._stop(), _CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+    async def _stop(self) -> None:
+        """End all tasks and processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *(process.stop() for process in self._processes), return_exceptions=True)
 
     def _wait_for(self, action: Coroutine[Any, Any, None], limit_s: float | None = None) -> None:
         asyncio.run_coroutine_threadsafe(action, self._loop).result(limit_s)
@@ -123,9 +124,12 @@ class EpisodeHost:
                 process.episodes.add(message.sample)
                 check = ConversationCheck(self._tokens)
                 self._hosted[message.sample] = _HostedEpisode(message.task, process, check)
-            task = self._loop.create_task(self._answer(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start_task(self._answer(message))
+
+    def _start_task(self, action: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(action)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     @property
     def _emptiest(self) -> EnvironmentProcess:
@@ -174,7 +178,7 @@ class EpisodeHost:
             if sample not in hosted.process.episodes:
                 await self._repeat(sample, hosted)
             calls = self._tokens.calls_of(turn)
-            played = {
+            played: dict[str, Any] = {
                 "text": self._tokens.text_of(turn),
                 "complete": message.complete,
                 "calls": [(call.name, call.arguments) for call in calls.calls],

@@ -17,12 +17,10 @@ from hybridflow.environments.environment_process import CLOSE_S, NonsenseError, 
 from hybridflow.rewards.function_process import encode_message
 from hybridflow.rewards.supervised_process import SupervisedProcess, import_setup, in_words
 
-FailureKind = Literal["raised", "timeout", "hung", "died", "nonsense"]
+FailureKind = Literal["raised", "timeout", "hung", "died", "nonsense", "flooded"]
 """Failures of an environment: an exception, no answer in time, no answer of its process in time, the end of its
-process, and an answer that is no observation."""
+process, an answer that is no observation, and requests of an agent without end."""
 
-_SERVER = "hybridflow.environments.environment_process:serve"
-_SERVER_OF_TOOLS = "hybridflow.environments.tools.process:serve"
 _MARGIN_S = 5.0
 """Seconds after an answer's limit in which a process that is not blocked reports it."""
 _MOST_WAITS = 20
@@ -87,7 +85,7 @@ class EnvironmentProcess:
             config = self._config
             setup = import_setup(config.class_path, config.class_arguments, str(Path.cwd()))
             setup |= {
-                "server": _SERVER if config.tools is None else _SERVER_OF_TOOLS,
+                "server": config.server,
                 "most_characters": config.max_answer_characters,
                 "tool_timeout_s": config.tool_timeout_s,
                 "fields": None,
@@ -108,18 +106,20 @@ class EnvironmentProcess:
             if reason is not None:
                 writer.transport.abort()
                 await _end(process)
-                raise UserError(f"{config.title}{': ' if config.path is None else ' '}{in_words(reason)}")
+                raise UserError(f"{config.title}{' ' if config.title.endswith(')') else ': '}{in_words(reason)}")
             self._process, self._writer = process, writer
             self._reading = asyncio.create_task(self._read(process, reader))
 
-    async def call(self, episode: int, method: str, **fields: Any) -> dict[str, Any]:
+    async def call(self, episode: int, method: str, *, limit_s: float | None = None, **fields: Any) -> dict[str, Any]:
         """Call the method "reset" or "step" of an episode's environment. Returns the fields of its observation.
+
+        `limit_s`: of the answer, `tool_timeout_s` if None.
 
         Raises:
             FailedEnvironmentError: it gave none.
         """
-        limit_s = self._config.tool_timeout_s
-        if method == "reset":
+        limit_s = limit_s or self._config.tool_timeout_s
+        if method in ("reset", "play"):
             self.episodes.add(episode)
             try:
                 await self.start()
@@ -159,6 +159,18 @@ class EnvironmentProcess:
         if not future.done():
             raise TimeoutError
         return future.result()
+
+    async def look(self, episode: int) -> None:
+        """Kill the process of an episode if it answers no call. Raises FailedEnvironmentError of the kind "hung" then.
+
+        `episode`: an agent's, which may not have been closed.
+        """
+        number = -1 - episode
+        self.episodes.add(number)
+        try:
+            await self.call(number, "look")
+        finally:
+            self.episodes.discard(number)
 
     def close_episode(self, episode: int) -> None:
         """End an episode's environment, and a call of it."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine3d.errors import EngineError
+from engine3d.rollout.requests import BEGINS
 from engine3d.training.sequences import ROUTES, Sequences
 from hybridflow.batch.sample_batch import SampleBatch
 
 
 def to_sequences(batch: SampleBatch, *, routes: Tensor | None = None, **columns: Tensor) -> Sequences:
-    """Lay out each sample as prompt and response, end to end.
+    """Lay out each sample as prompt and response, end to end: one sequence each, or several of a tree of tokens.
 
     Args:
+        batch: the samples. A response token of version `BEGINS` begins another sequence of its sample.
         routes: (T, C) experts of all tokens.
         columns: name to (R,) or (R, K) values of response tokens; prompt tokens get 0.
     """
@@ -21,9 +24,20 @@ def to_sequences(batch: SampleBatch, *, routes: Tensor | None = None, **columns:
         flat[name] = column.new_zeros(len(is_response), *column.shape[1:])
         flat[name][is_response] = column
     if routes is None:
-        return Sequences(batch.tokens, batch.sequence_lengths, flat)
+        return Sequences(batch.tokens, _lengths(batch), flat)
     names = [f"sample {number}" for number in batch.sample_ids.tolist()]
     return Sequences(batch.tokens, batch.sequence_lengths, {**flat, ROUTES: routes}, names)
+
+
+def _lengths(batch: SampleBatch) -> Tensor:
+    """(N,) int64 tokens of each sequence, of which a sample has one or more."""
+    versions = batch.token_versions
+    if versions is None or not bool((versions == BEGINS).any()):
+        return batch.sequence_lengths
+    begins = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    begins[batch.is_response] = versions == BEGINS
+    begins[batch.sequence_lengths.cumsum(0) - batch.sequence_lengths] = True
+    return begins.nonzero()[:, 0].diff(append=torch.tensor([len(batch.tokens)]))
 
 
 def of_responses(batch: SampleBatch, outputs: Tensor, what: str) -> Tensor:

@@ -45,7 +45,8 @@ class FunctionRewardWorker:
         fields: names of further data columns that functions may use.
         directory: base of relative paths of functions.
         environment: of the episodes, whose reward stands for that of functions; None without.
-        chat: of conversations, for observations that are messages.
+        chat: of conversations, for observations that are messages, and agents.
+        sampling: distribution of the policy, for agents: options by name.
 
     Raises:
         UserError: the directory is not there on this node.
@@ -63,12 +64,13 @@ class FunctionRewardWorker:
         directory: Path,
         environment: EnvironmentConfig | None = None,
         chat: ChatConfig | None = None,
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         if not directory.is_dir():
             raise UserError(f"reward functions are looked for from {directory}, which is not there on its node")
         os.chdir(directory)
         self._fields = tuple(fields)
-        self._environment, self._chat = environment, chat
+        self._environment, self._chat, self._sampling = environment, chat, sampling or {}
         self._host: EpisodeHost | None = None
         if environment is not None:  # it gives the reward itself
             configs = {what: config for what, config in configs.items() if what != "reward"}
@@ -101,16 +103,23 @@ class FunctionRewardWorker:
             self._host = self._start_environments(self._environment)
 
     def _start_environments(self, config: EnvironmentConfig) -> EpisodeHost:
+        from hybridflow.environments.agent_host import AgentHost, agent_template
         from hybridflow.environments.episode_host import EpisodeHost
         from hybridflow.environments.observation_tokens import ObservationTokens, observation_template, tool_messages
 
-        template = observation_template(config, self._chat, self._tokenizer)
-
-        tokens = ObservationTokens(self._tokenizer, template, config.role)
-        host = EpisodeHost(config, tokens)
+        if config.agent is not None:
+            host: EpisodeHost = AgentHost(
+                config, self._tokenizer, agent_template(self._chat, self._tokenizer), self._sampling
+            )
+            tokens = None
+        else:
+            template = observation_template(config, self._chat, self._tokenizer)
+            tokens = ObservationTokens(self._tokenizer, template, config.role)
+            host = EpisodeHost(config, tokens)
         try:
             host.start()
-            tokens.tools = tool_messages(config, self._chat, host.tools, self._tokenizer)
+            if tokens is not None:
+                tokens.tools = tool_messages(config, self._chat, host.tools, self._tokenizer)
         except UserError:
             host.close()
             raise

@@ -156,7 +156,7 @@ class RemoteEngine:
         complete = [
             Request(
                 request.sample,
-                prompts[request.prompt],
+                prompts[request.prompt] if request.context is None else request.context,
                 _limited(sampling[request.prompt], request.limit),
                 request.group,
                 request.index,

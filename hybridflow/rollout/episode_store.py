@@ -31,7 +31,9 @@ def episode_batch(
     responses = [episode.response for episode in episodes]
     oldest = [response.oldest_version for response in responses]
     batch = SampleBatch.from_generations(
-        prompts=[prompts[request.prompt] for request in requests],
+        prompts=[
+            prompts[episode.request.prompt] if episode.context is None else episode.context for episode in episodes
+        ],
         responses=[response.token_ids for response in responses],
         logprobs=[response.logprobs for response in responses],
         sample_ids=[request.sample for request in requests],
@@ -39,7 +41,7 @@ def episode_batch(
         prompt_indices=[request.prompt for request in requests],
         policy_versions=[version if drawn == GIVEN else drawn for drawn in oldest],
         finish_reasons=[str(response.finish_reason) for response in responses],
-        response_masks=[[drawn != GIVEN for drawn in response.versions] for response in responses],
+        response_masks=[[drawn >= 0 for drawn in response.versions] for response in responses],
         token_versions=[response.versions for response in responses],
         times=times,
     )

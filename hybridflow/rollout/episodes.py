@@ -1,7 +1,7 @@
 """Episodes of a stream: the tokens of each so far, and what it waits for: its engine or its environment.
 
-An episode is one sample. Its response is one list of tokens, to which the policy and the environment append in turn.
-Nothing in it is ever decoded and encoded again.
+An episode is one sample. With an environment it is one sequence of tokens, to which the policy and the environment
+append in turn. An agent continues any of its sequences, or begins another. Nothing is ever decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine3d.rollout.requests import GIVEN, FinishReason, Response
+from engine3d.rollout.requests import BEGINS, GIVEN, FinishReason, Response
 from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
 from hybridflow.environments.environment import Task
@@ -43,6 +43,19 @@ class EpisodePlan:
 
 
 @dataclass(slots=True)
+class EpisodeSequence:
+    """Tokens of an episode of which each follows those before.
+
+    Args:
+        context: token ids before the first that is drawn; those of the data's prompt if None.
+        response: all further tokens so far.
+    """
+
+    context: Sequence[int] | None = None
+    response: Response = _NOTHING
+
+
+@dataclass(slots=True)
 class Episode:
     """An episode in flight.
 
@@ -50,7 +63,9 @@ class Episode:
         request: its last one.
         most_tokens: of its response.
         began: time at which it began, by the stream's clock.
-        response: all tokens so far.
+        prompt_tokens: count of the data's prompt.
+        sequences: of its tokens: one with an environment.
+        current: index of the sequence to which the next turn belongs.
         turns: of the policy.
         reward: sum of those so far.
         counts: of events in all turns, by name.
@@ -62,13 +77,34 @@ class Episode:
     request: StreamRequest
     most_tokens: int
     began: float
-    response: Response = _NOTHING
+    prompt_tokens: int
+    sequences: list[EpisodeSequence] = field(default_factory=list)
+    current: int = 0
     turns: int = 0
     reward: float = 0.0
     counts: dict[str, float] = field(default_factory=dict)
     sent: float = 0.0
     policy_s: float = 0.0
     environment_s: float = 0.0
+
+    @property
+    def sequence(self) -> EpisodeSequence:
+        """The sequence to which the next turn belongs."""
+        return self.sequences[self.current]
+
+    def joined(self) -> tuple[Sequence[int] | None, Response]:
+        """Context of the first sequence, and all further tokens: those of each other sequence with its context."""
+        if not self.sequences:
+            return None, _NOTHING
+        first, *others = self.sequences
+        tokens, logprobs = list(first.response.token_ids), list(first.response.logprobs)
+        versions = list(first.response.versions)
+        for other in others:
+            context, response = other.context or (), other.response
+            tokens += [*context, *response.token_ids]
+            logprobs += [*[0.0] * len(context), *response.logprobs]
+            versions += [BEGINS, *[GIVEN] * (len(context) - 1), *response.versions]
+        return first.context, Response(tokens, logprobs, versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +117,7 @@ class EndedEpisode:
         score: of it; dropped if its environment failed.
         engine: number of the engine that drew its last turn; -1 if none did.
         began: time at which it began, by the stream's clock.
+        context: token ids of its prompt; None if it is that of the data.
     """
 
     request: StreamRequest
@@ -88,11 +125,12 @@ class EndedEpisode:
     score: SampleScore
     engine: int
     began: float
+    context: Sequence[int] | None = None
 
     @property
     def drawn(self) -> int:
         """Tokens of the policy."""
-        return sum(version != GIVEN for version in self.response.versions)
+        return sum(version >= 0 for version in self.response.versions)
 
     def end(self, version: int) -> SampleEnd:
         """The end of its sample. `version`: of weights, for an episode without a token of the policy."""
@@ -170,9 +208,10 @@ class Episodes:
 
     def begin(self, request: StreamRequest) -> None:
         """Begin an episode with its environment. `request`: of the first turn, without a prefix."""
-        episode = Episode(request, self._setup.most_tokens(request.prompt), self._clock())
-        self._in_flight[request.sample] = episode
-        self._send(EpisodeStart(request.sample, self._setup.task(request.prompt, request.group)))
+        most = self._setup.most_tokens(request.prompt)
+        self._in_flight[request.sample] = Episode(request, most, self._clock(), request.tokens)
+        task = self._setup.task(request.prompt, request.group)
+        self._send(EpisodeStart(request.sample, task, request.tokens + most))
 
     def sent(self, sample: int) -> None:
         """Record that a request was sent to an engine."""
@@ -184,11 +223,11 @@ class Episodes:
         Args:
             end: of the turn.
             engine: that drew it.
-            response: all tokens of the episode.
+            response: all tokens of its sequence.
         """
         episode = self._in_flight[end.sample]
-        turn = response.token_ids[len(episode.response.token_ids) :]
-        episode.response = response
+        turn = response.token_ids[len(episode.sequence.response.token_ids) :]
+        episode.sequence.response = response
         episode.request = replace(episode.request, engine=engine)
         episode.turns += 1
         episode.policy_s += self._clock() - episode.sent
@@ -247,41 +286,60 @@ class Episodes:
             episode.counts[name] = episode.counts.get(name, 0.0) + count
         if not begins:
             episode.reward += answer.reward
-        length = len(episode.response.token_ids) + len(answer.tokens)
-        finish: FinishReason | None = None
-        if answer.done and not begins:
-            finish = "stop"
-        elif episode.turns >= self._setup.plan.max_turns or length >= episode.most_tokens:
-            finish = "length"
-        if finish is not None and not begins:
-            return self._over(episode, replace(episode.response, finish_reason=finish), dropped=None)
+            if answer.done:
+                return self._over(episode, "length" if answer.truncated else "stop")
+        if answer.sequence is not None:
+            self._continue_sequence(episode, answer, answer.sequence)
+            return None
+        if begins:
+            episode.sequences = [EpisodeSequence()]
+        length = len(episode.sequence.response.token_ids) + len(answer.tokens)
+        if not begins and (episode.turns >= self._setup.plan.max_turns or length >= episode.most_tokens):
+            return self._over(episode, "length")
         if length >= episode.most_tokens:
             return self._failed(
                 episode,
                 "flooded",
                 f"began with {length} tokens, expected less than the {episode.most_tokens} of an episode",
             )
-        if answer.tokens:
-            episode.response = episode.response.extended(answer.tokens)
         turn = self._setup.plan.max_turn_tokens
-        limit = episode.most_tokens if turn is None else min(episode.most_tokens, length + turn)
-        request = episode.request
-        episode.request = replace(
-            request,
-            tokens=request.tokens - _length(request.prefix) + length,
-            prefix=episode.response if length else None,
-            limit=limit,
-            turn_start=length,
-        )
-        self._submit(episode.request, not begins)
+        limit = episode.most_tokens - length if turn is None else min(episode.most_tokens - length, turn)
+        self._request(episode, answer.tokens, limit)
         return None
+
+    def _continue_sequence(self, episode: Episode, answer: EpisodeAnswer, number: int) -> None:
+        """Request the turn of an agent, behind one of its sequences or in another."""
+        episode.current = number
+        if number == len(episode.sequences):
+            episode.sequences.append(EpisodeSequence(answer.tokens))
+            self._request(episode, (), answer.limit)
+        else:
+            self._request(episode, answer.tokens, answer.limit)
+
+    def _request(self, episode: Episode, tokens: Sequence[int], limit: int) -> None:
+        """Append tokens to the current sequence, and request a turn of at most `limit` tokens."""
+        sequence = episode.sequence
+        if tokens:
+            sequence.response = sequence.response.extended(tokens)
+        length = len(sequence.response.token_ids)
+        episode.request = replace(
+            episode.request,
+            tokens=length + (episode.prompt_tokens if sequence.context is None else len(sequence.context)),
+            prefix=sequence.response if length else None,
+            limit=length + limit,
+            turn_start=length,
+            context=sequence.context,
+        )
+        self._submit(episode.request, episode.turns > 0)
 
     def _failed(self, episode: Episode, kind: str, reason: str) -> EndedEpisode:
         episode.counts[f"failed_{kind}"] = 1.0
-        return self._over(episode, replace(episode.response, finish_reason="abort"), dropped=reason)
+        return self._over(episode, "abort", dropped=reason)
 
-    def _over(self, episode: Episode, response: Response, dropped: str | None) -> EndedEpisode:
-        drawn = sum(version != GIVEN for version in response.versions)
+    def _over(self, episode: Episode, finish: FinishReason, dropped: str | None = None) -> EndedEpisode:
+        context, tokens = episode.joined()
+        response = replace(tokens, finish_reason=finish)
+        drawn = sum(version >= 0 for version in response.versions)
         counts = episode.counts | {
             "policy_tokens": drawn,
             "environment_tokens": len(response.versions) - drawn,
@@ -301,8 +359,4 @@ class Episodes:
             {f"{ENVIRONMENT}/{name}": number for name, number in counts.items()},
         )
         engine = -1 if episode.request.engine is None else episode.request.engine
-        return EndedEpisode(episode.request, response, score, engine, episode.began)
-
-
-def _length(prefix: Response | None) -> int:
-    return 0 if prefix is None else len(prefix.token_ids)
+        return EndedEpisode(episode.request, response, score, engine, episode.began, context)

@@ -17,7 +17,10 @@ _OF_SAMPLES = (
     "rollout.samples_per_prompt",
     *(
         f"environment.{name}"
-        for name in ("path", "arguments", "tools", "role", "max_turns", "max_turn_tokens", "max_answer_characters")
+        for name in (
+            *("path", "agent", "arguments", "tools", "tool_parser", "ignored_options"),
+            *("role", "max_turns", "max_turn_tokens", "max_answer_characters"),
+        )
     ),
 )
 """Settings by which samples are drawn: with others they have other lengths, log-probs or group sizes."""

@@ -58,7 +58,7 @@ def test_what_was_not_tried_is_refused(override: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("environment.path=a:B", "path and tools are both set, expected one of both"),
+        ("environment.path=a:B", "path and tools are set together, expected one of them"),
         ("environment.role=user", "role is set with tools, which have none; expected none"),
         ("environment.tools.functions=[]", "environment.tools.functions"),
         ("environment.tools.functions=[calculator]", "expected one of python, search, package.module:function"),
@@ -76,6 +76,25 @@ def test_what_does_not_go_with_tools_is_refused(override: str, reason: str | Non
         more, reason = ["environment.tools.functions=[python]"], "a worker whose sandboxes have up to 145"
     with pytest.raises(SettingsError) as error:
         load_recipe(GAME.with_name("tools.yaml"), [override, *more])
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["environment.path=a:B"], "path and agent are set together, expected one of them"),
+        (["environment.role=user"], "role=user is set with agent, whose messages have roles of their own"),
+        (["environment.agent=null"], "neither path nor tools nor agent is set"),
+        (["environment.agent=play"], "is 'play', expected package.module:Class or some/file.py:Class, or such a func"),
+        (["environment.agent=[]"], "is without the words of a command"),
+        (["environment.agent=[python, a.py]", "environment.arguments={a: 1}"], "arguments is set with the words of a"),
+        (["algorithm.name=gspo"], "environment.agent is set with algorithm.name=gspo, which was not tried"),
+        (["environment.agent=null", "environment.path=a:B", "environment.ignored_options=[seed]"], "without agent"),
+    ],
+)
+def test_what_does_not_go_with_agents_is_refused(overrides: list[str], reason: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_recipe(GAME.parents[2] / "examples/own_agent.yaml", overrides)
     assert reason in str(error.value)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
+from engine3d.rollout.requests import BEGINS, GIVEN
 from engine3d.training.sequences import ROUTES
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
@@ -33,6 +34,13 @@ def test_there_and_back() -> None:
     assert sequences.columns["figure"].tolist() == [0.0, 0.0, 1.5, 0.0, 2.5, 3.5, 4.5]
     back = of_responses(batch, sequences.columns["figure"], "the figure")
     assert back.tolist() == [1.5, 2.5, 3.5, 4.5]
+
+
+def test_a_sample_is_one_sequence_for_each_of_a_tree() -> None:
+    batch = a_batch().replace(token_versions=torch.tensor([1, 1, BEGINS, 1]))
+    assert to_sequences(batch).lengths.tolist() == [3, 2, 2]
+    assert to_sequences(batch.select([1])).lengths.tolist() == [2, 2]
+    assert to_sequences(batch.replace(token_versions=torch.tensor([1, 1, GIVEN, 1]))).lengths.tolist() == [3, 4]
 
 
 def test_routes_are_of_all_tokens_and_errors_name_their_samples() -> None:

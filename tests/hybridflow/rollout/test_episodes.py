@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.stand_in_episodes import ANSWERED, DRAWN, StandInEnvironments, TurnEngine
 from benchmarks.virtual_clock import run
-from engine3d.rollout.requests import GIVEN
+from engine3d.rollout.requests import BEGINS, GIVEN
 from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
 from hybridflow.environments.environment import Task
@@ -145,6 +145,45 @@ def test_a_turn_begins_behind_the_last_one_though_nothing_stands_between_them() 
         await setup.step()
         starts = {request.turn_start for engine in setup.engines for request in engine.requests}
         assert starts == {1, 1 + TURN, 1 + 2 * TURN}
+
+    run(play())
+
+
+def test_a_tree_of_an_agent_is_one_sample_that_holds_each_drawn_token_once() -> None:
+    # Sequence, and the tokens before the turn: the second is another branch of the first, and the first goes on.
+    script: list[tuple[int, list[int]]] = [(0, [7, 7]), (1, [7, 7, DRAWN, 8]), (0, [9])]
+
+    def branching(message: EpisodeMessage, turns: int) -> EpisodeAnswer:
+        if turns == len(script):
+            return EpisodeAnswer(message.sample, reward=2.0, done=True, truncated=True)
+        sequence, tokens = script[turns]
+        return EpisodeAnswer(message.sample, tokens, sequence=sequence, limit=turns + 1)
+
+    async def play() -> None:
+        setup = _Setup(branching, max_turns=1)  # the host counts turns
+        setup.stream.open(0)
+        rows = await setup.step()
+        first, again = [DRAWN], [DRAWN] * 3
+        for episode in _episodes(rows):
+            response = episode.response
+            assert episode.context == [7, 7]
+            assert response.token_ids == [*first, 9, *again, 7, 7, DRAWN, 8, *[DRAWN] * 2]
+            assert response.versions == [0, GIVEN, 0, 0, 0, BEGINS, GIVEN, GIVEN, GIVEN, 0, 0]
+            assert [logprob == 0.0 for logprob in response.logprobs] == [version < 0 for version in response.versions]
+            assert (episode.drawn, response.finish_reason, episode.score.total) == (6, "length", 2.0)
+            assert episode.score.counts["environment/environment_tokens"] == 5
+        requests: dict[int, list[StreamRequest]] = {
+            request.sample: [] for engine in setup.engines for request in engine.requests
+        }
+        for engine in setup.engines:
+            for request in engine.requests:
+                requests[request.sample].append(request)
+        for one, two, three in (row for row in requests.values() if len(row) == 3):
+            assert [list(request.context or ()) for request in (one, two, three)] == [[7, 7], [7, 7, DRAWN, 8], [7, 7]]
+            assert (one.prefix, two.prefix) == (None, None)
+            assert three.prefix is not None and three.prefix.token_ids == [*first, 9]
+            assert [request.tokens for request in (one, two, three)] == [2, 4, 4]
+            assert [request.limit for request in (one, two, three)] == [1, 2, 2 + 3]
 
     run(play())
 

@@ -1,0 +1,68 @@
+"""The process of many agents. `function_process` has loaded their function.
+
+Messages as in `environment_process`. A call is {"episode": id, "method": "play", ...} with the fields of a `Task`, and
+the `base_url` and `api_key` of its session. It is answered with the fields of an `Observation`, which is done if the
+function has returned a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from hybridflow.environments.environment import Observation, Task
+from hybridflow.environments.environment_process import EnvironmentServer, serve_calls
+from hybridflow.rewards.function_process import encode_message
+
+_MOST_THREADS = 4096
+"""Functions that are not async at a time."""
+_OF_SESSION = ("base_url", "api_key")
+
+
+class AgentServer(EnvironmentServer):
+    """Calls a function for each episode: in the event loop if it is async, otherwise in a thread of its own.
+
+    Args:
+        play: the function, with the arguments of its settings.
+        writer: to the parent.
+    """
+
+    def __init__(self, play: Callable[..., Any], writer: asyncio.StreamWriter) -> None:
+        super().__init__(lambda: None, 0, writer)  # type: ignore[arg-type, return-value]
+        self._play = play
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
+
+    async def _called(self, call: dict[str, Any]) -> Observation:
+        if call["method"] == "look":  # if the event loop is blocked
+            return Observation()
+        task = Task(call["prompt"], call["answer"], call["fields"], call["seed"])
+        play = partial(self._play, task, **{name: call[name] for name in _OF_SESSION})
+        if inspect.iscoroutinefunction(self._play):
+            reward = await play()
+        else:
+            reward = await asyncio.get_running_loop().run_in_executor(self._threads, play)
+        return Observation() if reward is None else Observation(reward=reward, done=True)
+
+
+def serve(connection: socket.socket, function: Any, setup: dict[str, Any]) -> None:
+    """Serve calls of an agent's function until the parent closes the connection.
+
+    Args:
+        connection: to the parent.
+        function: of the agent.
+        setup: first message: with `arguments`.
+    """
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(_OF_SESSION), **setup["arguments"])
+    except TypeError as error:
+        problem = f"does not take (task, {', '.join(_OF_SESSION)}) and its arguments: {error}"
+        connection.sendall(encode_message({"error": problem}))
+        return
+    connection.sendall(encode_message({"replayable": False}))
+    play = partial(function, **setup["arguments"])
+    asyncio.run(serve_calls(connection, lambda writer: AgentServer(play, writer)))
