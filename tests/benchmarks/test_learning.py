@@ -36,6 +36,18 @@ def test_what_is_kept_is_what_the_metrics_say(tmp_path: Path) -> None:
         evaluation_values(path, "demo")
 
 
+def test_a_run_of_episodes_is_measured_by_their_rewards(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [
+        {"phase": "sft", "step": 1, "sft/loss": 1.0},
+        {"phase": "train", "step": 1, "reward/environment/mean": 0.5, "reward/mean": 0.5},
+        {"phase": "train", "step": 2, "reward/environment/mean": 0.75, "reward/mean": 0.75},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    ((name, figure),) = evaluation_values(path, "game").items()
+    assert learned(path, name, 1, 1.0, "", figure).evaluations == [(1, 0.5), (2, 0.75)]
+
+
 def test_each_actor_of_a_run_is_a_learner(tmp_path: Path) -> None:
     for name in ("alone", "several/adder", "several/brief"):
         (tmp_path / name).mkdir(parents=True)

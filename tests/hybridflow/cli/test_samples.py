@@ -19,6 +19,7 @@ from engine3d.models.experts.routes import RouteFormat
 from hybridflow.batch.sample_table import ByName
 from hybridflow.cli.main import main
 from hybridflow.cli.samples import marked
+from hybridflow.report.stored_texts import read_stored
 from tests.support import tiny_families
 from tests.support.stored_samples import learned_from, make_run, samples_of, store
 
@@ -73,6 +74,9 @@ def test_an_episode_is_shown_turn_by_turn(run: Path, capsys: pytest.CaptureFixtu
     assert lines[1:6] == ["prompt   | 0+3=", "policy   | 1", "observed |  +", "policy   | 2", "observed |  ="]
     assert lines[6] == "policy   | 3<eos>"
     assert lines[-1] == "response | 3 a<eos>"
+    report = {text.sample.sample: text.response for text in read_stored(run)}
+    assert report[32] == "policy: 1\nobserved:  +\npolicy: 2\nobserved:  =\npolicy: 3<eos>"
+    assert report[33] == "3 a<eos>"
 
 
 def test_samples_are_chosen_by_step_reward_group_and_id(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
