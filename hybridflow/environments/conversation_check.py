@@ -12,6 +12,7 @@ from typing import Any
 
 from engine3d.errors import UserError, visible
 from engine3d.rollout.tool_calls import CallsOfText
+from hybridflow.data.files.chat import answer_to
 from hybridflow.data.files.messages import Message
 from hybridflow.environments.observation_tokens import ObservationTokens
 
@@ -81,9 +82,5 @@ class ConversationCheck:
         if not answered:
             return [assistant]
         if given:
-            return [assistant, *map(_of_tool, exchange.answers, given)]
+            return [assistant, *map(answer_to, given, exchange.answers)]
         return [assistant, *({"role": tokens.role, "content": answer} for answer in exchange.answers)]
-
-
-def _of_tool(answer: str, call: dict[str, Any]) -> Message:
-    return {"role": "tool", "content": answer, "name": call["function"]["name"], "tool_call_id": call["id"]}

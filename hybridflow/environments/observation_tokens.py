@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
-from engine3d.rollout.tool_calls import CallsOfText, ToolCall, ToolCallReader, find_parser
-from hybridflow.data.files.chat import ChatTemplate
+from engine3d.rollout.tool_calls import CallsOfText, ToolCallReader, find_parser
+from hybridflow.data.files.chat import ChatTemplate, call_of
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.files.messages import Message, from_json
 from hybridflow.data.tokenizer import encode_text, response_texts
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_MOST_CALLS = 16
+"""Calls of one turn, with more of which it is malformed."""
 _TO_ESCAPE = 'a"b\nc'
 """A text that differs from itself in JSON."""
 
@@ -68,34 +70,41 @@ class ToolMessages:
         parser: str | None,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.template, self._tools = template, tools
+        self.template = template
+        self._names = [str(tool["function"]["name"]) for tool in tools]
         name = find_parser(parser, template.tool_source, tokenizer, "environment.tools.parser")
         self._reader = ToolCallReader(name, tools, tokenizer)
-        self.after(CallsOfText("", malformed=True), ["text"], "environment.tools")
+        first = self._names[0]
+        template.after_calls([first], ["text"], "environment.tools")
+        try:
+            template.after_calls([first, first], ["text", "text"], "environment.tools")
+            self._most_calls = _MOST_CALLS
+        except UserError:  # some families call one tool at a time
+            self._most_calls = 1
 
     def read(self, text: str) -> CallsOfText:
-        """Read the calls of a turn. `text`: with special tokens, but for those at its end."""
-        return self._reader.read(text)
+        """Read the calls of a turn. More of them than the template renders are malformed.
+
+        Args:
+            text: with special tokens, but for those at its end.
+        """
+        read = self._reader.read(text)
+        return read if len(read.calls) <= self._most_calls else CallsOfText(text, malformed=True)
 
     def after(self, turn: CallsOfText, answers: Sequence[str], location: str) -> str:
         """Render what follows a turn with calls. Raises UserError if the template refuses it or answers are missing."""
-        calls = self.calls(turn)
-        if turn.malformed:  # some templates render an answer only after a call
-            calls = self.calls(CallsOfText("", (ToolCall(self._tools[0]["function"]["name"], "{}"),)))
-        if len(calls) != len(answers):
-            raise UserError(f"{location}: {len(answers)} answers to {len(calls)} calls, expected one for each")
-        return self.template.after_calls(calls, answers, location)
+        # Some templates render an answer only after a call.
+        names = [self._names[0]] if turn.malformed else [call.name for call in turn.calls]
+        if len(names) != len(answers):
+            raise UserError(f"{location}: {len(answers)} answers to {len(names)} calls, expected one for each")
+        return self.template.after_calls(names, answers, location)
 
     def calls(self, turn: CallsOfText) -> list[dict[str, Any]]:
         """The calls of a turn as its message has them."""
-        calls = [(call.name, from_json(call.arguments)) for call in turn.calls]
+        arguments = [from_json(call.arguments) for call in turn.calls]
         return [
-            {
-                "id": f"call{number:05}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments if isinstance(arguments, Mapping) else {}},
-            }
-            for number, (name, arguments) in enumerate(calls)
+            call_of(number, call.name, given if isinstance(given, Mapping) else {})
+            for number, (call, given) in enumerate(zip(turn.calls, arguments, strict=True))
         ]
 
 

@@ -47,6 +47,8 @@ from hybridflow.rundir.lock import SHARDS
 from hybridflow.trainer.run_setup import Run
 
 # An engine says itself that it did not start in time; its rank is given a little longer.
+_PARSER_S = 300.0
+"""Seconds for the import of SGLang's parsers of tool calls, which takes 10 s of processor time."""
 _MARGIN_S = 30.0
 
 _LANGUAGE_MODELS: Mapping[str, tuple[type[ModelGroup], type]] = {
@@ -281,7 +283,10 @@ class _Specs:
             [of_a_step, *(len(run.sets[name]) * planned.settings.samples for name, planned in recipe.sets.items())]
         )
         functions = [function for config in recipe.all_functions.values() for function in config.functions]
-        environments = [recipe.environment.load_timeout_s] if recipe.environment is not None else []
+        environments = []
+        if (environment := recipe.environment) is not None:
+            parser_s = 0.0 if environment.tools is None else _PARSER_S
+            environments = [environment.load_timeout_s + parser_s]
         chat = recipe.data.files.chat if recipe.data.files is not None else None
         phases = (run.train, *run.sets.values())
         fields = tuple(dict.fromkeys(field for phase in phases for field in phase.fields()))

@@ -177,32 +177,29 @@ class ChatTemplate:
             raise UserError(f"{location}: the chat template leaves out a message of role {messages[-1]['role']}")
         return text.partition(MARKER)[2]
 
-    def after_calls(self, calls: Sequence[Mapping[str, Any]], answers: Sequence[str], location: str) -> str:
+    def after_calls(self, names: Sequence[str], answers: Sequence[str], location: str) -> str:
         """Render what follows a turn of the assistant with calls: the end of its message, answers, and its next header.
 
         Args:
-            calls: each with `id` and `function`.
-            answers: of tools, one for each call.
+            names: of the tools that were called, in their order.
+            answers: of these.
             location: of them in errors.
 
         Raises:
             UserError: the template does not render calls or answers, or ends a message with calls in another way.
         """
         user: Message = {"role": "user", "content": "x"}
+        calls = [call_of(number, name, {"x": MARKER}) for number, name in enumerate(names)]
         messages = [
             user,
-            {"role": "assistant", "content": MARKER, "tool_calls": [dict(call) for call in calls]},
-            *(
-                {"role": "tool", "content": answer, "name": call["function"]["name"], "tool_call_id": call["id"]}
-                for call, answer in zip(calls, answers, strict=True)
-            ),
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *map(answer_to, calls, answers),
         ]
         complete, text = self._complete(messages, location, None, generation_prompt=True)
         before = self._render(complete[:2], location, generation_prompt=False)
         end = self._render([user, {"role": "assistant", "content": MARKER}], location, generation_prompt=False)
-        if any(rendered.count(MARKER) != 1 for rendered in (text, before, end)):
-            raise UserError(f"{location}: the chat template does not render the text of a message with calls once")
-        text, before, end = (rendered.partition(MARKER)[2] for rendered in (text, before, end))
+        before, end = before.rpartition(MARKER)[2], end.rpartition(MARKER)[2]
+        text = text.split(MARKER, len(names))[-1]
         if not text.startswith(before) or not before.endswith(end):
             raise UserError(
                 f"{location}: the chat template ends a message with calls in another way than one without, or renders "
@@ -328,6 +325,16 @@ class ChatTemplate:
         if self.config.date is None:
             raise _NoDateError
         return self.config.date.strftime(format)
+
+
+def call_of(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a tool as a message of the assistant has it. `number`: of the call in the message."""
+    return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def answer_to(call: Mapping[str, Any], answer: str) -> Message:
+    """The message of a tool that answers a call."""
+    return {"role": "tool", "content": answer, "name": call["function"]["name"], "tool_call_id": call["id"]}
 
 
 def _trained_on(messages: Sequence[Message], location: str) -> list[int]:

@@ -255,6 +255,35 @@ def test_several_answers_are_what_a_template_makes_of_them(tmp_path: Path) -> No
     assert "error" in messages.after(CallsOfText("", malformed=True), ["error"], "x")
 
 
+ONE_CALL = """
+{{- tools | tojson -}}
+{%- for message in messages -%}
+<|start|>{{ message.role }}
+{% if message.tool_calls %}
+{%- if message.tool_calls | length > 1 %}{{ raise_exception("one call at a time") }}{% endif -%}
+{{ message.tool_calls[0].function | tojson }}
+{%- else %}{{ {"output": message.content} | tojson if message.role == "tool" else message.content }}{% endif -%}
+<|eot|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant
+{% endif -%}
+"""
+
+
+def test_a_template_of_one_call_without_text_gets_no_more(tmp_path: Path) -> None:
+    (tmp_path / "one.jinja").write_text(ONE_CALL.strip())
+    tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
+    messages = tool_messages(
+        _settings(tmp_path, "echo"), ChatConfig(template=tmp_path / "one.jinja"), [TOOL], tokenizer
+    )
+    assert messages is not None
+    read = messages.read("Well. [echo()]")
+    assert messages.after(read, ['"a"'], "x") == (
+        '<|eot|><|start|>tool\n{"output": "\\"a\\""}<|eot|><|start|>assistant\n'
+    )
+    assert messages.read("[echo(), echo()]").malformed
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
