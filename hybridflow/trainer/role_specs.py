@@ -46,9 +46,9 @@ from hybridflow.roles.value import ValueWorker
 from hybridflow.rundir.lock import SHARDS
 from hybridflow.trainer.run_setup import Run
 
-# An engine says itself that it did not start in time; its rank is given a little longer.
 _PARSER_S = 300.0
 """Seconds for the import of SGLang's parsers of tool calls, which takes 10 s of processor time."""
+# An engine says itself that it did not start in time; its rank is given a little longer.
 _MARGIN_S = 30.0
 
 _LANGUAGE_MODELS: Mapping[str, tuple[type[ModelGroup], type]] = {
