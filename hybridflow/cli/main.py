@@ -5,6 +5,8 @@
     hybridflow resume RUN [key=value ...]       resume a run from its newest checkpoint, with its own recipe
     hybridflow check RECIPE [key=value ...]     check it without starting anything; --memory predicts the memory of each
                                                 GPU, CPU slot and node
+    hybridflow plan RECIPE [--nodes N] ...      plan placement, layouts and engines on a cluster: seconds of a step by
+                                                phase, memory, the next better option
     hybridflow settings [NAME]                  show the settings of recipes with type, default and meaning
     hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them, their number and lengths, and
                                                 dropped rows
@@ -216,6 +218,13 @@ def _check() -> Command:
     return Command(description, check.add_check_arguments, check.check, takes_recipe=True)
 
 
+def _plan() -> Command:
+    from hybridflow.cli import plan
+
+    description = "Plan placement, layouts and engines of a recipe on a cluster, with the seconds of a step by phase."
+    return Command(description, plan.add_arguments, plan.run, is_guarded=True, takes_recipe=True)
+
+
 def _settings() -> Command:
     from hybridflow.cli import settings
 
@@ -321,6 +330,7 @@ _COMMANDS: dict[str, Callable[[], Command]] = {
     "train": _train,
     "resume": _resume,
     "check": _check,
+    "plan": _plan,
     "settings": _settings,
     "data": _data,
     "checkpoint": _checkpoint,

@@ -202,7 +202,7 @@ class GenerationModel:
         """
         of_engine = -(-prompts // shape.engines) * samples
         mean = sum(lengths) / len(lengths)
-        most = max(1, min(shape.requests, of_engine, int(limit // max(1.0, prompt + mean))))
+        most = max(1, min(shape.requests, of_engine, int(limit // max(1.0, prompt / samples + mean))))
         totals = {"weights": 0.0, "cache": 0.0, "exchange": 0.0, "launches": 0.0}
         tail, steps = 0.0, 0
         for duration, running, tokens in self._segments(of_engine, most, prompt, lengths):

@@ -125,6 +125,25 @@ class UpdateCost:
         return UpdateCost(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
 
 
+@dataclass(frozen=True, slots=True)
+class _StageSums:
+    """Sums over the layers of a pipeline stage.
+
+    Args:
+        stage: its number.
+        layers, sparse: of the stage, and those with experts.
+        multiplications: of a token.
+        dense, experts: elements of parameters, of all experts.
+    """
+
+    stage: int
+    layers: int
+    sparse: int
+    multiplications: int
+    dense: int
+    experts: int
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Costs of a model's updates on layouts that pass its `check_layout`.
@@ -140,14 +159,12 @@ class CostModel:
     def update(self, layout: Layout, config: TrainConfig, batch: Batch) -> UpdateCost:
         """Predict the seconds of an update."""
         cost = self._passes(layout, config, batch, PASSES_OF_AN_UPDATE)
-        stages = range(layout.pp) if layout.pp == 1 else distinct_stages(self.spec, layout)
-        return UpdateCost(
-            **{field.name: getattr(cost, field.name) for field in fields(cost)}
-            | {
-                "gradients": max(self._gradients(layout, stage, config) for stage in stages),
-                "optimizer": max(self._optimizer(layout, stage, config) for stage in stages),
-                "call": self.hardware.update_s,
-            }
+        stages = self.stages(layout)
+        return replace(
+            cost,
+            gradients=max(self._gradients(layout, stage, config) for stage in stages),
+            optimizer=max(self._optimizer(layout, stage, config) for stage in stages),
+            call=self.hardware.update_s,
         )
 
     def forward(self, layout: Layout, config: TrainConfig, batch: Batch) -> UpdateCost:
@@ -156,8 +173,7 @@ class CostModel:
 
     def _passes(self, layout: Layout, config: TrainConfig, batch: Batch, passes: int) -> UpdateCost:
         count, itemsize = batch.micro_batches(layout), ITEMSIZES[config.dtype]
-        stages = distinct_stages(self.spec, layout)
-        costs = (self._stage(layout, stage, config, batch, passes) for stage in stages)
+        costs = (self._stage(layout, stage, config, batch, passes) for stage in self.stages(layout))
         slowest = max(costs, key=lambda cost: cost.seconds)
         # Of a micro-batch hidden states go on to the next stage and gradients back, for each model chunk.
         ways = 1 if passes == 1 else 2
@@ -171,22 +187,38 @@ class CostModel:
 
     def elements(self, layout: Layout, stage: int) -> tuple[float, float]:
         """Count the elements of a rank's parameters without padding: of dense layers, and of experts."""
+        return self._elements_of(layout, self._sums(layout, stage))
+
+    def _elements_of(self, layout: Layout, sums: _StageSums) -> tuple[float, float]:
+        vocabulary = (sums.stage in (0, layout.pp - 1)) * self.spec.sizes.vocabulary * self.spec.sizes.hidden
+        return (sums.dense + vocabulary) / layout.tp, sums.experts / (layout.ep * layout.etp)
+
+    def stages(self, layout: Layout) -> list[_StageSums]:
+        """List the sums of the stages that differ, see `distinct_stages`."""
+        key = (layout.pp, layout.vpp, layout.stages)
+        if key not in self._stages:
+            self._stages[key] = [self._sums(layout, stage) for stage in distinct_stages(self.spec, layout)]
+        return self._stages[key]
+
+    def _sums(self, layout: Layout, stage: int) -> _StageSums:
         chunks = self.spec.rules.rank_layers(layout, stage)
-        vocabulary = (stage in (0, layout.pp - 1)) * self.spec.sizes.vocabulary * self.spec.sizes.hidden
-        return (
-            (_within(self._dense, chunks) + vocabulary) / layout.tp,
-            _within(self._experts, chunks) / (layout.ep * layout.etp),
-        )
+        names = (self._sparse, self._multiplications, self._dense, self._experts)
+        return _StageSums(stage, sum(map(len, chunks)), *(_within(until, chunks) for until in names))
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int, tuple[int, ...] | None], list[_StageSums]]:
+        return {}
 
     def utilisation(self, layout: Layout, cost: UpdateCost, batch: Batch) -> float:
         """Compute the share of the peak that the model's multiplications take, without recomputation (MFU)."""
         flops = PASSES_OF_AN_UPDATE * float(sequence_flops(self.spec, batch.tokens)) * batch.sequences
         return flops / (layout.world_size * self.hardware.flops * cost.seconds)
 
-    def _stage(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch, passes: int) -> UpdateCost:
+    def _stage(
+        self, layout: Layout, stage: _StageSums, config: TrainConfig, batch: Batch, passes: int
+    ) -> UpdateCost:
         """Predict the seconds of a micro-batch on a stage: kernels, launches, and exchanges over tp, ep and cp."""
-        sizes, itemsize, chunks = self.spec.sizes, ITEMSIZES[config.dtype], self.spec.rules.rank_layers(layout, stage)
-        layers, sparse = sum(map(len, chunks)), _within(self._sparse, chunks)
+        sizes, itemsize, layers, sparse = self.spec.sizes, ITEMSIZES[config.dtype], stage.layers, stage.sparse
         repeated = self._repeated(layout, config, layers) if passes > 1 else 0.0  # of a further forward pass
         tokens = batch.tokens * batch.together
         cost = self._kernels(layout, stage, config, batch, passes, repeated)
@@ -220,19 +252,18 @@ class CostModel:
         return again / layers
 
     def _kernels(
-        self, layout: Layout, stage: int, config: TrainConfig, batch: Batch, passes: int, repeated: float
+        self, layout: Layout, stage: _StageSums, config: TrainConfig, batch: Batch, passes: int, repeated: float
     ) -> UpdateCost:
         """Predict the seconds of a micro-batch's kernels on a stage, by class, and of their launches."""
-        sizes, hardware, chunks = self.spec.sizes, self.hardware, self.spec.rules.rank_layers(layout, stage)
-        layers, sparse = sum(map(len, chunks)), _within(self._sparse, chunks)
+        sizes, hardware, layers, sparse = self.spec.sizes, self.hardware, stage.layers, stage.sparse
         tokens, ranks = batch.tokens * batch.together, layout.tp * layout.cp
         rate = hardware.flops * hardware.attention * (_FLASH_ATTENTION if config.has_flash_attention else 1.0)
         if sizes.latent is not None:
             rate = hardware.flops * hardware.latent_attention
         attention = (passes + repeated) * layers / sizes.layers * pair_flops(sizes) * tokens * batch.tokens / rate
         per_token = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts_per_token
-        linear = (passes + repeated) * (_within(self._multiplications, chunks) - sparse * per_token)
-        if stage == layout.pp - 1:
+        linear = (passes + repeated) * (stage.multiplications - sparse * per_token)
+        if stage.stage == layout.pp - 1:
             linear += (passes + (passes > 1 and config.logits_tokens is not None)) * self.spec.rules.head_cost
         width = min(sizes.hidden, sizes.heads * sizes.head_dim / layout.tp)
         products = 2 * (passes + repeated) * sparse * per_token * tokens / ranks
@@ -255,33 +286,32 @@ class CostModel:
         return hardware.flops * hardware.experts * (_EXPERTS_BESIDE_NCCL if beside else 1.0)
 
     def _passes_over_memory(
-        self, layout: Layout, stage: int, config: TrainConfig, tokens: float, passes: int, repeated: float
+        self, layout: Layout, stage: _StageSums, config: TrainConfig, tokens: float, passes: int, repeated: float
     ) -> float:
         """Predict the seconds of the kernels that read and write more than they compute, and of gradients' sums.
 
         Args:
             tokens: of a micro-batch on a rank.
         """
-        sizes, itemsize, chunks = self.spec.sizes, ITEMSIZES[config.dtype], self.spec.rules.rank_layers(layout, stage)
-        layers, sparse = sum(map(len, chunks)), _within(self._sparse, chunks)
+        sizes, itemsize, layers, sparse = self.spec.sizes, ITEMSIZES[config.dtype], stage.layers, stage.sparse
         share = (passes + repeated) / PASSES_OF_AN_UPDATE
         wide = sizes.hidden + (sizes.heads + 2 * sizes.groups) * sizes.head_dim
         per_layer = (_LAYER_PASSES if config.fused_query_key or not sizes.qk_norm else _LAYER_PASSES_UNFUSED) * wide
         rows = sparse * sizes.experts_per_token * (sizes.hidden + 2 * sizes.expert_ffn)
         rows += (layers - sparse) * 2 * sizes.ffn + sparse * 2 * sizes.shared_ffn
         elements = share * (layers * per_layer + _EXPERT_PASSES * rows)
-        if stage == layout.pp - 1 and not self.spec.value_head:
+        if stage.stage == layout.pp - 1 and not self.spec.value_head:
             elements += passes / PASSES_OF_AN_UPDATE * _HEAD_PASSES * sizes.vocabulary
         nbytes = elements * itemsize * tokens
         if passes > 1:  # a micro-batch's gradients are read and added to their sum
             of_element = itemsize + 2 * element_bytes(config).gradient
-            nbytes += sum(self.elements(layout, stage)) * of_element / _GRADIENT_SHARE
+            nbytes += sum(self._elements_of(layout, stage)) * of_element / _GRADIENT_SHARE
         return nbytes / self.hardware.memory_rate
 
-    def _optimizer(self, layout: Layout, stage: int, config: TrainConfig) -> float:
+    def _optimizer(self, layout: Layout, stage: _StageSums, config: TrainConfig) -> float:
         """Predict the seconds of Adam on a rank's shard of parameters, and of its state's ways over the host's link."""
         of_element, hardware = element_bytes(config), self.hardware
-        dense, experts = self.elements(layout, stage)
+        dense, experts = self._elements_of(layout, stage)
         shard = dense / (layout.dp * layout.cp) + experts / layout.edp
         # Gradients are read, weights, masters and moments read and written.
         touched = of_element.gradient + 2 * (ITEMSIZES[config.dtype] + of_element.master + of_element.moments)
@@ -292,10 +322,10 @@ class CostModel:
             seconds = max(seconds, shard * of_element.moments / rate)
         return seconds
 
-    def _gradients(self, layout: Layout, stage: int, config: TrainConfig) -> float:
+    def _gradients(self, layout: Layout, stage: _StageSums, config: TrainConfig) -> float:
         """Predict the seconds of scattered sums of gradients and of gathers of weights, over ranks with copies."""
         of_element = element_bytes(config).gradient + ITEMSIZES[config.dtype]
-        dense, experts = (elements * of_element for elements in self.elements(layout, stage))
+        dense, experts = (elements * of_element for elements in self._elements_of(layout, stage))
         copies = layout.dp * layout.cp
         return self.hardware.exchange_s(dense * (copies - 1) / copies, copies, layout.tp) + self.hardware.exchange_s(
             experts * (layout.edp - 1) / layout.edp, layout.edp, layout.ep * layout.etp

@@ -57,7 +57,7 @@ def transfer_cost(
     if engines.fp8:
         shared = False
     if colocated:
-        of_rank *= 1 - _shared_share(spec, layout, engines) if shared else 1.0
+        of_rank *= 1 - shared_share(spec, layout, engines) if shared else 1.0
     sent = of_rank * engines.ranks / layout.world_size
     busiest = max(of_rank, sent)
     ranks = layout.world_size if colocated else layout.world_size + engines.ranks
@@ -69,7 +69,7 @@ def transfer_cost(
     return TransferCost(of_rank * engines.ranks, busiest, across, seconds)
 
 
-def _shared_share(spec: ModelSpec, layout: Layout, engines: EngineShape) -> float:
+def shared_share(spec: ModelSpec, layout: Layout, engines: EngineShape) -> float:
     """Compute the share of an engine rank's weights that are in the memory of the trainer's rank on its GPU.
 
     Matrices of experts have the same bytes in both where both cut experts alike. Those of attention are laid out

@@ -1,0 +1,254 @@
+"""`hybridflow plan`: placement, layouts and engines of a run on a cluster, with the seconds of a step by phase."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine3d.errors import UserError, shortened
+from engine3d.startup.imports import quick_imports
+from hybridflow.cli.recipe_arguments import add_recipe, loaded_recipes
+from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, Node
+
+if TYPE_CHECKING:
+    from hybridflow.config.recipe import Recipe
+    from hybridflow.planning.search.placements import Plan
+    from hybridflow.planning.time.hardware import Profile
+    from hybridflow.planning.time.workload import Workload
+
+_WHAT_IFS = "rollout-gpus=+N, fp8, staleness=N, link=RATE, response-tokens=N or prompt-tokens=N"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow plan`."""
+    add_recipe(parser)
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="hosts of the cluster (1)")
+    parser.add_argument(
+        "--gpus", default="h200:8", metavar="GPU:N", help="kind and number of each host's GPUs, or a profile's file"
+    )
+    parser.add_argument("--link", metavar="RATE", help="of each GPU to other hosts, such as 400Gb")
+    parser.add_argument("--gpu-gb", type=float, metavar="GB", help="memory of each GPU, in 1e9 bytes; the profile's")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean of the prompts, which are not read then")
+    parser.add_argument("--response-tokens", type=int, metavar="N", help="mean of the responses (max_new_tokens)")
+    parser.add_argument(
+        "--spread", type=float, default=0.0, metavar="S", help="of the logarithm of responses' lengths, such as 0.8 (0)"
+    )
+    parser.add_argument("--count", type=int, default=3, metavar="N", help="plans to show (3)")
+    parser.add_argument("--explain", action="store_true", help="show where each second of the first plan comes from")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe of the first plan")
+    parser.add_argument(
+        "--what-if", action="append", default=[], metavar="CHANGE", help=f"also plan with {_WHAT_IFS}; repeatable"
+    )
+
+
+@dataclass(frozen=True)
+class PlannedCluster:
+    """Cluster of a plan.
+
+    Args:
+        profile: of its GPUs.
+        nodes: hosts.
+        gpus_per_node: of each.
+        extra: further GPUs, for engines.
+    """
+
+    profile: Profile
+    nodes: int
+    gpus_per_node: int
+    extra: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node + self.extra
+
+
+@dataclass(frozen=True)
+class PlannedLengths:
+    """Lengths of a plan's prompts and responses, as the options give them."""
+
+    prompt_tokens: int | None
+    response_tokens: int | None
+    spread: float
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run `hybridflow plan`.
+
+    Raises:
+        UserError: an option is wrong, nothing fits, or the recipe to write would not pass its checks.
+    """
+    recipes = loaded_recipes(parsed)
+    if len(recipes) > 1:
+        raise UserError(f"plan with several actors: expected --actor with one of {', '.join(recipes)}")
+    recipe = next(iter(recipes.values()))
+    if parsed.count < 1:
+        raise UserError(f"--count {parsed.count}: expected at least 1")
+    cluster = named_cluster(parsed.gpus, parsed.nodes, parsed.link, parsed.gpu_gb)
+    lengths = PlannedLengths(parsed.prompt_tokens, parsed.response_tokens, parsed.spread)
+    if parsed.write is not None and parsed.write.exists():
+        raise UserError(f"--write {parsed.write}: exists, expected a new file")
+    with quick_imports():
+        from hybridflow.planning.search import plan_text
+
+    plans, work = planned(recipe, cluster, lengths, count=max(2, parsed.count))
+    print(_head(cluster, work.tokens, work.response, parsed))
+    print("\n".join(plan_text.table(plans[: parsed.count], work, cluster.profile)))
+    if parsed.explain:
+        print("\n".join(plan_text.explanation(plans[0], cluster.profile)))
+    for text in parsed.what_if:
+        print(_what_if(text, recipe, cluster, lengths, plans[0]))
+    if parsed.write is not None:
+        written = written_recipe(parsed, recipe, plans[0], cluster)
+        parsed.write.write_text(written)
+        print(f"{parsed.write}: the recipe of plan 1")
+    return 0
+
+
+def _head(cluster: PlannedCluster, tokens: int, response: float, parsed: argparse.Namespace) -> str:
+    given = "" if parsed.response_tokens else ", all of max_new_tokens (--response-tokens gives their mean)"
+    return (
+        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.profile.name}, {tokens:,} tokens a sequence, of which "
+        f"{response:,.0f} of the response{given}"
+    )
+
+
+def named_cluster(gpus: str, nodes: int, link: str | None, gpu_gb: float | None = None) -> PlannedCluster:
+    """The cluster that options name.
+
+    Args:
+        gpus: such as "h200:8", or a profile's file, with or without the number of a host's GPUs.
+        nodes: hosts.
+        link: such as "400Gb"; the profile's if None.
+        gpu_gb: memory of a GPU, in 1e9 bytes; the profile's if None.
+
+    Raises:
+        UserError: names the option.
+    """
+    with quick_imports():
+        from hybridflow.planning.time.hardware import load_profile
+    name, colon, count = gpus.rpartition(":")
+    if not colon:
+        name, count = gpus, "8"
+    if not count.isdecimal() or not 1 <= int(count) <= MOST_GPUS:
+        raise UserError(f"--gpus {shortened(gpus)}: expected a kind and a number from 1 to {MOST_GPUS}, such as h200:8")
+    if not 1 <= nodes <= MOST_NODES:
+        raise UserError(f"--nodes {nodes}: expected a whole number of at least 1 and at most {MOST_NODES:,}")
+    try:
+        profile = load_profile(name)
+    except UserError as error:
+        raise UserError(f"--gpus {shortened(gpus)}: {error}") from None
+    profile = profile.with_cluster(int(count), link)
+    if gpu_gb is not None:
+        if not 0 < gpu_gb < 1e6:
+            raise UserError(f"--gpu-gb {gpu_gb:g}: expected a number above 0")
+        profile = replace(profile, hardware=replace(profile.hardware, memory=round(gpu_gb * 1e9)))
+    return PlannedCluster(profile, nodes, int(count))
+
+
+def planned(
+    recipe: Recipe,
+    cluster: PlannedCluster,
+    lengths: PlannedLengths,
+    *,
+    count: int = 2,
+    staleness: int | None = None,
+    fp8: bool = False,
+    alone: bool = False,
+) -> tuple[list[Plan], Workload]:
+    """Plan a recipe on a cluster.
+
+    Args:
+        recipe: the run.
+        cluster: where it is to run.
+        lengths: of prompts and responses.
+        count: most plans.
+        staleness: in place of the recipe's.
+        fp8: the engines' weights are in fp8.
+        alone: engines have GPUs of their own.
+
+    Returns:
+        The plans, the fastest first, and the work of a step.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    with quick_imports():
+        from hybridflow.planning.search.placements import PlacementSearch
+        from hybridflow.planning.search.recipe_work import plan_specs, recipe_work, search_settings
+    specs = plan_specs(recipe)
+    work = recipe_work(
+        recipe,
+        specs,
+        prompt_tokens=lengths.prompt_tokens,
+        response_tokens=lengths.response_tokens,
+        spread=lengths.spread,
+    )
+    settings = search_settings(recipe, specs, staleness)
+    if fp8:
+        settings = replace(settings, base=replace(settings.base, fp8=True), shared=False)
+    search = PlacementSearch(work, cluster.profile, replace(settings, alone=alone or settings.alone))
+    return search.best(cluster.gpus, count), work
+
+
+def _what_if(text: str, recipe: Recipe, cluster: PlannedCluster, lengths: PlannedLengths, before: Plan) -> str:
+    """Plan with a change, and return its line."""
+    from hybridflow.planning.search.plan_text import change
+
+    name, _, value = text.partition("=")
+    number = int(value) if re.fullmatch(r"\+?[0-9]{1,6}", value) else None
+    staleness, fp8, alone = None, False, False
+    if name == "fp8" and not value:
+        fp8 = True
+    elif name == "rollout-gpus" and number:
+        cluster, alone = replace(cluster, extra=number), len(before.groups) > 1
+    elif name == "staleness" and number is not None:
+        staleness = number
+    elif name == "link" and value:
+        cluster = replace(cluster, profile=cluster.profile.with_cluster(link=value))
+    elif name == "response-tokens" and number:
+        lengths = replace(lengths, response_tokens=number)
+    elif name == "prompt-tokens" and number:
+        lengths = replace(lengths, prompt_tokens=number)
+    else:
+        raise UserError(f"--what-if {shortened(text)}: expected {_WHAT_IFS}")
+    try:
+        plans, _ = planned(recipe, cluster, lengths, count=1, staleness=staleness, fp8=fp8, alone=alone)
+    except UserError as error:
+        return f"what if {text}: {error}"
+    return change(f"what if {text}", before, plans[0])
+
+
+def written_recipe(parsed: argparse.Namespace, recipe: Recipe, plan: Plan, cluster: PlannedCluster) -> str:
+    """The recipe with a plan's settings, as YAML.
+
+    Raises:
+        UserError: it would not pass the checks of `hybridflow check` on that cluster.
+    """
+    from hybridflow.config.actors import load_one_recipe
+    from hybridflow.config.yaml_loader import settings_yaml
+    from hybridflow.planning.recipe_check import check_recipe
+    from hybridflow.planning.search.recipe_work import plan_overrides
+
+    kind = "cpu" if cluster.profile.gpu == "cpu" else "cuda"
+    overrides = [*parsed.overrides, *plan_overrides(recipe, plan, kind=kind)]
+    try:
+        result = load_one_recipe(parsed.recipe, overrides, parsed.actor)
+        check_recipe(
+            result, nodes_of(cluster), gpu_bytes=cluster.profile.hardware.memory if kind == "cuda" else None, here=False
+        )
+    except UserError as error:
+        raise UserError(f"--write: plan 1 does not pass `hybridflow check`: {error}") from None
+    return settings_yaml(result)
+
+
+def nodes_of(cluster: PlannedCluster) -> Sequence[Node]:
+    """The nodes of a cluster, as checks take them."""
+    cpu = cluster.profile.gpu == "cpu"
+    return [
+        Node(f"node {number}", gpus=0 if cpu else cluster.gpus_per_node, cpu_slots=cluster.gpus_per_node if cpu else 0)
+        for number in range(cluster.nodes)
+    ]
