@@ -16,7 +16,7 @@ from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, Node
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
-    from hybridflow.planning.search.placements import Plan
+    from hybridflow.planning.search.placements import RunPlan
     from hybridflow.planning.time.hardware import Profile
     from hybridflow.planning.time.workload import Workload
 
@@ -94,13 +94,14 @@ def run(parsed: argparse.Namespace) -> int:
     with quick_imports():
         from hybridflow.planning.search import plan_text
 
+    changes = [_parsed_change(text, cluster) for text in parsed.what_if]
     plans, work = planned(recipe, cluster, lengths, count=max(2, parsed.count))
     print(_head(cluster, work.tokens, work.response, parsed))
     print("\n".join(plan_text.table(plans[: parsed.count], work, cluster.profile)))
     if parsed.explain:
         print("\n".join(plan_text.explanation(plans[0], cluster.profile)))
-    for text in parsed.what_if:
-        print(_what_if(text, recipe, cluster, lengths, plans[0]))
+    for change in changes:
+        print(_what_if(change, recipe, cluster, lengths, plans[0]))
     if parsed.write is not None:
         written = written_recipe(parsed, recipe, plans[0], cluster)
         parsed.write.write_text(written)
@@ -158,7 +159,7 @@ def planned(
     staleness: int | None = None,
     fp8: bool = False,
     alone: bool = False,
-) -> tuple[list[Plan], Workload]:
+) -> tuple[list[RunPlan], Workload]:
     """Plan a recipe on a cluster.
 
     Args:
@@ -194,35 +195,53 @@ def planned(
     return search.best(cluster.gpus, count), work
 
 
-def _what_if(text: str, recipe: Recipe, cluster: PlannedCluster, lengths: PlannedLengths, before: Plan) -> str:
-    """Plan with a change, and return its line."""
-    from hybridflow.planning.search.plan_text import change
+@dataclass(frozen=True)
+class _Change:
+    """A what-if: its text, and what is other than in the plan."""
 
+    text: str
+    name: str
+    number: int | None
+    cluster: PlannedCluster
+
+
+def _parsed_change(text: str, cluster: PlannedCluster) -> _Change:
     name, _, value = text.partition("=")
     number = int(value) if re.fullmatch(r"\+?[0-9]{1,6}", value) else None
-    staleness, fp8, alone = None, False, False
-    if name == "fp8" and not value:
-        fp8 = True
-    elif name == "rollout-gpus" and number:
-        cluster, alone = replace(cluster, extra=number), len(before.groups) > 1
-    elif name == "staleness" and number is not None:
-        staleness = number
-    elif name == "link" and value:
-        cluster = replace(cluster, profile=cluster.profile.with_cluster(link=value))
-    elif name == "response-tokens" and number:
-        lengths = replace(lengths, response_tokens=number)
-    elif name == "prompt-tokens" and number:
-        lengths = replace(lengths, prompt_tokens=number)
-    else:
+    if name == "link" and value:
+        return _Change(text, name, None, replace(cluster, profile=cluster.profile.with_cluster(link=value)))
+    if name == "rollout-gpus" and number:
+        return _Change(text, name, number, replace(cluster, extra=number))
+    known = (name == "fp8" and not value) or (name == "staleness" and number is not None)
+    if not known and not (name in ("response-tokens", "prompt-tokens") and number):
         raise UserError(f"--what-if {shortened(text)}: expected {_WHAT_IFS}")
+    return _Change(text, name, number, cluster)
+
+
+def _what_if(change: _Change, recipe: Recipe, cluster: PlannedCluster, lengths: PlannedLengths, before: RunPlan) -> str:
+    """Plan with a change, and return its line."""
+    from hybridflow.planning.search.plan_text import change_line
+
+    if change.name == "response-tokens":
+        lengths = replace(lengths, response_tokens=change.number)
+    if change.name == "prompt-tokens":
+        lengths = replace(lengths, prompt_tokens=change.number)
     try:
-        plans, _ = planned(recipe, cluster, lengths, count=1, staleness=staleness, fp8=fp8, alone=alone)
+        plans, _ = planned(
+            recipe,
+            change.cluster,
+            lengths,
+            count=1,
+            staleness=change.number if change.name == "staleness" else None,
+            fp8=change.name == "fp8",
+            alone=change.name == "rollout-gpus" and len(before.groups) > 1,
+        )
     except UserError as error:
-        return f"what if {text}: {error}"
-    return change(f"what if {text}", before, plans[0])
+        return f"what if {change.text}: {error}"
+    return change_line(f"what if {change.text}", before, plans[0])
 
 
-def written_recipe(parsed: argparse.Namespace, recipe: Recipe, plan: Plan, cluster: PlannedCluster) -> str:
+def written_recipe(parsed: argparse.Namespace, recipe: Recipe, plan: RunPlan, cluster: PlannedCluster) -> str:
     """The recipe with a plan's settings, as YAML.
 
     Raises:

@@ -75,10 +75,10 @@ class Proposal:
 
 
 class LayoutSearch:
-    """Layouts of a model on some GPUs: Algorithm 2 of the HybridFlow paper (arXiv 2409.19256), for a Megatron-Core model.
+    """Layouts of a model on some GPUs: Algorithm 2 of the HybridFlow paper (arXiv 2409.19256) for a model.
 
-    Searched are tp within a node, cp, pp, vpp, ep, etp, recomputation, and the sequences of a micro-batch, all in powers
-    of two. Not searched are `stages` and `recompute_layers`, which are at their defaults.
+    Searched are tp within a node, cp, pp, vpp, ep, etp, recomputation, and the sequences of a micro-batch, all in
+    powers of two. Not searched are `stages` and `recompute_layers`, which are at their defaults.
 
     Args:
         spec: the model.

@@ -37,7 +37,7 @@ Accepts = Callable[[str, Layout, TrainConfig], bool]
 
 
 @dataclass(frozen=True)
-class Group:
+class RoleGroup:
     """Roles that share GPUs.
 
     Args:
@@ -66,7 +66,7 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Placement of a run with all layouts.
 
     Args:
@@ -81,7 +81,7 @@ class Plan:
         offloaded: roles that leave their GPUs between their turns.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[RoleGroup, ...]
     roles: Mapping[str, Proposal]
     engines: EngineChoice | None
     costs: PhaseCosts
@@ -105,7 +105,7 @@ class Plan:
             return "standalone" if alone else "split"
         return "mixed"
 
-    def group_of(self, role: str) -> Group:
+    def group_of(self, role: str) -> RoleGroup:
         return next(group for group in self.groups if role in group.roles)
 
 
@@ -153,7 +153,7 @@ class PlacementSearch:
         self._residents: dict[str, dict[Any, ResidentBytes]] = {}
         self._engines: dict[tuple[int, int, Layout | None, int | None], EngineChoice | str] = {}
 
-    def best(self, gpus: int, count: int = 5, *, exhaustive: bool = False) -> list[Plan]:
+    def best(self, gpus: int, count: int = 5, *, exhaustive: bool = False) -> list[RunPlan]:
         """Return the fastest plans, the fastest first.
 
         Args:
@@ -164,7 +164,7 @@ class PlacementSearch:
         Raises:
             UserError: none fits; names what the nearest candidate lacks.
         """
-        plans: list[Plan] = []
+        plans: list[RunPlan] = []
         candidates = sorted(
             ((self._bound(groups), number, groups) for number, groups in enumerate(self._candidates(gpus))),
             key=lambda candidate: candidate[:2],
@@ -183,7 +183,7 @@ class PlacementSearch:
     def _names(self) -> list[str]:
         return [role.role for role in self.work.roles] + ([ROLLOUT] if self.work.generates else [])
 
-    def _candidates(self, gpus: int) -> Iterator[tuple[Group, ...]]:
+    def _candidates(self, gpus: int) -> Iterator[tuple[RoleGroup, ...]]:
         alone = self.settings.staleness > 0 or self.settings.stream or self.settings.alone
         for partition in partitions(self._names):
             if alone and not any(roles == (ROLLOUT,) for roles in partition):
@@ -191,10 +191,10 @@ class PlacementSearch:
             for sizes in allocations(gpus, len(partition), self._hardware.gpus_per_node):
                 starts = itertools.accumulate(sizes, initial=0)
                 yield tuple(
-                    Group(roles, first, size) for roles, first, size in zip(partition, starts, sizes, strict=False)
+                    RoleGroup(roles, first, size) for roles, first, size in zip(partition, starts, sizes, strict=False)
                 )
 
-    def _bound(self, groups: Sequence[Group]) -> float:
+    def _bound(self, groups: Sequence[RoleGroup]) -> float:
         """Compute the least seconds in which a candidate may make a step."""
         rate = self._hardware.flops * _LEAST_EFFICIENCY
         training, rollout = 0.0, 0.0
@@ -211,7 +211,7 @@ class PlacementSearch:
                 rollout = of_pass / self.work.samples / (group.gpus * rate)
         return max(training, rollout) if self.settings.staleness else training + rollout
 
-    def _planned(self, groups: tuple[Group, ...]) -> Plan | None:
+    def _planned(self, groups: tuple[RoleGroup, ...]) -> RunPlan | None:
         """Choose every role's layout in its group; None where one does not fit."""
         shared = [group for group in groups if {"actor", ROLLOUT} <= {*group.roles}]
         plans = [self._with_sharing(groups, size) for size in self._shared_sizes(shared[0].gpus if shared else 1)]
@@ -229,7 +229,7 @@ class PlacementSearch:
             size *= 2
         return sizes
 
-    def _with_sharing(self, groups: tuple[Group, ...], size: int | None) -> Plan | None:
+    def _with_sharing(self, groups: tuple[RoleGroup, ...], size: int | None) -> RunPlan | None:
         roles: dict[str, Proposal] = {}
         engines: EngineChoice | None = None
         memory: list[PhaseMemory] = []
@@ -249,12 +249,12 @@ class PlacementSearch:
 
     def _costed(
         self,
-        groups: tuple[Group, ...],
+        groups: tuple[RoleGroup, ...],
         roles: dict[str, Proposal],
         engines: EngineChoice | None,
         memory: tuple[PhaseMemory, ...],
         offloaded: frozenset[str],
-    ) -> Plan:
+    ) -> RunPlan:
         colocated = any({"actor", ROLLOUT} <= {*group.roles} for group in groups)
         alone = any(group.roles == (ROLLOUT,) for group in groups)
         layouts = {role: RoleLayout(proposal.layout, proposal.config) for role, proposal in roles.items()}
@@ -271,10 +271,10 @@ class PlacementSearch:
         stream = self.settings.stream and alone
         sets = [frozenset(group.roles) for group in groups]
         step = step_seconds(costs.seconds, sets, staleness=staleness, stream=stream)
-        return Plan(groups, roles, engines, costs, step, memory, staleness, stream, offloaded)
+        return RunPlan(groups, roles, engines, costs, step, memory, staleness, stream, offloaded)
 
     def _group(
-        self, group: Group, offloaded: frozenset[str], size: int | None
+        self, group: RoleGroup, offloaded: frozenset[str], size: int | None
     ) -> tuple[dict[str, Proposal], EngineChoice | None, list[PhaseMemory], frozenset[str]] | None:
         """Choose the layouts of a group's roles, each next to what the others leave; None where one does not fit."""
         works = [work for work in self.work.roles if work.role in group.roles]
@@ -302,7 +302,7 @@ class PlacementSearch:
 
     def _memory(
         self,
-        group: Group,
+        group: RoleGroup,
         chosen: Mapping[str, Proposal],
         engines: EngineChoice | None,
         offloaded: frozenset[str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from hybridflow.planning.search.placements import ROLLOUT, Plan
+from hybridflow.planning.search.placements import ROLLOUT, RunPlan
 from hybridflow.planning.time.hardware import Profile
 from hybridflow.planning.time.training import UpdateCost
 from hybridflow.planning.time.workload import Workload
@@ -15,7 +15,7 @@ _UNMEASURED = 0.1
 _PHASES = ("rollout", "scoring", "update", "transfer", "driver")
 
 
-def interval(plan: Plan, profile: Profile) -> dict[str, float]:
+def interval(plan: RunPlan, profile: Profile) -> dict[str, float]:
     """Relative half-width of the interval of each phase, and of the step as "step".
 
     Those of the profile, wider by a tenth for each feature whose cost was not measured with it.
@@ -28,7 +28,7 @@ def interval(plan: Plan, profile: Profile) -> dict[str, float]:
     return widths
 
 
-def unmeasured(plan: Plan, profile: Profile) -> list[str]:
+def unmeasured(plan: RunPlan, profile: Profile) -> list[str]:
     """List features of a plan whose cost was not measured on the profile's hardware."""
     features: dict[str, None] = {}
     for proposal in plan.roles.values():
@@ -45,7 +45,7 @@ def unmeasured(plan: Plan, profile: Profile) -> list[str]:
     return [name for name in features if name not in profile.measured]
 
 
-def table(plans: Sequence[Plan], work: Workload, profile: Profile) -> list[str]:
+def table(plans: Sequence[RunPlan], work: Workload, profile: Profile) -> list[str]:
     """The ranked table: a block of lines for each plan, the fastest first."""
     lines = []
     for rank, plan in enumerate(plans, start=1):
@@ -65,7 +65,7 @@ def table(plans: Sequence[Plan], work: Workload, profile: Profile) -> list[str]:
     return lines
 
 
-def _block(plan: Plan, widths: dict[str, float]) -> Iterator[str]:
+def _block(plan: RunPlan, widths: dict[str, float]) -> Iterator[str]:
     for group in plan.groups:
         last = group.first + group.gpus - 1
         yield f"GPUs {group.first}-{last}: {', '.join(group.roles)}"
@@ -81,11 +81,15 @@ def _block(plan: Plan, widths: dict[str, float]) -> Iterator[str]:
             f"rollout: {shape}; {shape.requests:,} requests at once, KV cache of {plan.engines.cache_tokens:,} tokens "
             "each"
         )
-    yield "seconds: " + ", ".join(
-        f"{phase} {seconds:.1f} +- {seconds * widths[phase]:.1f}"
-        for phase, seconds in plan.step.phases.items()
-        if seconds > 0
-    ) + (f"; {plan.step.hidden:.1f} of them covered by others" if plan.step.hidden > 0.05 else "")
+    yield (
+        "seconds: "
+        + ", ".join(
+            f"{phase} {seconds:.1f} +- {seconds * widths[phase]:.1f}"
+            for phase, seconds in plan.step.phases.items()
+            if seconds > 0
+        )
+        + (f"; {plan.step.hidden:.1f} of them covered by others" if plan.step.hidden > 0.05 else "")
+    )
     yield "memory: " + ", ".join(f"{phase.phase} {phase.total / 1e9:.1f} GB" for phase in plan.memory)
     if plan.costs.transfer is not None:
         transfer = plan.costs.transfer
@@ -94,14 +98,12 @@ def _block(plan: Plan, widths: dict[str, float]) -> Iterator[str]:
     yield f"bottleneck: {plan.step.bottleneck}"
 
 
-def _difference(plan: Plan, other: Plan) -> str:
-    changes = (
-        (phase, other.step.phases[phase] - seconds) for phase, seconds in plan.step.phases.items()
-    )
+def _difference(plan: RunPlan, other: RunPlan) -> str:
+    changes = ((phase, other.step.phases[phase] - seconds) for phase, seconds in plan.step.phases.items())
     return ", ".join(f"{phase} {change:+.1f}" for phase, change in changes if abs(change) >= 0.05) or "no phase differs"
 
 
-def explanation(plan: Plan, profile: Profile) -> list[str]:
+def explanation(plan: RunPlan, profile: Profile) -> list[str]:
     """Lines that say where each second of a plan comes from, and which rates were not measured."""
     lines = ["where the seconds come from:"]
     for name, costs in (("update", plan.costs.update), ("scoring", plan.costs.scoring)):
@@ -138,7 +140,7 @@ def _kinds(cost: UpdateCost) -> Iterator[tuple[str, float]]:
             yield field.name, seconds
 
 
-def change(name: str, before: Plan, after: Plan) -> str:
+def change_line(name: str, before: RunPlan, after: RunPlan) -> str:
     """The line of a what-if: seconds of a step and of each phase, with and without."""
     moved = ", ".join(
         f"{phase} {after.step.phases[phase] - seconds:+.2f}" for phase, seconds in before.step.phases.items()

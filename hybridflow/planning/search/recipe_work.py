@@ -15,7 +15,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.planning.feature_matrix import is_refused, layout_sizes
 from hybridflow.planning.memory_estimate import recipe_specs
 from hybridflow.planning.prompt_check import encoded_prompts
-from hybridflow.planning.search.placements import ROLLOUT, Plan, SearchSettings
+from hybridflow.planning.search.placements import ROLLOUT, RunPlan, SearchSettings
 from hybridflow.planning.time.generation import EngineShape
 from hybridflow.planning.time.workload import RoleWork, Workload, drawn_lengths
 
@@ -53,9 +53,7 @@ def recipe_work(
         mean, longest_prompt = float(prompt_tokens), prompt_tokens
     longest = recipe.rollout.sampling.max_new_tokens
     if response_tokens is not None and not 1 <= response_tokens <= longest:
-        raise UserError(
-            f"--response-tokens {response_tokens}: expected 1 to rollout.sampling.max_new_tokens={longest}"
-        )
+        raise UserError(f"--response-tokens {response_tokens}: expected 1 to rollout.sampling.max_new_tokens={longest}")
     response = float(response_tokens or longest)
     several = recipe.trainer.updates_per_step > 1 and recipe.trainer.max_staleness == 0
     correction = recipe.algorithm.correction
@@ -159,7 +157,7 @@ def plan_specs(recipe: Recipe) -> dict[str, ModelSpec]:
     return recipe_specs(recipe.model, recipe.models)
 
 
-def plan_overrides(recipe: Recipe, plan: Plan, *, kind: str = "cuda") -> list[str]:
+def plan_overrides(recipe: Recipe, plan: RunPlan, *, kind: str = "cuda") -> list[str]:
     """Settings, as `key=value`, with which a recipe runs as planned.
 
     Args:
@@ -187,7 +185,7 @@ def plan_overrides(recipe: Recipe, plan: Plan, *, kind: str = "cuda") -> list[st
     return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
-def _train_settings(plan: Plan, role: str, setting: str) -> dict[str, Any]:
+def _train_settings(plan: RunPlan, role: str, setting: str) -> dict[str, Any]:
     proposal = plan.roles[role]
     settings: dict[str, Any] = {
         f"{setting}.layout": _layout(proposal.layout),
@@ -204,12 +202,12 @@ def _layout(layout: Layout) -> dict[str, int]:
     return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "etp", "cp", "vpp")}
 
 
-def _micro_batch_tokens(plan: Plan, role: str) -> int:
+def _micro_batch_tokens(plan: RunPlan, role: str) -> int:
     batch = plan.roles[role].batch
     return max(1, batch.tokens * batch.together)
 
 
-def _engine_settings(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+def _engine_settings(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
     assert plan.engines is not None
     shape = plan.engines.shape
     of_engine = {
@@ -226,4 +224,3 @@ def _engine_settings(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     elif recipe.placement.actor.startswith("cuda"):
         of_engine |= {"memory_saver": True}
     return {"rollout.engines": None} | {f"rollout.engine.{name}": value for name, value in of_engine.items()}
-

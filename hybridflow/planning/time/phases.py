@@ -83,7 +83,9 @@ def rollout_costs(
     if len(work.lengths) == 1:
         return cost, cost.seconds
     of_engine = -(-work.prompts // engines.engines) * work.samples
-    running = max(1.0, min(engines.requests, of_engine, cache_tokens // max(1.0, work.prompt / work.samples + work.response)))
+    running = max(
+        1.0, min(engines.requests, of_engine, cache_tokens // max(1.0, work.prompt / work.samples + work.response))
+    )
     # A request that runs at some moment has made half of its tokens; long ones are seen more often.
     seen = sum(length**2 for length in work.lengths) / sum(work.lengths) / 2
     tokens = running * (work.prompt + seen)

@@ -214,9 +214,7 @@ class CostModel:
         flops = PASSES_OF_AN_UPDATE * float(sequence_flops(self.spec, batch.tokens)) * batch.sequences
         return flops / (layout.world_size * self.hardware.flops * cost.seconds)
 
-    def _stage(
-        self, layout: Layout, stage: _StageSums, config: TrainConfig, batch: Batch, passes: int
-    ) -> UpdateCost:
+    def _stage(self, layout: Layout, stage: _StageSums, config: TrainConfig, batch: Batch, passes: int) -> UpdateCost:
         """Predict the seconds of a micro-batch on a stage: kernels, launches, and exchanges over tp, ep and cp."""
         sizes, itemsize, layers, sparse = self.spec.sizes, ITEMSIZES[config.dtype], stage.layers, stage.sparse
         repeated = self._repeated(layout, config, layers) if passes > 1 else 0.0  # of a further forward pass

@@ -1,0 +1,66 @@
+"""Seconds of the search of `hybridflow plan`, on this machine.
+
+    python benchmarks/plan_search.py --gpus 64,1024 > results/plan/search.jsonl
+
+plans each recipe on hosts of eight H200, and prints a line of JSON for each: CPU seconds of the search without imports,
+the best plan, and how many layouts fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hybridflow.config.actors import load_one_recipe
+from hybridflow.planning.search.placements import PlacementSearch
+from hybridflow.planning.search.recipe_work import plan_specs, recipe_work, search_settings
+from hybridflow.planning.time.hardware import load_profile
+
+RECIPES = ("qwen3-30b-a3b-4xh200", "h200-1gpu-ppo", "qwen3-235b-a22b-128k-64xh200")
+
+
+def main() -> int:
+    """Search for each recipe on each number of GPUs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus", default="64,1024")
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--prompts", type=int, default=1024, help="prompts of a step, so that each rank has work")
+    options = parser.parse_args()
+    for name in options.recipes.split(","):
+        recipe = load_one_recipe(
+            Path("launch/recipes") / f"{name}.yaml", [f"trainer.prompts_per_step={options.prompts}"]
+        )
+        specs = plan_specs(recipe)
+        for gpus in map(int, options.gpus.split(",")):
+            work = recipe_work(recipe, specs, prompt_tokens=1024)
+            search = PlacementSearch(work, load_profile("h200"), search_settings(recipe, specs))
+            started, clock = time.process_time(), time.perf_counter()
+            best = search.best(gpus, 3)[0]
+            print(
+                json.dumps(
+                    {
+                        "recipe": name,
+                        "gpus": gpus,
+                        "roles": len(work.roles) + 1,
+                        "cpu_seconds": round(time.process_time() - started, 2),
+                        "seconds": round(time.perf_counter() - clock, 2),
+                        "load": round(os.getloadavg()[0], 1),
+                        "plan": best.kind,
+                        "step_seconds": round(best.step.step, 2),
+                        "layouts": {role: str(proposal.layout) for role, proposal in best.roles.items()},
+                        "engines": str(best.engines.shape) if best.engines is not None else None,
+                    }
+                ),
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

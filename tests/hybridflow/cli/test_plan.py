@@ -1,0 +1,68 @@
+"""The command `hybridflow plan`: its table, the recipe that it writes, what-if, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli import main
+
+DEMO = "launch/recipes/demo.yaml"
+LARGE = "launch/recipes/qwen3-30b-a3b-4xh200.yaml"
+HERE = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+
+
+def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main.main(["plan", *words])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_large_recipe_is_what_a_search_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    """The layout, engine and offloaded optimizer that were tuned by hand come first, with the measured seconds."""
+    words = ("--gpus", "h200:4", "--prompt-tokens", "1024", "--explain", "--what-if", "link=800Gb")
+    code, out, _ = _run(capsys, LARGE, *words)
+    assert code == 0
+    first = out[out.index("\n1. ") : out.index("\n2. ")]
+    assert "1. colocated: " in first and "actor: ep=4 dp=4" in first and "optimizer offloaded" in first
+    assert "rollout: 1 x (tp=4 ep=4 attention_dp=4)" in first and "next: " in first
+    seconds = float(first.split("colocated: ")[1].split(" s a step")[0])
+    assert seconds == pytest.approx(49.84, rel=0.15)  # benchmarks/results/h200-4gpu-30b/five-steps-run
+    for text in ("KV cache of", "memory: rollout", "bottleneck: ", "MFU", "update of actor:", "grouped GEMMs"):
+        assert text in out
+    assert "what if link=800Gb: colocated" in out and "(+0%)" in out  # nothing crosses hosts
+
+
+def test_the_recipe_that_is_written_passes_the_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "planned.yaml"
+    words = ("--gpus", "cpu:2", "--count", "1", "--write", str(path), "--what-if", "staleness=1")
+    code, out, err = _run(capsys, DEMO, *words)
+    assert (code, err) == (0, "") and f"{path}: the recipe of plan 1" in out
+    assert "what if staleness=1: standalone" in out and "; rollout " in out
+    assert main.main(["check", str(path)]) == 0
+    code, _, err = _run(capsys, DEMO, "--gpus", "cpu:2", "--write", str(path))
+    assert code == 2 and f"--write {path}: exists, expected a new file" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "b300:8"], "--gpus b300:8: profile: b300; expected one of cpu, h100, h200, or a file of this form"),
+        (["--gpus", "h200:0"], "--gpus h200:0: expected a kind and a number from 1 to 256, such as h200:8"),
+        (["--nodes", "0"], "--nodes 0: expected a whole number of at least 1"),
+        (["--link", "fast"], "--link fast: expected such as 400Gb"),
+        (["--response-tokens", "2000"], "--response-tokens 2000: expected 1 to rollout.sampling.max_new_tokens=1024"),
+        (["--what-if", "gold"], "--what-if gold: expected rollout-gpus=+N, fp8, staleness=N"),
+        (["--count", "0"], "--count 0: expected at least 1"),
+        (["--gpus", "h200:1"], "1 GPUs of 141.0 GB: no layout fits 1,024 sequences of 2,048 tokens (the least is "),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, LARGE, "--prompt-tokens", "1024", *words)
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
