@@ -72,8 +72,7 @@ _INTRODUCTION = f"""\
 
 A cell says **yes** where a test runs the two together and compares the result with a plain run: log-probs, losses,
 gradients or weights. `hybridflow check` and the start of a run refuse every other pair, and name it. Pairs of
-`streams` and `episodes`, and of `resharding` with a feature, are shown and not refused: streams act on engines,
-episodes leave tokens out of the loss, and resharding reads weights.
+`episodes` are shown and not refused: episodes leave tokens out of the loss.
 `{COMMAND}` makes this page and the data of `check` from the marks of the tests. A test compares them.
 
 | item | setting |

@@ -138,10 +138,9 @@ def check_pairs(role: str, items: Mapping[str, str]) -> None:
 def is_refused(one: str, other: str) -> bool:
     """True if no test has run two items together, and `check` refuses them.
 
-    Streams act on engines, episodes leave tokens out of the loss, and resharding reads weights. Their pairs with
-    features are shown, and are not refused.
+    Episodes leave tokens out of the loss: their pairs are shown, and are not refused.
     """
-    if {"streams", "episodes"} & {one, other} or ("resharding" in (one, other) and {one, other} <= set(FEATURES)):
+    if "episodes" in (one, other):
         return False
     return frozenset((one, other)) not in proven_pairs()
 

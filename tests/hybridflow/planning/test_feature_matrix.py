@@ -55,14 +55,10 @@ def test_a_pair_that_was_not_tested_is_refused_with_what_was(monkeypatch: pytest
         check_pairs("actor", {"llama": "llama models", "tp": "tp=2", "cp": "train.layout.cp=2"})
 
 
-def test_streams_and_what_reads_weights_are_refused_with_no_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_are_refused_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_matrix, "proven_pairs", lambda: frozenset())
-    assert (
-        not is_refused("streams", "tp")
-        and not is_refused("episodes", "tp")
-        and not is_refused("recomputation", "resharding")
-    )
-    assert is_refused("resharding", "cp") and is_refused("llama", "resharding") and is_refused("critic", "cp")
+    assert not is_refused("episodes", "tp")
+    assert is_refused("streams", "tp") and is_refused("recomputation", "resharding") and is_refused("critic", "cp")
 
 
 def test_the_families_are_those_that_there_are() -> None:
