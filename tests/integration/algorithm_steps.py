@@ -146,6 +146,15 @@ RECIPE_CASES = tuple(name for name in CASES if name in ALGORITHMS and name != "g
 """One case of each algorithm; that of GRPO is among the variants, which are compared with it."""
 VARIANT_CASES = tuple(name for name in CASES if name not in RECIPE_CASES)
 
+_SPLIT: dict[str, Any] = {"layout": {"ep": 1, "tp": 1, "cp": 2}, "packing": True, "micro_batch_tokens": 16}
+"""Two context-parallel ranks. Sequences of more than 8 tokens are split over them."""
+_ON_SPLIT = {"train": _SPLIT, "placement": {"actor": "cpu:0-1"}}
+SPLIT_CASES: dict[str, dict[str, Any]] = {
+    "distillation-split": merged(CASES["distillation"], {**_ON_SPLIT, "teacher": {"train": _SPLIT}}),
+    "dpo-split": merged(CASES["dpo"], _ON_SPLIT),
+}
+"""Cases on context-parallel ranks. Their values are those of the case without `-split` but for rounding."""
+
 _ONE_RANK = {"train": {"layout": {"ep": 1}}}
 _COMMON: dict[str, Any] = {
     "seed": 7,
@@ -177,7 +186,7 @@ class EveryRole(Recipe):
 
 def recorded_as(case: str) -> str:
     """The name of a case among the stored values."""
-    return f"steps/{case}"
+    return f"steps/{case.removesuffix('-split')}"
 
 
 @dataclass(frozen=True)
@@ -221,15 +230,17 @@ def make_teacher(directory: Path) -> None:
 
 
 def run_cases(directory: Path, cases: Sequence[str]) -> dict[str, Any]:
-    """Step every case; what each found, by its name."""
+    """Step every case; what each found, by its name. All are of `CASES`, or all of `SPLIT_CASES`."""
     make_teacher(directory)
-    started = build_settings(EveryRole, recipe_of(ROLES, directory, CASES["safe_rlhf"]), {}, ROLES)
+    settings = SPLIT_CASES if set(cases) <= SPLIT_CASES.keys() else CASES
+    of_roles = settings[cases[0]] if settings is SPLIT_CASES else CASES["safe_rlhf"]
+    started = build_settings(EveryRole, recipe_of(ROLES, directory, of_roles), {}, ROLES)
     by_case = {}
     with open_run(started) as opened, start_trainer(opened) as first:
         wait_for(first.roles, *first.roles.starting)
         version = 0
         for case in cases:
-            recipe = build_settings(Recipe, recipe_of(case, directory, CASES[case]), {}, case)
+            recipe = build_settings(Recipe, recipe_of(case, directory, settings[case]), {}, case)
             with trainer_of(recipe, first, version) as trainer:
                 columns = step_case(trainer)
                 version = trainer.version
