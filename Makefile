@@ -2,9 +2,12 @@
 #   VENV=/some/where   puts the environment elsewhere
 #   PYTHON=python3.12  names the interpreter to make it with
 #   ARGS="seed=2"      goes to the command: overrides of the recipe, or pytest arguments
+#   WORKERS=4          at a time of tests that start processes, each with up to 3 GB of memory
 
 VENV ?= .venv
 ARGS ?=
+# Two for each of two cores: such tests wait half of the time. Those of `make test-fast` never do.
+WORKERS ?= 4
 override VENV := $(abspath $(VENV))
 export PATH := $(VENV)/bin:$(PATH)
 # A run has many processes: each would compile every module that it imports.
@@ -27,17 +30,17 @@ help:
 demo: setup
 	@hybridflow train launch/recipes/demo.yaml overwrite=true $(ARGS)
 
-# Two at a time on two cores: threads of the libraries would only take turns.
+# Threads of the libraries would only take turns.
 test test-fast test-long test-hosts test-release: export OMP_NUM_THREADS := 1
 
 test: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not hosts and not long and not release" $(ARGS)
+	@python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not hosts and not long and not release" $(ARGS)
 
 test-fast: setup
 	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu and not hosts and not long and not release" $(ARGS)
 
 test-long: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "long and not release" $(ARGS)
+	@python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "long and not release" $(ARGS)
 
 # One at a time: each starts a cluster.
 test-hosts: setup
