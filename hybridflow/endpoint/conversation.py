@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOCATION = "messages"
+_NAME = re.compile(r"[a-zA-Z]\w{0,49}", re.ASCII)
+"""Names of tools that are counted by name."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Drawn:
         tokens: count of its tokens.
         context_tokens: count of those before it.
         complete: True if it ended by itself, False if it had no tokens left.
+        called: names of the tools that it calls, for counts.
     """
 
     content: str | None
@@ -56,6 +60,7 @@ class Drawn:
     tokens: int
     context_tokens: int
     complete: bool
+    called: Sequence[str] = ()
 
     @property
     def finish_reason(self) -> str:
@@ -160,7 +165,7 @@ class SessionTokens:
         (text,) = response_texts(self._tokenizer, [list(tokens)], keep_special_tokens=True)
         read = ToolCallReader(self._parser, tools, self._tokenizer).read(text)
         if not read.calls:
-            return drawn
+            return replace(drawn, called=["malformed"] if read.malformed else [])
         first, self._calls = self._calls, self._calls + len(read.calls)
         calls = [
             {
@@ -170,7 +175,9 @@ class SessionTokens:
             }
             for number, call in enumerate(read.calls, start=first)
         ]
-        return replace(drawn, content=read.content or None, tool_calls=calls)
+        known = {str(tool.get("function", {}).get("name")) for tool in tools}
+        called = [call.name if call.name in known and _NAME.fullmatch(call.name) else "unknown" for call in read.calls]
+        return replace(drawn, content=read.content or None, tool_calls=calls, called=called)
 
 
 def _after(template: ChatTemplate, answer: Message, following: Sequence[Message]) -> str:

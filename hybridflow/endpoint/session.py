@@ -21,6 +21,10 @@ _MOST_WAITING = 256
 """Requests of a session at a time, beyond which its agent floods."""
 
 
+_MOST_NAMES = 64
+"""Names of counts, beyond which calls of tools are counted together."""
+
+
 class RefusedError(Exception):
     """A request that is not served.
 
@@ -154,7 +158,11 @@ class Session:
         drawn = await self._draw(branch, min(most for most in (left, limits.turn_tokens, order.max_tokens) if most))
         self.counts["requests"] += 1
         self.counts["branches"] += branches > 0 and branch.sequence == branches
-        return conversation.answer(position, drawn.tokens, complete=drawn.complete, messages=messages)
+        answer = conversation.answer(position, drawn.tokens, complete=drawn.complete, messages=messages)
+        for name in answer.called:
+            known = len(self.counts) < _MOST_NAMES or f"calls_{name}" in self.counts
+            self.counts[f"calls_{name}" if known else "calls_others"] += 1
+        return answer
 
     def _out_of(self, what: str, code: str) -> RefusedError:
         self.truncated = True

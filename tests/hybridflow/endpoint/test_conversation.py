@@ -128,7 +128,7 @@ def test_calls_of_tools_are_read_and_their_answers_follow_what_was_drawn(
     assert str(tokenizer.decode(list(position.context))).endswith("<|user|>ab<|end|><|assistant|>")
     turn = tokenizer.encode('[price(article="ab"), stock( article="ab")]<|end|>')
     drawn = with_tools.answer(position, turn, complete=True, messages=True)
-    assert (drawn.content, drawn.finish_reason) == (None, "tool_calls")
+    assert (drawn.content, drawn.finish_reason, drawn.called) == (None, "tool_calls", ["price", "stock"])
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in drawn.tool_calls]
     assert calls == [("price", '{"article": "ab"}'), ("stock", '{"article": "ab"}')]
     assert len({call["id"] for call in drawn.tool_calls}) == 2

@@ -11,12 +11,15 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
+from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.tokenizer import make_chat_tokenizer
 from hybridflow.environments.agent_host import AgentHost, agent_template
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeStart, EpisodeTurn
+from tests.support.runs import ROOT
 
+TOOLS = ROOT / "launch/recipes/data/tools.jinja"
 SOURCE = """
 import asyncio, json, os, time, urllib.request
 import openai
@@ -104,6 +107,24 @@ def blocking(task, base_url, api_key):
     with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
         return len(client.chat.completions.create(model="gpt", messages=[user("1")]).choices[0].message.content)
 
+async def with_library(task, base_url, api_key):
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+
+    @function_tool
+    def price(article: str) -> str:
+        return "42"
+
+    @function_tool
+    def stock(article: str) -> str:
+        return "7"
+
+    set_tracing_disabled(True)  # it would send what it does to OpenAI
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        model = OpenAIChatCompletionsModel("any", client)
+        agent = Agent(name="shop", instructions="Sell.", tools=[price, stock], model=model)
+        result = await Runner.run(agent, task.prompt)
+    return float(result.final_output == task.answer)
+
 async def with_another_argument(task, base_url, api_key, depth): ...
 """
 PROGRAM = """
@@ -121,10 +142,12 @@ sys.exit(int(task["answer"]))
 
 
 class _Policy:
-    """Plays the part of a rollout controller, whose policy says the same in every turn."""
+    """Plays the part of a rollout controller, whose policy says what it is given."""
 
     def __init__(self, host: AgentHost, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.host, self._turn = host, tokenizer.encode("42<|end|>")
+        self.host, self._tokenizer = host, tokenizer
+        self.turns = ["42<|end|>"]
+        """Texts of the turns of each episode; the last is that of all further ones."""
         self.requested: dict[int, list[EpisodeAnswer]] = {}
         self.ends: dict[int, EpisodeAnswer] = {}
 
@@ -147,10 +170,12 @@ class _Policy:
                     self.ends[answer.sample] = answer
                     self.host.send([EpisodeClose(answer.sample)])
                     continue
+                text = self.turns[min(len(self.requested[answer.sample]), len(self.turns) - 1)]
                 self.requested[answer.sample].append(answer)
                 time.sleep(wait_s)
-                turn = self._turn[: answer.limit]
-                self.host.send([EpisodeTurn(answer.sample, turn, complete=turn == self._turn)])
+                tokens = self._tokenizer.encode(text)
+                turn = tokens[: answer.limit]
+                self.host.send([EpisodeTurn(answer.sample, turn, complete=turn == tokens)])
         return {sample - first: self.ends[sample] for sample in samples}
 
 
@@ -164,17 +189,17 @@ def policy_of(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Callable[..., _Policy]]:
     directory = tmp_path_factory.mktemp("agents")
-    (directory / "agents.py").write_text(SOURCE)
+    (directory / "players.py").write_text(SOURCE)
     (directory / "program.py").write_text(PROGRAM)
     hosts: list[AgentHost] = []
 
-    def make(agent: str | Sequence[str] = "play", **settings: Any) -> _Policy:
+    def make(agent: str | Sequence[str] = "play", *, chat: ChatConfig | None = None, **settings: Any) -> _Policy:
         if isinstance(agent, str):
-            agent = f"{directory}/agents.py:{agent}"
+            agent = f"{directory}/players.py:{agent}"
         else:
             agent = [word.replace("DIRECTORY", str(directory)) for word in agent]
         config = EnvironmentConfig(**{"agent": agent, "workers": 1, **settings})
-        hosts.append(AgentHost(config, tokenizer, agent_template(None, tokenizer), {"temperature": 1.0, "top_p": 1.0}))
+        hosts.append(AgentHost(config, tokenizer, agent_template(chat, tokenizer), {"temperature": 1.0, "top_p": 1.0}))
         hosts[-1].start()
         return _Policy(hosts[-1], tokenizer)
 
@@ -262,6 +287,23 @@ def test_an_agent_that_hangs_or_dies_ends(policy_of: Callable[..., _Policy]) -> 
 def test_a_function_that_is_not_async_plays_in_a_thread(policy_of: Callable[..., _Policy]) -> None:
     ends = policy_of("blocking").play(*["x"] * 20, wait_s=0.01)
     assert {end.reward for end in ends.values()} == {2.0}
+
+
+def test_an_agent_of_a_public_library_plays_with_two_tools(
+    policy_of: Callable[..., _Policy], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    pytest.importorskip("agents", reason="needs openai-agents of requirements-dev.txt")
+    policy = policy_of("with_library", chat=ChatConfig(template=TOOLS), tool_parser="pythonic")
+    policy.turns = ['[price(article="ab"), stock(article="ab")]<|end|>', "42<|end|>"]
+    end = policy.play("42", most_tokens=500)[0]
+    assert (end.failure, end.reward) == (None, 1.0)
+    assert {name: end.counts[name] for name in ("requests", "calls_price", "calls_stock")} == {
+        "requests": 2, "calls_price": 1, "calls_stock": 1,
+    }  # fmt: skip
+    first, second = policy.requested[max(policy.requested)]
+    assert (first.sequence, second.sequence) == (0, 0)
+    assert str(tokenizer.decode(list(first.tokens))).endswith("<|system|>Sell.<|end|><|user|>1<|end|><|assistant|>")
+    assert tokenizer.decode(list(second.tokens)) == "<|tool|>42<|end|><|tool|>7<|end|><|assistant|>"
 
 
 def test_a_program_plays(policy_of: Callable[..., _Policy]) -> None:

@@ -8,6 +8,7 @@ import torch
 from engine3d.errors import EngineError
 from engine3d.rollout.requests import BEGINS, GIVEN
 from engine3d.training.sequences import ROUTES
+from hybridflow.algorithms.losses.aggregation import AggregationMode, sequence_weights
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
 
@@ -41,6 +42,30 @@ def test_a_sample_is_one_sequence_for_each_of_a_tree() -> None:
     assert to_sequences(batch).lengths.tolist() == [3, 2, 2]
     assert to_sequences(batch.select([1])).lengths.tolist() == [2, 2]
     assert to_sequences(batch.replace(token_versions=torch.tensor([1, 1, GIVEN, 1]))).lengths.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_tree_has_the_weight_of_one_sample_whatever_its_sequences(mode: AggregationMode) -> None:
+    """Of samples with as many loss tokens, one of them in two sequences."""
+    batch = SampleBatch.from_generations(
+        prompts=[[3], [5]],
+        responses=[[6, 7], [7, 5, 8]],
+        logprobs=[[-1.0, -1.0], [-1.0, 0.0, -1.0]],
+        sample_ids=[40, 41],
+        group_ids=[0, 0],
+        prompt_indices=[0, 0],
+        policy_versions=[1, 1],
+        finish_reasons=["stop"] * 2,
+        response_masks=[[True, True], [True, False, True]],
+        token_versions=[[1, 1], [1, BEGINS, 1]],
+    )
+    norm = 8 if mode == "seq-mean-token-sum-norm" else None
+    of_samples = sequence_weights(batch.sums(batch.response_mask), mode, normalising_length=norm)
+    weights = of_samples.repeat_interleave(batch.response_lengths).where(batch.response_mask, 0.0)
+    sequences = to_sequences(batch, weights=weights)
+    assert sequences.lengths.tolist() == [3, 2, 2]
+    one, *other = sequences.columns["weights"].split(sequences.lengths.tolist())
+    assert float(one.sum()) == float(sum(part.sum() for part in other)) > 0
 
 
 def test_routes_are_of_all_tokens_and_errors_name_their_samples() -> None:
