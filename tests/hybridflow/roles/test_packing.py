@@ -46,7 +46,7 @@ def test_a_sample_is_one_sequence_for_each_of_a_tree() -> None:
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_a_tree_has_the_weight_of_one_sample_whatever_its_sequences(mode: AggregationMode) -> None:
-    """Of samples with as many loss tokens, one of them in two sequences."""
+    # Samples with as many loss tokens, one of them in two sequences.
     batch = SampleBatch.from_generations(
         prompts=[[3], [5]],
         responses=[[6, 7], [7, 5, 8]],
@@ -65,7 +65,7 @@ def test_a_tree_has_the_weight_of_one_sample_whatever_its_sequences(mode: Aggreg
     sequences = to_sequences(batch, weights=weights)
     assert sequences.lengths.tolist() == [3, 2, 2]
     one, *other = sequences.columns["weights"].split(sequences.lengths.tolist())
-    assert float(one.sum()) == float(sum(part.sum() for part in other)) > 0
+    assert float(one.sum()) == float(sum(weight.sum() for weight in other)) > 0
 
 
 def test_routes_are_of_all_tokens_and_errors_name_their_samples() -> None:
