@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Timer
 
 import psutil
 import pytest
@@ -255,21 +254,37 @@ def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: CalledGr
 def test_a_rank_that_stands_still_is_named_before_the_limit(
     pools: dict[str, ResourcePool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    printed = ""
+    stacks = [tmp_path / name for name in ("critic-0.stacks", "critic-1.stacks", "driver.stacks")]
+
+    def resume_once_it_is_named() -> None:
+        nonlocal printed
+        deadline = time.monotonic() + 120
+        while "no answer since" not in printed and time.monotonic() < deadline:
+            time.sleep(0.05)
+            printed += capfd.readouterr().err
+        time.sleep(1.6)  # in which it is not named again
+        stopped.resume()
+
     with CalledGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=3) as group:
         assert group.identity([1, 2]).result() == [1, 2]
         stopped = group.ranks.processes[1]
         stopped.suspend()
         requested = group.identity([1, 2])
-        Timer(4.6, stopped.resume).start()
-        assert requested.result() == [1, 2]
-    lines = [line for line in capfd.readouterr().err.splitlines() if "no answer since" in line]
+        with ThreadPoolExecutor(1) as pool:
+            resumed = pool.submit(resume_once_it_is_named)
+            assert requested.result() == [1, 2]
+            resumed.result()
+        deadline = time.monotonic() + 60
+        while not all(path.exists() and "most recent call first" in path.read_text() for path in stacks):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    lines = [line for line in (printed + capfd.readouterr().err).splitlines() if "no answer since" in line]
     assert len(lines) == 1
-    line = r"hybridflow: .*: critic rank 1, identity: no answer since [\d:]+ \(\d s\); process (\d+) of critic is st"
+    line = r"hybridflow: .*: critic rank 1, identity: no answer since [\d:]+ \(\d+ s\); process (\d+) of critic is st"
     result = re.match(line, lines[0])
     assert result is not None, lines
     assert int(result[1]) == stopped.pid
-    for name in ("critic-0.stacks", "critic-1.stacks", "driver.stacks"):
-        assert "most recent call first" in (tmp_path / name).read_text()
 
 
 def test_a_slow_call_reports_its_progress_and_no_warning(
