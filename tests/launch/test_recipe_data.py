@@ -45,6 +45,7 @@ def test_no_problem_is_in_two_files_of_a_recipe(script: ModuleType) -> None:
         assert len(set(problems)) == len(problems)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -12,6 +12,8 @@ from hybridflow.cli import agent
 from hybridflow.cli.main import main
 from tests.support.runs import DEMO
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = """
 import os, signal, sys, time
 from hybridflow.cli.agent import obey_standard_input

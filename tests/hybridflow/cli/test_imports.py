@@ -18,6 +18,8 @@ from tests.support import resumable
 from tests.support.small_checkpoints import make_checkpoint
 from tests.support.stored_samples import make_run
 
+pytestmark = pytest.mark.processes
+
 HEAVY = ("matplotlib", "megatron", "pandas", "ray", "sglang", "sympy", "torch", "transformers")
 _HELP = """
 import contextlib, io, sys

@@ -204,6 +204,7 @@ def test_what_a_terminal_would_obey_is_shown(run: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "actor-0: 100%\nactor-0: \\x1b[2Jgone \N{REPLACEMENT CHARACTER}\n"
 
 
+@pytest.mark.processes
 def test_logs_are_followed_until_the_run_has_ended(run: Path) -> None:
     log, late = run / "logs" / "actor-0.log", run / "logs" / "critic-0.log"
     with hold(run, "run_dir/name"):
@@ -225,6 +226,7 @@ def test_logs_are_followed_until_the_run_has_ended(run: Path) -> None:
     assert following.returncode == 0
 
 
+@pytest.mark.processes
 def test_logs_are_followed_until_their_reader_is_gone(run: Path) -> None:
     with hold(run, "run_dir/name"):
         command = [sys.executable, "-m", "hybridflow", "logs", str(run), "--follow", "--lines", "1", "--role", "critic"]
@@ -241,6 +243,7 @@ def test_logs_are_followed_until_their_reader_is_gone(run: Path) -> None:
         assert following.stderr.read() == ""
 
 
+@pytest.mark.processes
 def test_a_rank_of_a_host_that_comes_later_is_followed_too(run: Path) -> None:
     with hold(run, "run_dir/name"):
         command = [sys.executable, "-m", "hybridflow", "logs", str(run), "--follow", "--lines", "1", "--host", "host-1"]

@@ -20,6 +20,8 @@ from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, Episode
 from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens
 
+pytestmark = pytest.mark.processes
+
 SOURCE = """
 import asyncio, gc, os, time
 from hybridflow.environments.environment import Observation

@@ -19,6 +19,8 @@ from engine3d.errors import EngineError
 from hybridflow.cluster.processes.termination import LEAVE, Abandoned, Terminated, Termination
 from tests.support.runs import ROOT
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def termination() -> Iterator[Termination]:

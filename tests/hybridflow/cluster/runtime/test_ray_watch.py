@@ -16,6 +16,8 @@ from engine3d.errors import EngineError
 from hybridflow.cluster.processes import watchdog
 from hybridflow.cluster.runtime.ray_watch import RayWatch
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def part() -> Iterator[subprocess.Popen[bytes]]:

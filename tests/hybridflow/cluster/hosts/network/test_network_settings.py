@@ -127,6 +127,7 @@ def test_an_interface_of_the_recipe_comes_before_the_environment_and_one_that_wa
     assert named["GLOO_SOCKET_IFNAME"] == ("eth0", "interface eth0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_libraries_know_the_variables_of_the_presets(preset: Preset) -> None:
     found = in_force(NetworkConfig(preset=preset), Interface("eth0", "fd00::1"))
