@@ -23,6 +23,7 @@ COLUMN = "learning curve"
 HEADING = "## Learning curve"
 BESIDE = {
     "corrections.md": ("corrected",),
+    "environments.md": ("game", "tools"),
     "placement.md": ("context-parallel",),
     "routing_replay.md": ("routing-replay",),
 }
@@ -70,9 +71,12 @@ def page(text: str, names: list[str], results: Path, folder: str = "curves") -> 
     body = text.split(f"\n{HEADING}\n")[0].rstrip("\n") + "\n"
     if not names:
         return body
-    seeds = len(read(results, names[0]))
+    counts = {len(read(results, name)) for name in names}
     curves = [f"![{name}: {ends(name, results)}]({folder}/{name}.svg)" for name in names]
-    drawn = f"Mean over {seeds} seeds, lowest and highest" if seeds > 1 else "One seed"
+    drawn = "Means over the seeds, lowest and highest"
+    if len(counts) == 1:
+        (seeds,) = counts
+        drawn = f"Mean over {seeds} seeds, lowest and highest" if seeds > 1 else "One seed"
     said = f"{drawn}; the demo's GRPO beside it where the figure is the same."
     command = (
         "`benchmarks/learning.py` runs the recipes and draws what is kept of them in `benchmarks/results/learning`."
