@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from engine3d.errors import UserError, shortened
+from engine3d.input_files import read_json_object
 from engine3d.startup.lazy_imports import functions_later
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.tasks import Example
@@ -111,7 +112,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise UserError(f"no tokenizer in {directory}: expected tokenizer_config.json and the files it names")
     config = check_tokenizer_files(directory)
     try:
-        tokenizer = _tokenizer_class(config).from_pretrained(str(directory), local_files_only=True)
+        tokenizer = _tokenizer_class(config, directory).from_pretrained(str(directory), local_files_only=True)
         end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
     except Exception as error:  # transformers and tokenizers raise whatever their parsing of these files comes upon
         check_vocabularies(directory)
@@ -124,11 +125,17 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _tokenizer_class(config: dict[str, Any]) -> Any:
+_OTHER_CLASS = ("qwen2",)
+"""Families whose models have another tokenizer class than their files name, in transformers' tokenization_auto."""
+
+
+def _tokenizer_class(config: dict[str, Any], directory: Path) -> Any:
     """The class that transformers finds for a tokenizer, without a second of imports where its config names it."""
     named = config.get("tokenizer_class") if "auto_map" not in config else None
     if named == PreTrainedTokenizerFast.__name__:
-        return PreTrainedTokenizerFast
+        model = directory / "config.json"
+        if not (model.is_file() and read_json_object(model).get("model_type") in _OTHER_CLASS):
+            return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
     return AutoTokenizer

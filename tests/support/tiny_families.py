@@ -97,7 +97,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "mistral": _config("MistralForCausalLM", "mistral", sliding_window=None, rope_theta=500.0),
     "mixtral": _config(
-        "MixtralForCausalLM", "mixtral", head_dim=8, num_local_experts=8, num_experts_per_tok=3, rope_theta=500.0
+        "MixtralForCausalLM", "mixtral", head_dim=8, num_local_experts=8, num_experts_per_tok=2, rope_theta=500.0
     ),
     "glm4_moe": _config(
         "Glm4MoeForCausalLM",
