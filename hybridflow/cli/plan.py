@@ -188,7 +188,8 @@ def planned(
         response_tokens=lengths.response_tokens,
         spread=lengths.spread,
     )
-    settings = search_settings(recipe, specs, staleness)
+    hardware, gpus = cluster.profile.hardware, cluster.profile.gpu != "cpu"
+    settings = search_settings(recipe, specs, staleness, gpus_per_node=hardware.gpus_per_node, gpus=gpus)
     if fp8:
         settings = replace(settings, base=replace(settings.base, fp8=True), shared=False)
     search = PlacementSearch(work, cluster.profile, replace(settings, alone=alone or settings.alone))

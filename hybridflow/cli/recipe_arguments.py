@@ -51,10 +51,40 @@ def loaded_recipes(parsed: argparse.Namespace) -> dict[str, Recipe]:
         from hybridflow.config.actors import load_recipes
 
     overrides = [*(_METRIC_SINKS if parsed.track_metrics else ()), *parsed.overrides]
+    if _is_auto(parsed.recipe, overrides):
+        overrides += _resolved(parsed, overrides)
     recipes = load_recipes(parsed.recipe, overrides, parsed.actor)
     if any(recipe.private for recipe in recipes.values()):
         keep_private()  # before prompts are encoded into the cache
     return recipes
+
+
+def _is_auto(recipe: str, overrides: Sequence[str]) -> bool:
+    """True if the placement or the actor's layout is left to the search; a file that cannot be read is not."""
+    from hybridflow.config.yaml_loader import SettingsError, read_with_overrides
+
+    try:
+        data = read_with_overrides(Path(recipe), overrides)[0]
+    except SettingsError:
+        return False  # and is refused where it is loaded
+    train = data.get("train")
+    return data.get("placement") == "auto" or (isinstance(train, dict) and train.get("layout") == "auto")
+
+
+def _resolved(parsed: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """Overrides in place of `auto`, on the nodes of the launch or of the command's options; prints what they are."""
+    with quick_imports():
+        from hybridflow.planning.search.auto import resolved
+
+    nodes, link = None, driver_link()
+    if link is not None:
+        nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
+    elif getattr(parsed, "gpus_per_node", None) or isinstance(getattr(parsed, "nodes", None), int):
+        count, gpus = parsed.nodes or 1, getattr(parsed, "gpus_per_node", None) or 8
+        nodes = [Node(f"node {number}", gpus=gpus, cpu_slots=0) for number in range(count)]
+    chosen, line = resolved(Path(parsed.recipe), overrides, nodes)
+    print(line, flush=True)
+    return chosen
 
 
 def check_cluster(recipe: Recipe) -> int:

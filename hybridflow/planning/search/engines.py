@@ -60,6 +60,7 @@ class EngineSearch:
         attention_dp: it may be above 1.
         beside: layout of an actor on the same GPUs, whose weights engines may share; None without.
         expert_parallel: only engines whose tp and ep are this; any if None.
+        only: the only engines; any if None.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class EngineSearch:
         attention_dp: bool = True,
         beside: Layout | None = None,
         expert_parallel: int | None = None,
+        only: EngineShape | None = None,
     ) -> None:
         self._work = work
         self._hardware = hardware
@@ -78,6 +80,7 @@ class EngineSearch:
         self._attention_dp = attention_dp
         self._beside = beside
         self._expert_parallel = expert_parallel
+        self._only = only
         self._model = GenerationModel(work.actor.spec, hardware)
 
     def best(self, gpus: int, beside: int = 0, *, stream: bool = False) -> EngineChoice:
@@ -107,6 +110,10 @@ class EngineSearch:
     def shapes(self, gpus: int) -> Iterator[EngineShape]:
         """Yield the engines that fill some GPUs, each with a prompt at least."""
         sizes = self._work.actor.spec.sizes
+        if self._only is not None:
+            if self._expert_parallel in (None, self._only.ep):
+                yield self._only
+            return
         tp = 1
         while tp <= min(gpus, _MOST_TP):
             if gpus % tp == 0 and _divides(self._work.actor.spec, tp) and gpus // tp <= self._work.prompts:

@@ -90,6 +90,7 @@ class LayoutSearch:
         trained: the model is updated; else it makes forward passes.
         expert_tensor_parallel: etp is searched too.
         residents: cache of what ranks keep, of searches of the same model.
+        keeps_settings: recomputation and tokens of a micro-batch are those of the config.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class LayoutSearch:
         trained: bool = True,
         expert_tensor_parallel: bool = False,
         residents: dict[Any, ResidentBytes] | None = None,
+        keeps_settings: bool = False,
     ) -> None:
         self.spec = spec
         self._config = config
@@ -114,6 +116,7 @@ class LayoutSearch:
         self._trained = trained
         self._with_etp = expert_tensor_parallel
         self._residents = {} if residents is None else residents
+        self._keeps = keeps_settings
         self.costs = CostModel(spec, hardware)
 
     def best(self, gpus: int, batch: Batch, count: int = 1) -> list[Proposal]:
@@ -145,7 +148,11 @@ class LayoutSearch:
                 if len(proposals) == count:
                     break
         if not proposals:
-            needed = f"the least is {amount(least, 1)}" if candidates else "no layout has a sequence for each rank"
+            needed = (
+                f"the least is {amount(least, 1)}"
+                if candidates
+                else "no layout has a sequence for each rank and passes the checks of the settings"
+            )
             raise UserError(
                 f"{gpus} GPUs of {amount(self.hardware.memory, 1)}: no layout fits {batch.sequences:,} sequences of "
                 f"{batch.tokens:,} tokens ({needed}); expected more or larger GPUs, or shorter sequences"
@@ -198,11 +205,17 @@ class LayoutSearch:
 
     def _candidates(self, gpus: int, batch: Batch) -> Iterator[tuple[Layout, TrainConfig, Batch]]:
         kinds = ("none", "selective", "full") if self._trained else ("none",)
+        if self._keeps:
+            kinds = (self._config.recompute,)
         configs = [self._config.model_copy(update={"recompute": kind}) for kind in kinds]
         for layout in self._layouts(gpus):
             accepted = [config for config in configs if self._accepts(layout, config)]
-            for together in _powers(max(1, _MOST_TOGETHER // batch.tokens)):
-                if layout.dp * together <= batch.sequences:
+            counts = _powers(max(1, _MOST_TOGETHER // batch.tokens))
+            if self._keeps:
+                share = -(-batch.sequences // layout.dp)
+                counts = [max(1, min(share, self._config.micro_batch_tokens // batch.tokens))]
+            for together in counts:
+                if layout.dp * together <= batch.sequences or (self._keeps and layout.dp <= batch.sequences):
                     for config in accepted:
                         yield layout, config, Batch(batch.sequences, batch.tokens, together)
 

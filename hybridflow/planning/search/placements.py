@@ -121,6 +121,8 @@ class SearchSettings:
         release: they release their weights while models compute.
         attention_dp: data parallelism of attention may be proposed.
         alone: engines have GPUs of their own.
+        engines: the only engines that may be proposed; any if None.
+        keeps_settings: recomputation, micro-batches and the optimizer's place stay as they are.
         accepts: layouts and settings of a role that may be proposed.
     """
 
@@ -131,6 +133,8 @@ class SearchSettings:
     release: bool = False
     attention_dp: bool = True
     alone: bool = False
+    engines: EngineShape | None = None
+    keeps_settings: bool = False
     accepts: Accepts = lambda role, layout, config: True
 
 
@@ -210,6 +214,10 @@ class PlacementSearch:
                 of_pass = float(sequence_flops(self.work.actor.spec, self.work.tokens)) * self.work.sequences
                 rollout = of_pass / self.work.samples / (group.gpus * rate)
         return max(training, rollout) if self.settings.staleness else training + rollout
+
+    def on_groups(self, groups: tuple[RoleGroup, ...]) -> RunPlan | None:
+        """Plan the layouts of a placement that is given; None where one does not fit, see `refusals`."""
+        return self._planned(groups)
 
     def _planned(self, groups: tuple[RoleGroup, ...]) -> RunPlan | None:
         """Choose every role's layout in its group; None where one does not fit."""
@@ -354,7 +362,7 @@ class PlacementSearch:
         batch = Batch(max(1, self.work.sequences // self.work.mini_batches), self.work.tokens)
         kept = work.config
         optimizers = [kept.optimizer]
-        if work.trained and not kept.optimizer.offload:
+        if work.trained and not kept.optimizer.offload and not self.settings.keeps_settings:
             optimizers.append(kept.optimizer.model_copy(update={"offload": True}))
         proposals: list[Proposal] = []
         refusal = ""
@@ -369,6 +377,7 @@ class PlacementSearch:
                 trained=work.trained,
                 expert_tensor_parallel=True,
                 residents=self._residents.setdefault(work.role, {}),
+                keeps_settings=self.settings.keeps_settings,
             )
             try:
                 proposals += search.best(gpus, batch)
@@ -388,6 +397,7 @@ class PlacementSearch:
                 attention_dp=self.settings.attention_dp,
                 beside=actor,
                 expert_parallel=alike,
+                only=self.settings.engines,
             )
             try:
                 self._engines[key] = search.best(gpus, key[1], stream=self.settings.stream)

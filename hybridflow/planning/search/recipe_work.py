@@ -14,6 +14,7 @@ from engine3d.training.config import TrainConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.feature_matrix import is_refused, layout_sizes
 from hybridflow.planning.memory_estimate import recipe_specs
+from hybridflow.planning.model_check import check_megatron
 from hybridflow.planning.prompt_check import encoded_prompts
 from hybridflow.planning.search.placements import ROLLOUT, RunPlan, SearchSettings
 from hybridflow.planning.time.generation import EngineShape
@@ -84,8 +85,22 @@ def recipe_work(
     )
 
 
-def search_settings(recipe: Recipe, specs: Mapping[str, ModelSpec], staleness: int | None = None) -> SearchSettings:
+def search_settings(
+    recipe: Recipe,
+    specs: Mapping[str, ModelSpec],
+    staleness: int | None = None,
+    *,
+    gpus_per_node: int = 8,
+    gpus: bool = True,
+) -> SearchSettings:
     """The limits of a search for a recipe.
+
+    Args:
+        recipe: the run.
+        specs: of its models.
+        staleness: in place of the recipe's.
+        gpus_per_node: of the cluster.
+        gpus: the devices are GPUs.
 
     Raises:
         UserError: the recipe has what the search does not plan for.
@@ -111,16 +126,18 @@ def search_settings(recipe: Recipe, specs: Mapping[str, ModelSpec], staleness: i
         shared=recipe.rollout.weights.share,
         release=engine.release_weights,
         attention_dp=plain and recipe.rollout.stream is None,
-        accepts=_Accepted(recipe, specs),
+        accepts=_Accepted(recipe, specs, gpus_per_node, gpus=gpus),
     )
 
 
 class _Accepted:
-    """Layouts and settings of which the feature matrix has every pair."""
+    """Layouts and settings of which the feature matrix has every pair, and that a check would not refuse."""
 
-    def __init__(self, recipe: Recipe, specs: Mapping[str, ModelSpec]) -> None:
+    def __init__(self, recipe: Recipe, specs: Mapping[str, ModelSpec], gpus_per_node: int, *, gpus: bool) -> None:
         self._recipe = recipe
         self._specs = specs
+        self._gpus_per_node = gpus_per_node
+        self._gpus = gpus
         self._known: dict[frozenset[str], bool] = {}
 
     def __call__(self, role: str, layout: Layout, config: TrainConfig) -> bool:
@@ -129,11 +146,15 @@ class _Accepted:
             self._known[items] = not any(is_refused(*pair) for pair in combinations(sorted(items), 2))
         if not self._known[items]:
             return False
-        if self._recipe.megatron_roles[role].trained:
-            try:
-                config.check_trained(self._specs[role].sizes, layout)
-            except UserError:
-                return False
+        settings, spec = self._recipe.megatron_roles[role], self._specs[role]
+        if config.has_copy_engine_dispatcher(spec.sizes, layout) and self._gpus_per_node % (layout.ep * layout.etp):
+            return False
+        try:
+            if settings.trained:
+                config.check_trained(spec.sizes, layout)
+            check_megatron(config, settings.setting, spec, layout, trained=settings.trained, gpus=self._gpus)
+        except UserError:
+            return False
         return True
 
     def _items(self, role: str, layout: Layout, config: TrainConfig) -> list[str]:
@@ -183,6 +204,30 @@ def plan_overrides(recipe: Recipe, plan: RunPlan, *, kind: str = "cuda") -> list
         settings |= _engine_settings(recipe, plan)
         settings["trainer.max_staleness"] = plan.staleness
     return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+
+
+def layout_override(plan: RunPlan) -> str:
+    """The layout of a plan's actor, as `key=value`."""
+    return f"train.layout={json.dumps(_layout(plan.roles['actor'].layout))}"
+
+
+def fixed_engines(recipe: Recipe, devices: int) -> EngineShape:
+    """The engines of a recipe on their devices."""
+    engine = recipe.rollout.engine
+    return EngineShape(
+        tp=engine.tp,
+        ep=engine.ep,
+        attention_dp=engine.attention_dp,
+        engines=max(1, devices // engine.tp),
+        requests=engine.max_running_requests,
+        cascade=engine.cascade_attention,
+        peers=engine.peer_collectives,
+        fused_sampling=engine.fused_sampling,
+        local_experts_only=engine.local_experts_only,
+        fp8=engine.precision == "fp8",
+        dtype=engine.dtype,
+        graphs=engine.cuda_graph,
+    )
 
 
 def _train_settings(plan: RunPlan, role: str, setting: str) -> dict[str, Any]:

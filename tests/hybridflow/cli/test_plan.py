@@ -50,6 +50,20 @@ def test_the_recipe_that_is_written_passes_the_checks(tmp_path: Path, capsys: py
     assert code == 2 and f"--write {path}: exists, expected a new file" in err
 
 
+def test_auto_is_resolved_into_the_recipe_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["check", DEMO, "placement=auto", "--print"]) == 0
+    printed = capsys.readouterr()
+    line = next(line for line in printed.out.splitlines() if ": auto: " in line)
+    assert line.startswith("placement: auto: ") and " s a step foreseen (" in line
+    assert "\n  actor: cpu:0" in printed.out and "auto\n" not in printed.out.split("placement:\n")[1]
+
+    assert main.main(["check", LARGE, "train.layout=auto", "--nodes", "1", "--gpus-per-node", "4", "--print"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("train.layout: auto: colocated, actor ")
+    assert ", rollout 1 x (tp=4 ep=4 attention_dp=4); " in printed.out  # the recipe's own
+    assert "micro_batch_tokens: 22550\n" in printed.out  # stays as it was
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -60,7 +74,11 @@ def test_the_recipe_that_is_written_passes_the_checks(tmp_path: Path, capsys: py
         (["--response-tokens", "2000"], "--response-tokens 2000: expected 1 to rollout.sampling.max_new_tokens=1024"),
         (["--what-if", "gold"], "--what-if gold: expected rollout-gpus=+N, fp8, staleness=N"),
         (["--count", "0"], "--count 0: expected at least 1"),
-        (["--gpus", "h200:1"], "1 GPUs of 141.0 GB: no layout fits 1,024 sequences of 2,048 tokens (the least is "),
+        (["--gpus", "h200:2", "--gpu-gb", "40"], "actor: 2 GPUs of 40.0 GB: no layout fits 1,024 sequences of 2,048"),
+        (
+            ["--gpus", "h200:4", "--gpu-gb", "40"],
+            "2,048 tokens (the least is 39.4 GB); expected more or larger GPUs, or",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
