@@ -58,8 +58,11 @@ def files(directory: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run of four steps of two updates each, with a reference policy, and checkpoints after the second and the last."""
-    return trained(DEMO, tmp_path_factory.mktemp("run"), "algorithm.kl_coef=0.01", "rollout.engine.routes=true")
+    """Run of four steps of two updates each, with a reference policy, and checkpoints after the second and the last.
+
+    Updates replay the engine's routes.
+    """
+    return trained(DEMO, tmp_path_factory.mktemp("run"), "algorithm.kl_coef=0.01", "train.routing_replay=rollout")
 
 
 def test_on_the_same_layout_all_bits_are_the_same(run: Path) -> None:
