@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine3d.errors import UserError
 from engine3d.rollout.tool_calls import ToolCallReader
 from hybridflow.data.files.chat import ChatTemplate
-from hybridflow.data.files.messages import Message, Tools, from_json, read_messages, read_tools
+from hybridflow.data.files.messages import Message, Tools, read_messages, read_tools
 from hybridflow.data.tokenizer import encode_prompt, encode_text, response_texts
 from hybridflow.endpoint.token_tree import Branch, TokenTree
 
@@ -190,11 +190,10 @@ def _after(template: ChatTemplate, answer: Message, following: Sequence[Message]
             f"{_LOCATION}: {len(calls)} calls of tools are followed by {len(answers)} answers of tools and "
             f"{len(following) - len(answers)} other messages, expected one answer to each call, and no others"
         )
-    parsed = [
-        {**call, "function": {**call["function"], "arguments": from_json(call["function"].get("arguments"))}}
-        for call in calls
-    ]
-    return template.after_calls(parsed, [str(message["content"]) for message in answers], _LOCATION)
+    by_id = {message.get("tool_call_id"): message for message in answers}
+    ordered = [by_id[call["id"]] for call in calls] if by_id.keys() == {call.get("id") for call in calls} else answers
+    names = [str(call["function"]["name"]) for call in calls]
+    return template.after_calls(names, [str(message["content"]) for message in ordered], _LOCATION)
 
 
 def _length(entry: tuple[str, str]) -> int:

@@ -19,6 +19,7 @@ from hybridflow.data.given_responses import GivenResponses, pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
+from hybridflow.environments.agent_host import agent_parser, agent_template
 from hybridflow.environments.observation_tokens import observation_template, tool_messages
 from hybridflow.planning.engine_check import check_same_tokens, end_notes
 from hybridflow.planning.environment_check import check_environment
@@ -71,6 +72,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     if recipe.environment is not None:
         chat = recipe.data.files.chat if recipe.data.files is not None else None
         observation_template(recipe.environment, chat, tokenizer)
+        if recipe.environment.tool_parser is not None:
+            agent_parser(recipe.environment, agent_template(chat, tokenizer), tokenizer)
         if recipe.environment.tools is not None:
             tool_messages(recipe.environment, chat, check_environment(recipe.environment), tokenizer)
     limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)

@@ -12,6 +12,7 @@ import pytest
 
 from hybridflow.config.recipe import load_recipe
 from hybridflow.data.tokenizer import make_chat_tokenizer
+from hybridflow.environments.agent_host import AgentHost, agent_template
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeStart, EpisodeTurn
 from hybridflow.environments.episode_host import EpisodeHost
@@ -141,6 +142,30 @@ def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
     )
     assert step["reward/quality/cost"] == pytest.approx(scored * (40 * 0.1 + 6 * 0.4) / 1e6)
     assert scored + hits == round(scored + hits) and (scored + hits) % 8 == 0  # one of both for each sample
+
+
+def test_the_agent_of_the_example_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/agents.md").read_text()
+    assert (ROOT / "examples/own_agent.py").read_text().partition("annotations\n\n")[2] in page
+    monkeypatch.chdir(ROOT)
+    recipe = load_recipe(ROOT / "examples/own_agent.yaml")
+    assert recipe.environment is not None
+    tokenizer = make_chat_tokenizer(tmp_path)
+    host = AgentHost(recipe.environment, tokenizer, agent_template(None, tokenizer), {})
+    try:
+        host.start()
+        task = Task("1-7", "6", {"messages": [{"role": "user", "content": "1-7"}]})
+        host.send([EpisodeStart(0, task, most_tokens=100)])
+        texts = []
+        for guess in ("4", "7", "6"):
+            (answer,) = host.take_answers(60)
+            texts.append(tokenizer.decode(list(answer.tokens)))
+            host.send([EpisodeTurn(0, tokenizer.encode(f"{guess}<|end|>"), complete=True)])
+        (end,) = host.take_answers(60)
+        assert texts == [f"<|user|>{said}<|end|><|assistant|>" for said in ("1-7", "+", "-")]
+        assert (end.failure, end.reward, end.done) == (None, 1.0, True)
+    finally:
+        host.close()
 
 
 def test_the_environment_of_the_example_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
         f"data.files.chat.tools={json.dumps(tools)}",
         f"data.files.cache={directory}/cache",
         "model.create.config.max_position_embeddings=256",
-        "warmup.steps=100",
+        "warmup.steps=60",
         f"trainer.steps={STEPS}",
         f"trainer.prompts_per_step={GROUPS}",
         f"rollout.samples_per_prompt={SAMPLES}",
@@ -120,7 +120,6 @@ def test_every_session_is_trained_on_once_but_for_those_whose_agent_failed(
     assert sum(record["reward/dropped"] for record in train) == SAMPLES
     assert sum(record.get("reward/environment/failed_raised", 0) for record in train) == SAMPLES
     assert sum(record["reward/environment/calls_price"] for record in train) > 0
-    assert all(0 < record["stream/prefix_hit_share"] <= 1 for record in train)
 
 
 @pytest.mark.long

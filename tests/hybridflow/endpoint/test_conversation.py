@@ -137,10 +137,14 @@ def test_calls_of_tools_are_read_and_their_answers_follow_what_was_drawn(
         for call in drawn.tool_calls
     ]
     messages.append({"role": "assistant", "tool_calls": rewritten})
-    messages += [{"role": "tool", "tool_call_id": call["id"], "content": "42"} for call in rewritten]
+    answers = [
+        {"role": "tool", "tool_call_id": call["id"], "content": content}
+        for call, content in zip(rewritten, ("42", "7"), strict=True)
+    ]
+    messages += reversed(answers)  # in another order than the calls
     second = with_tools.of_messages(messages, TOOLS)
     assert second.branch.sequence == 0
-    assert tokenizer.decode(second.branch.tokens) == "<|tool|>42<|end|><|tool|>42<|end|><|assistant|>"
+    assert tokenizer.decode(second.branch.tokens) == "<|tool|>42<|end|><|tool|>7<|end|><|assistant|>"
     assert list(second.context) == [*position.context, *turn, *second.branch.tokens]
     last = with_tools.answer(second, tokenizer.encode("42<|end|>"), complete=True, messages=True)
     assert (last.content, last.finish_reason) == ("42", "stop")
