@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import resource
 import signal
@@ -65,9 +67,9 @@ def test_a_cause_that_a_thread_finds_is_told_at_once_and_wakes_the_main_thread(
 ) -> None:
     said_before: list[str] = []
     arguments = ["hybridflow: the raylet is gone", lambda: said_before.append(capfd.readouterr().err)]
-    threading.Timer(0.05, termination.end, arguments).start()
     with pytest.raises(Terminated):
-        threading.Event().wait(10)
+        threading.Timer(0.05, termination.end, arguments).start()
+        threading.Event().wait(60)
     assert termination.finish() == 1
     assert said_before == [""]
     assert capfd.readouterr().err == "hybridflow: the raylet is gone\n"
@@ -99,8 +101,8 @@ def test_with_time_to_save_a_signal_interrupts_waits_alone(
 
 
 def test_a_wait_under_way_is_abandoned_and_what_is_not_abandonable_goes_on(termination: Termination) -> None:
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with termination.saves(20.0):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(Abandoned):
             wait_with(termination)
         with termination.waiting():  # as of an update
@@ -135,19 +137,37 @@ def test_a_wait_in_a_library_that_makes_another_error_of_it_is_abandoned_too(
 def test_when_the_time_to_save_is_over_a_run_ends_as_without(
     termination: Termination, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(Terminated), termination.saves(0.2):
-        threading.Event().wait(10)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Event().wait(60)
     assert not termination.asked
     assert termination.finish() == 143
     assert capfd.readouterr().err.endswith("hybridflow: terminated; there was no time for a checkpoint\n")
 
 
+@contextlib.contextmanager
+def presses(*numbers: int) -> Iterator[None]:
+    """Signals to this process, 1.3 s apart, the last one again and again until the block has ended."""
+    ended = threading.Event()
+
+    def press() -> None:
+        for number in itertools.chain(numbers, itertools.repeat(numbers[-1])):
+            os.kill(os.getpid(), number)
+            if ended.wait(1.3):
+                return
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        pressing.join()
+
+
 def test_a_second_signal_ends_what_has_time_to_save(termination: Termination) -> None:
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-    threading.Timer(1.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(Terminated), termination.saves(60.0):
-        threading.Event().wait(10)
+    with pytest.raises(Terminated), termination.saves(120.0), presses(signal.SIGINT):
+        threading.Event().wait(60)
     assert termination.finish() == 130
 
 
@@ -171,10 +191,8 @@ def test_requests_to_leave_may_be_many_and_come_before_a_signal(termination: Ter
 
 
 def test_a_second_signal_after_a_request_to_leave_is_impatience(termination: Termination) -> None:
-    for delay_s, number in ((0.05, LEAVE), (0.2, signal.SIGTERM), (1.5, signal.SIGTERM)):
-        threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
-    with pytest.raises(Terminated), termination.saves(60.0):
-        threading.Event().wait(10)
+    with pytest.raises(Terminated), termination.saves(120.0), presses(LEAVE, signal.SIGTERM):
+        threading.Event().wait(60)
     assert termination.finish() == 143
 
 
