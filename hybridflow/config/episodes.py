@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
@@ -28,6 +28,8 @@ def episode_errors(
     rollout: RolloutRole,
     *,
     data: DataConfig,
+    max_staleness: int,
+    cp: Sequence[str],
     sets: Iterable[str],
     has_routes: bool,
     scored: Iterable[str],
@@ -36,6 +38,8 @@ def episode_errors(
 
     Args:
         environment, algorithm, rollout, data: of the recipe.
+        max_staleness: of the trainer.
+        cp: settings of models that split sequences over context-parallel ranks.
         sets: names of the held-out sets.
         has_routes: True if engines return routes.
         scored: settings of further rewards and costs.
@@ -63,6 +67,12 @@ def episode_errors(
             f"environment.agent is set with algorithm.name={algorithm.name}, which was not tried with several "
             f"sequences of a sample; expected one of {', '.join(_OF_TREES)}"
         )
+    if environment.agent is not None and cp:
+        yield (
+            f"environment.agent is set with {cp[0]}, which was not tried with several sequences of a sample; expected 1"
+        )
+    if environment.agent is not None and max_staleness:
+        yield f"environment.agent is set with trainer.max_staleness={max_staleness}, which was not tried; expected 0"
     if environment.tools is not None:
         yield from _tool_errors(data)
     for name in scored:

@@ -147,6 +147,12 @@ class Recipe(Settings):
             self.algorithm,
             self.rollout,
             data=self.data,
+            max_staleness=self.trainer.max_staleness,
+            cp=[
+                f"{role.setting}.layout.cp={cp}"
+                for role in self.megatron_roles.values()
+                if (cp := role.train.layout.cp) > 1
+            ],
             sets=self.sets,
             has_routes=self.has_routes,
             scored=others,

@@ -88,6 +88,8 @@ def test_what_does_not_go_with_tools_is_refused(override: str, reason: str | Non
         (["environment.agent=play"], "is 'play', expected package.module:Class or some/file.py:Class, or such a func"),
         (["environment.agent=[]"], "is without the words of a command"),
         (["environment.agent=[python, a.py]", "environment.arguments={a: 1}"], "arguments is set with the words of a"),
+        (["train.layout.cp=2"], "environment.agent is set with train.layout.cp=2, which was not tried"),
+        (["trainer.max_staleness=1"], "environment.agent is set with trainer.max_staleness=1, which was not tried"),
         (["algorithm.name=gspo"], "environment.agent is set with algorithm.name=gspo, which was not tried"),
         (["environment.agent=null", "environment.path=a:B", "environment.ignored_options=[seed]"], "without agent"),
     ],

@@ -28,8 +28,8 @@ def test_requests_of_one_length_come_in_waves() -> None:
     once, twice = (MODEL.rollout(EngineShape(requests=requests), 64, 8, 1024, [512], MANY) for requests in (512, 256))
     assert (once.steps, twice.steps) == (512, 1024) and twice.seconds > once.seconds
     assert once.tail == 0.0
-    # A KV cache of half the tokens has half of the requests at once.
-    assert MODEL.rollout(EngineShape(requests=512), 64, 8, 1024, [512], 256 * 1536).steps == 1024
+    # A KV cache with room for half of the requests, of which eight share a prompt, has half of them at once.
+    assert MODEL.rollout(EngineShape(requests=512), 64, 8, 1024, [512], 256 * (1024 / 8 + 512)).steps == 1024
 
 
 def test_a_long_tail_takes_as_many_steps_as_its_longest() -> None:
