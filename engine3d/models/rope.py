@@ -132,7 +132,7 @@ def read_rope(
         raise UserError(f"{config.source}: partial_rotary_factor: expected {expected}")
     kind = nested.get("rope_type", nested.get("type", "default"))
     if not isinstance(kind, str) or kind not in kinds:
-        reason = f" ({kind}: {_OF_BATCHES[kind]})" if kind in _OF_BATCHES else ""
+        reason = f" ({kind}: {_OF_BATCHES[kind]})" if isinstance(kind, str) and kind in _OF_BATCHES else ""
         accepted = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
         raise config.error(key, f"rope_type {accepted}{reason}")
     if kind == "default":
