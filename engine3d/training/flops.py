@@ -40,6 +40,7 @@ def token_flops(spec: ModelSpec) -> int:
     sparse = sum(sizes.sparse)
     router = _linear(sizes.hidden, sizes.experts)
     experts = sizes.experts_per_token * _gated(sizes, sizes.expert_ffn) + _gated(sizes, sizes.shared_ffn)
+    experts += _linear(sizes.hidden, 1) if sizes.shared_gate else 0
     mlps = (sizes.layers - sparse) * _gated(sizes, sizes.ffn) + sparse * (router + experts)
     head = _linear(sizes.hidden, 1 if spec.value_head else sizes.vocabulary)
     return sizes.layers * _projections(sizes) + mlps + head
