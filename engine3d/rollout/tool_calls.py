@@ -95,12 +95,11 @@ class ToolCallReader:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         parser = FunctionCallParser(self._tools, self._parser, self._tokenizer)  # its detector has state
-        begins = False
-        try:
-            begins = parser.has_tool_call(text)
-            with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+        with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):  # which an exception that leaves the block would keep
+            try:
+                begins = parser.has_tool_call(text)
                 content, items = parser.parse_non_stream(text)
-        except Exception:  # a detector may raise anything for what a model writes
-            return CallsOfText(text, malformed=True)
+            except Exception:  # a detector may raise anything for what a model writes
+                return CallsOfText(text, malformed=True)
         calls = tuple(ToolCall(str(item.name or ""), item.parameters or "{}") for item in items)
         return CallsOfText(content, calls, malformed=begins and not calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_calls_of_families(parser: str, text: str, expected: tuple[ToolCall, ...
 def test_calls_that_cannot_be_read(parser: str, text: str) -> None:
     read = ToolCallReader(parser, TOOLS).read(text)
     assert read.malformed and not read.calls
+    assert "SGLANG_FORWARD_UNKNOWN_TOOLS" not in os.environ  # which processes of this one would have
 
 
 def test_a_reader_has_no_state_between_texts() -> None:
