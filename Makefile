@@ -40,7 +40,7 @@ test-fast: setup
 	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu and not hosts and not long and not release" $(ARGS)
 
 test-long: setup
-	@python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "long and not release" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "long and not release" $(ARGS)
 
 # One at a time: each starts a cluster.
 test-hosts: setup
