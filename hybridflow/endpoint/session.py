@@ -118,7 +118,7 @@ class Session:
         self.truncated = False
         """True once a request was refused since no turns or tokens were left."""
         self.flooded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How its agent floods, once it does."""
+        """Words for the flood of its agent, set once there is one."""
 
     async def complete(self, order: CompletionOrder, *, messages: bool) -> Drawn:
         """Answer a request, behind those before it. `messages`: it is of messages, not of a text.
