@@ -81,7 +81,7 @@ class NotAsync:
 FORGES = """
 import os, stat
 
-for number in range(3, 64):
+for number in map(int, os.listdir("/proc/self/fd")):
     try:
         if stat.S_ISSOCK(os.fstat(number).st_mode):
             os.write(number, b"\\xff" * 4)

@@ -102,7 +102,8 @@ def test_a_machine_out_of_descriptors_is_no_verdict(run: Run) -> None:
         sandbox = LocalSandbox(SandboxSettings(limits=LIMITS))
         await sandbox.start()
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limits[1]))  # noqa: PTH208
+        with Path(os.devnull).open() as lowest:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 2, limits[1]))
         try:
             await sandbox.run(python_program("print(1)"))
         except SandboxError as error:
