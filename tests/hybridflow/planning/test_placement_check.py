@@ -120,5 +120,5 @@ def test_a_step_of_preferences_has_a_pair_for_each_rank_and_mini_batch() -> None
     ],
 )
 def test_stages_that_cannot_be_are_refused(override: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(RECIPES / "placement/interleaved.yaml"), override]) == 2
+    assert main(["check", str(RECIPES / "placement/four-ranks.yaml"), override]) == 2
     assert f"train.layout on placement.actor: {line}" in capsys.readouterr().err
