@@ -13,6 +13,7 @@ from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.settings import ClippedSettings
+from hybridflow.algorithms.turn_credit import has_turns, with_turn_advantages
 from hybridflow.algorithms.without_critic import without_critic
 
 
@@ -43,8 +44,10 @@ class DrGRPOSettings(DynamicSamplingSettings, ClippedSettings):
 
 
 def with_advantages(step: Step[DrGRPOSettings], experience: Experience) -> Experience:
-    """Give each token the advantage of its response."""
+    """Give each token the advantage of its response, or of its turn where these have returns."""
     batch = experience.batch
+    if has_turns(batch):
+        return replace(experience, batch=with_turn_advantages(step, batch, normalise_by_std=False))
     rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
     advantages = group_relative_advantages(rewards, batch.per_sample["group_ids"], normalise_by_std=False)
     return replace(experience, batch=batch.with_per_sample(advantages=advantages))

@@ -10,6 +10,7 @@ from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings, rewarded_samples
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.settings import ClippedSettings
+from hybridflow.algorithms.turn_credit import has_turns, with_turn_advantages
 
 
 class GroupSettings(DynamicSamplingSettings):
@@ -35,8 +36,11 @@ def make_experience(step: Step[GroupSettings]) -> Experience:
 
 
 def with_advantages(step: Step[GroupSettings], experience: Experience) -> Experience:
-    """Give each token the advantage of its response."""
+    """Give each token the advantage of its response, or of its turn where these have returns."""
     batch = experience.batch
+    if has_turns(batch):
+        batch = with_turn_advantages(step, batch, normalise_by_std=step.config.normalise_advantages_by_std)
+        return replace(experience, batch=batch)
     rewards = batch.per_sample["rewards"] - step.sequence_kl(batch)
     advantages = group_relative_advantages(
         rewards, batch.per_sample["group_ids"], normalise_by_std=step.config.normalise_advantages_by_std

@@ -98,6 +98,8 @@ class SampleBatch(SampleFields):
         finish_reasons: Sequence[FinishReason | str],
         response_masks: Sequence[Sequence[bool]] | None = None,
         token_versions: Sequence[Sequence[int]] | None = None,
+        turns: Sequence[Sequence[int]] | None = None,
+        turn_returns: Sequence[Sequence[float]] | None = None,
         routes: Sequence[np.ndarray[Any, Any] | None] | None = None,
         engine: int | None = None,
         times: Sequence[tuple[float, float]] | None = None,
@@ -105,7 +107,8 @@ class SampleBatch(SampleFields):
         """Build a batch from lists, one entry a sample.
 
         `finish_reasons` takes the names "stop", "length" and "abort" too. `response_masks` says which response tokens
-        the policy wrote; without it, all of them. `token_versions` is of the weights that drew each token.
+        the policy wrote; without it, all of them. `token_versions` is of the weights that drew each token. `turns` and
+        `turn_returns` are the number and the return of the turn of each.
         `routes` are of the first tokens of each sample, as many as there are rows; those of further ones are missing.
         `engine` is the number of the one that drew all of them, and `times` are when each was requested and complete.
         Raises ValueError naming the sample whose lists do not fit together.
@@ -149,6 +152,8 @@ class SampleBatch(SampleFields):
             policy_versions=_int64(policy_versions),
             finish_reasons=_int64([_finish_reason(reason) for reason in finish_reasons]),
             token_versions=None if token_versions is None else _end_to_end(token_versions, "q"),
+            turns=None if turns is None else _end_to_end(turns, "q"),
+            turn_returns=None if turn_returns is None else _end_to_end(turn_returns, "f"),
             newest_versions=None
             if token_versions is None
             else _int64(

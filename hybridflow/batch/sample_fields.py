@@ -39,7 +39,7 @@ WIDE: dict[str, str] = {"chosen_tokens": "int64", "teacher_chosen_logprobs": "fl
 
 _OF_RESPONSES = (
     *("advantages", "old_logprobs", "ref_logprobs", "current_logprobs"),
-    *("values", "returns", "cost_values", "cost_returns", *OF_LOSSES),
+    *("values", "returns", "cost_values", "cost_returns", "turn_returns", *OF_LOSSES),
 )
 
 
@@ -60,7 +60,8 @@ def column_types(tokens: Mapping[str, str], response: str, routes: str) -> dict[
     types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, "float32"))
     types |= dict.fromkeys(("reference_logprobs", "began", "ended"), (SAMPLE, "float64"))
     types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, "float32"))
-    types |= {"response_mask": (response, "bool"), "token_versions": (response, "int64")}
+    types |= {"response_mask": (response, "bool")}
+    types |= dict.fromkeys(("token_versions", "turns"), (response, "int64"))
     types |= {name: (wide(response), dtype) for name, dtype in WIDE.items()}
     types[ROUTES] = (routes, "uint8 or int16")
     return {name: (shape, "int64") for name, shape in tokens.items()} | types
@@ -102,6 +103,12 @@ class SampleFields(ABC):
     token_versions: Tensor | None = None
     """Response column, int64: version of the weights that drew each token. None where `policy_versions` holds for all.
     """
+    turns: Tensor | None = None
+    """Response column, int64: number of the turn of an episode that each token belongs to, from 1 in the order of time;
+    0 outside `response_mask`. None where credit is not assigned to turns."""
+    turn_returns: Tensor | None = None
+    """Response column, float32: return of the turn of each token, its own reward and those of later turns; 0 outside
+    `response_mask`. None as `turns`."""
     engines: Tensor | None = None
     """(B,) int64: number of the engine that drew the response; -1 where that is not known."""
     began: Tensor | None = None

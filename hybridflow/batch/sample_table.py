@@ -35,8 +35,12 @@ _OF_RESPONSES = {
     "logprobs": pa.float32(),
     "response_mask": pa.bool_(),
     "token_versions": pa.int32(),
+    "turns": pa.int32(),
+    "turn_returns": pa.float32(),
 }
 """Columns of responses, which a `SampleBatch` has under the same names, and the types of their values."""
+_INTEGERS = ("token_versions", "turns")
+"""Names among these whose column is int64 in a `SampleBatch`."""
 _ROUTES = pa.int16()
 """Routes of a sample, token by token: as the batch has them, where uint8 has 255 and int16 has -1 for those that are
 missing. The last token's are missing, which gives the dtype.
@@ -149,8 +153,8 @@ def batch_of(table: pa.Table) -> SampleBatch:
     is_response = torch.tensor([False, True]).repeat(len(prompt_lengths)).repeat_interleave(lengths)
     tokens = torch.empty(len(is_response), dtype=torch.int64)
     tokens[~is_response], tokens[is_response] = prompts.long(), responses.long()
-    of_responses = {name: None if _is_null(table[name]) else _values(table[name])[1] for name in _OF_RESPONSES}
-    versions = of_responses["token_versions"]
+    of_responses = {name: _values(table[name])[1] for name in _OF_RESPONSES if not _is_null(table[name])}
+    of_responses |= {name: of_responses[name].long() for name in _INTEGERS if name in of_responses}
     of_samples = {
         column: None if _is_null(table[name]) else _tensor(table[name].combine_chunks())
         for name, (column, _) in _OF_SAMPLES.items()
@@ -163,7 +167,7 @@ def batch_of(table: pa.Table) -> SampleBatch:
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
         routes=_routes(table, prompt_lengths + response_lengths),
-        **(of_samples | of_responses | known | {"token_versions": None if versions is None else versions.long()}),  # type: ignore[arg-type]
+        **(of_samples | of_responses | known),  # type: ignore[arg-type]
     )
 
 

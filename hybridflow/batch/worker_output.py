@@ -22,6 +22,8 @@ LOSS_TOKENS = "loss_tokens"
 """Per-sample column: response tokens that the policy wrote."""
 ROUTE_BYTES, MISSING_ROUTES = "route_bytes", "missing_routes"
 """Per-sample columns: bytes of the routes of a sample, and its tokens but the last whose routes are missing."""
+TURN_COUNT, TURN_RETURN_SUM, TURN_RETURN_SQUARES = "turn_count", "turn_return_sum", "turn_return_squares"
+"""Per-sample columns of episodes with credit for turns: turns, and the sums of their returns and of the squares."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,4 +194,18 @@ def _per_sample(batch: SampleBatch) -> dict[str, Tensor]:
     if batch.routes is not None:
         per_sample[ROUTE_BYTES] = batch.sequence_lengths * batch.routes[:1].nbytes
         per_sample[MISSING_ROUTES] = batch.missing_routes
-    return per_sample
+    return per_sample | _turn_sums(batch)
+
+
+def _turn_sums(batch: SampleBatch) -> dict[str, Tensor]:
+    """Sum over the turns of each sample, (B,) float64 each; none where credit is not assigned to turns."""
+    if batch.turns is None or batch.turn_returns is None:
+        return {}
+    sample = torch.arange(len(batch)).repeat_interleave(batch.response_lengths)
+    drawn = batch.turns > 0
+    # The tokens of a turn share its return.
+    turns, first = np.unique(torch.stack([sample, batch.turns])[:, drawn].numpy(), axis=1, return_index=True)
+    returns = batch.turn_returns[drawn][torch.from_numpy(first)].double()
+    sums = torch.zeros(3, len(batch), dtype=torch.float64)
+    sums.index_add_(1, torch.from_numpy(turns[0]), torch.stack([torch.ones_like(returns), returns, returns.square()]))
+    return dict(zip((TURN_COUNT, TURN_RETURN_SUM, TURN_RETURN_SQUARES), sums, strict=True))

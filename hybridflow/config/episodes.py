@@ -18,6 +18,8 @@ EPISODIC = (
 tested with tokens that are not the policy's between others."""
 _OF_TREES = ("grpo", "dr_grpo", "rloo")
 """Algorithms that train on samples of several sequences: those whose losses are of single tokens, as was tested."""
+OF_TURNS = ("grpo", "dr_grpo", "gspo_token", "cispo")
+"""Algorithms with advantages of turns: those with a mean of the group, whose losses take an advantage of each token."""
 _OF_LENGTHS = ("overlong_filter", "overlong_buffer")
 """Settings of DAPO by lengths of responses, in which tokens of the environment would count."""
 
@@ -66,6 +68,16 @@ def episode_errors(
         yield (
             f"environment.agent is set with algorithm.name={algorithm.name}, which was not tried with several "
             f"sequences of a sample; expected one of {', '.join(_OF_TREES)}"
+        )
+    if environment.credit == "turn" and algorithm.name not in OF_TURNS:
+        yield (
+            f"environment.credit=turn is set with algorithm.name={algorithm.name}, whose advantages are of complete "
+            f"responses; expected credit=episode, or one of {', '.join(OF_TURNS)}"
+        )
+    elif environment.credit == "turn" and algorithm.needs_reference and algorithm.kl_in == "reward":
+        yield (
+            "environment.credit=turn is set with algorithm.kl_in=reward, whose penalty is of a complete response; "
+            "expected kl_in=loss"
         )
     if environment.agent is not None and cp:
         yield (

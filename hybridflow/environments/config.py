@@ -58,6 +58,12 @@ class EnvironmentConfig(Settings):
     max_turn_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Most tokens of a turn of the policy. Those of a complete episode, observations included, are
     `rollout.sampling.max_new_tokens`, which alone limits them if null."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Return that the tokens of a turn are credited with: "episode" is the sum of all rewards of the episode, "turn" is
+    that of the turn's reward and of those after it."""
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """Factor of a reward in the return of the turn before the one that it follows, once for each turn that it is away.
+    Only with credit "turn"."""
     tool_timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
     """Limit of an answer of the environment, and of an agent's time between two requests, in seconds, after which the
     episode is dropped."""
@@ -106,6 +112,11 @@ class EnvironmentConfig(Settings):
             raise ValueError(f"{of_agents[0]} is set without agent, whose requests it is for; expected none")
         if self.agent is not None:
             self._check_agent()
+        if self.turn_discount != 1.0 and self.credit == "episode":
+            raise ValueError(
+                f"turn_discount={self.turn_discount} with credit='episode', which does not use it; expected "
+                "credit='turn', or no discount"
+            )
         if self.tools is None:
             return self
         if given := [name for name in ("role", "arguments") if getattr(self, name)]:

@@ -30,6 +30,7 @@ def episode_batch(
     requests = [episode.request for episode in episodes]
     responses = [episode.response for episode in episodes]
     oldest = [response.oldest_version for response in responses]
+    credit = [episode.credit for episode in episodes if episode.credit is not None] or None
     batch = SampleBatch.from_generations(
         prompts=[
             prompts[episode.request.prompt] if episode.context is None else episode.context for episode in episodes
@@ -43,6 +44,8 @@ def episode_batch(
         finish_reasons=[str(response.finish_reason) for response in responses],
         response_masks=[[drawn >= 0 for drawn in response.versions] for response in responses],
         token_versions=[response.versions for response in responses],
+        turns=None if credit is None else [turns.numbers for turns in credit],
+        turn_returns=None if credit is None else [turns.returns for turns in credit],
         times=times,
     )
     return batch.replace(engines=torch.tensor([episode.engine for episode in episodes], dtype=torch.int64))

@@ -36,10 +36,42 @@ class EpisodePlan:
     Args:
         max_turns: most turns of the policy.
         max_turn_tokens: most tokens of a turn; those that are left of the episode if None.
+        turn_discount: factor of a later turn's reward in the return of a turn; None if credit is not assigned to turns.
     """
 
     max_turns: int
     max_turn_tokens: int | None = None
+    turn_discount: float | None = None
+
+
+@dataclass(slots=True)
+class DrawnTurn:
+    """A turn that the policy has drawn.
+
+    Args:
+        sequence: index of its sequence.
+        start: token of the sequence's response at which it begins.
+        tokens: count of them.
+        reward: that followed it.
+    """
+
+    sequence: int
+    start: int
+    tokens: int
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCredit:
+    """Credit of an episode's turns, by token of its response.
+
+    Args:
+        numbers: number of each token's turn, from 1; 0 of a token that the policy did not write.
+        returns: return of that turn; 0 likewise.
+    """
+
+    numbers: Sequence[int]
+    returns: Sequence[float]
 
 
 @dataclass(slots=True)
@@ -66,8 +98,7 @@ class Episode:
         prompt_tokens: count of the data's prompt.
         sequences: of its tokens: one with an environment.
         current: index of the sequence to which the next turn belongs.
-        turns: of the policy.
-        reward: sum of those so far.
+        turns: of the policy, in the order of time.
         counts: of events in all turns, by name.
         sent: time at which it was sent to its engine.
         policy_s: time for which it waited for its engine, in seconds.
@@ -80,8 +111,7 @@ class Episode:
     prompt_tokens: int
     sequences: list[EpisodeSequence] = field(default_factory=list)
     current: int = 0
-    turns: int = 0
-    reward: float = 0.0
+    turns: list[DrawnTurn] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     sent: float = 0.0
     policy_s: float = 0.0
@@ -91,6 +121,32 @@ class Episode:
     def sequence(self) -> EpisodeSequence:
         """The sequence to which the next turn belongs."""
         return self.sequences[self.current]
+
+    @property
+    def reward(self) -> float:
+        """Sum of the rewards so far."""
+        return sum((turn.reward for turn in self.turns), 0.0)
+
+    def credit(self, discount: float) -> TurnCredit:
+        """Credit of the turns, in the order of `joined`'s tokens.
+
+            G_k = sum_{l >= k} discount^(l - k) r_l
+
+        Source: Kevin, arXiv:2507.11948, whose rewards of a turn are those of the later ones too, discounted.
+        """
+        starts, tokens = [], 0
+        for number, sequence in enumerate(self.sequences):
+            tokens += len(sequence.context or ()) if number else 0
+            starts.append(tokens)
+            tokens += len(sequence.response.token_ids)
+        numbers, returns, following = [0] * tokens, [0.0] * tokens, 0.0
+        for number in range(len(self.turns), 0, -1):
+            turn = self.turns[number - 1]
+            following = turn.reward + discount * following
+            start = starts[turn.sequence] + turn.start
+            numbers[start : start + turn.tokens] = [number] * turn.tokens
+            returns[start : start + turn.tokens] = [following] * turn.tokens
+        return TurnCredit(numbers, returns)
 
     def joined(self) -> tuple[Sequence[int] | None, Response]:
         """Context of the first sequence, and all further tokens: those of each other sequence with its context."""
@@ -118,6 +174,7 @@ class EndedEpisode:
         engine: number of the engine that drew its last turn; -1 if none did.
         began: time at which it began, by the stream's clock.
         context: token ids of its prompt; None if it is that of the data.
+        credit: of its turns; None if they have none of their own.
     """
 
     request: StreamRequest
@@ -126,6 +183,7 @@ class EndedEpisode:
     engine: int
     began: float
     context: Sequence[int] | None = None
+    credit: TurnCredit | None = None
 
     @property
     def drawn(self) -> int:
@@ -226,10 +284,11 @@ class Episodes:
             response: all tokens of its sequence.
         """
         episode = self._in_flight[end.sample]
-        turn = response.token_ids[len(episode.sequence.response.token_ids) :]
+        start = len(episode.sequence.response.token_ids)
+        turn = response.token_ids[start:]
         episode.sequence.response = response
         episode.request = replace(episode.request, engine=engine)
-        episode.turns += 1
+        episode.turns.append(DrawnTurn(episode.current, start, len(turn)))
         episode.policy_s += self._clock() - episode.sent
         self._send(EpisodeTurn(end.sample, turn, complete=response.finish_reason == "stop"))
         return len(turn)
@@ -285,7 +344,7 @@ class Episodes:
         for name, count in answer.counts.items():
             episode.counts[name] = episode.counts.get(name, 0.0) + count
         if not begins:
-            episode.reward += answer.reward
+            episode.turns[-1].reward += answer.reward
             if answer.done:
                 return self._over(episode, "length" if answer.truncated else "stop")
         if answer.sequence is not None:
@@ -294,7 +353,7 @@ class Episodes:
         if begins:
             episode.sequences = [EpisodeSequence()]
         length = len(episode.sequence.response.token_ids) + len(answer.tokens)
-        if not begins and (episode.turns >= self._setup.plan.max_turns or length >= episode.most_tokens):
+        if not begins and (len(episode.turns) >= self._setup.plan.max_turns or length >= episode.most_tokens):
             return self._over(episode, "length")
         if length >= episode.most_tokens:
             return self._failed(
@@ -330,7 +389,7 @@ class Episodes:
             turn_start=length,
             context=sequence.context,
         )
-        self._submit(episode.request, episode.turns > 0)
+        self._submit(episode.request, bool(episode.turns))
 
     def _failed(self, episode: Episode, kind: str, reason: str) -> EndedEpisode:
         episode.counts[f"failed_{kind}"] = 1.0
@@ -345,7 +404,7 @@ class Episodes:
             "environment_tokens": len(response.versions) - drawn,
         }
         metrics = {
-            "turns": float(episode.turns),
+            "turns": float(len(episode.turns)),
             "policy_ms": 1000 * episode.policy_s,
             "environment_ms": 1000 * episode.environment_s,
         }
@@ -359,4 +418,6 @@ class Episodes:
             {f"{ENVIRONMENT}/{name}": number for name, number in counts.items()},
         )
         engine = -1 if episode.request.engine is None else episode.request.engine
-        return EndedEpisode(episode.request, response, score, engine, episode.began, context)
+        discount = self._setup.plan.turn_discount
+        credit = None if discount is None else episode.credit(discount)
+        return EndedEpisode(episode.request, response, score, engine, episode.began, context, credit)

@@ -9,6 +9,7 @@ import numpy as np
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
+from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.engine_handles import DeviceLease
 from hybridflow.rollout.episodes import EpisodePlan
@@ -58,9 +59,14 @@ def stream_plan(recipe: Recipe, prompts: Prompts, engines: int, lease: DeviceLea
     return StreamPlan(
         limits,
         bounds=bounds,
-        episodes=None if environment is None else EpisodePlan(environment.max_turns, environment.max_turn_tokens),
+        episodes=None if environment is None else _episode_plan(environment),
         leased=lease.engines if lease is not None else (),
         restarts=stream.engine_restarts,
         scored_at_once=min((config.batches_at_once for config in recipe.functions.values()), default=1),
         **common,
     )
+
+
+def _episode_plan(environment: EnvironmentConfig) -> EpisodePlan:
+    discount = environment.turn_discount if environment.credit == "turn" else None
+    return EpisodePlan(environment.max_turns, environment.max_turn_tokens, discount)

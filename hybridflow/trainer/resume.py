@@ -19,7 +19,7 @@ _OF_SAMPLES = (
         f"environment.{name}"
         for name in (
             *("path", "agent", "arguments", "tools", "tool_parser", "ignored_options"),
-            *("role", "max_turns", "max_turn_tokens", "max_answer_characters"),
+            *("role", "max_turns", "max_turn_tokens", "max_answer_characters", "credit", "turn_discount"),
         )
     ),
 )

@@ -19,6 +19,7 @@ from tests.support.runs import ROOT, records, stored_samples
 from tests.support.warm import warm_python
 
 STEPS, GROUPS, SAMPLES = 5, 8, 4
+DISCOUNT = 0.5
 DIES_IN, RAISES_IN = 9, 20
 """Draws in which an environment ends its process, and in which it raises."""
 ENVIRONMENT = f"""
@@ -47,6 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
         str(ROOT / "launch/recipes/game.yaml"),
         "name=fragile",
         f"environment.path={directory}/fragile.py:Fragile",
+        "environment.credit=turn",
+        f"environment.turn_discount={DISCOUNT}",
         f"data.files.cache={directory}/cache",
         "warmup.steps=3",
         f"trainer.steps={STEPS}",
@@ -124,6 +127,20 @@ def test_episodes_are_what_the_chat_template_makes_of_their_messages(
     train = records(run.run_directory, "train")
     assert all(1 <= record["reward/environment/turns"] <= 3 for record in train)
     assert all(record["reward/environment/environment_tokens"] > 0 for record in train)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_each_token_has_the_return_of_its_turn(rows: list[dict[str, Any]]) -> None:
+    several = 0
+    for row in rows:
+        numbers, last = row["turns"], max(row["turns"])
+        assert [number > 0 for number in numbers] == row["response_mask"]
+        assert set(numbers) - {0} == set(range(1, last + 1))
+        of_turns = [0.0, *(row["reward"] * DISCOUNT ** (last - number) for number in range(1, last + 1))]
+        assert row["turn_returns"] == [of_turns[number] for number in numbers]
+        several += row["reward"] > 0 and last > 1
+    assert several
 
 
 @proves("qwen3_moe", "ep dp padding streams episodes checkpoints resharding")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class LocalStep:
                 by_row[row] = advantages
         self.estimated = torch.cat(by_row)
         return batch, Moments.merge(columns.note.advantages for columns in estimates)
+
+    def apply(self, batch: RemoteBatch, function: Callable[..., Columns], **arguments: Any) -> Any:
+        self.estimated = function(self.samples, config=self.config, **arguments).tokens["advantages"]
+        return SimpleNamespace(refs=[], nodes=[], shard_indices=[], sample_ids=batch.per_sample["sample_ids"])
 
 
 def advantages_of(samples: SampleBatch, config: AlgorithmSettings, *, ranks: int = 1) -> tuple[Tensor, LocalStep]:

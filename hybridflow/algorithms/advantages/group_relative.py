@@ -62,6 +62,40 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (reward - baseline).where(others > 0, 0.0).to(torch.float32)
 
 
+def turn_baselines(
+    turns: Tensor, returns: Tensor, squares: Tensor, group_ids: Tensor, *, normalise_by_std: bool
+) -> dict[int, tuple[float, float]]:
+    """Compute mean and scale of each group's returns, over all turns of all its episodes.
+
+        A_ik = (G_ik - mean_g) / (std_g + 1e-6)    with normalise_by_std, else the difference alone
+
+    G_ik is the return of turn k of episode i. As in GRPO with process supervision (DeepSeekMath, arXiv:2402.03300,
+    section 4.1.3) mean_g and std_g are over all turns of the group, each with the same weight; that adds up normalised
+    rewards, where each turn more adds one below 0, and this normalises returns. std_g is the sample standard deviation.
+    A group whose returns are all equal, and one of a single turn, has advantages of 0.
+
+    Args:
+        turns: (B,) float64: count of each episode's turns.
+        returns: (B,) float64: sum of their returns.
+        squares: (B,) float64: sum of the squares of these.
+        group_ids: (B,) int64.
+        normalise_by_std: divide by the standard deviation.
+
+    Returns:
+        Mean and scale, by group id.
+
+    Raises:
+        ValueError: a sum is not finite.
+    """
+    groups = groups_of("turn_baselines", returns, group_ids)
+    counts, total = groups.sums(turns), groups.sums(returns)
+    mean = total / counts.clamp(min=1)
+    variance = (groups.sums(squares) - counts * mean.square()).clamp(min=0) / (counts - 1).clamp(min=1)
+    scale = variance.sqrt() + STD_EPSILON if normalise_by_std else torch.ones_like(mean)
+    of_groups = zip(group_ids.unique().tolist(), mean.tolist(), scale.tolist(), strict=True)
+    return {group: (mean_g, scale_g) for group, mean_g, scale_g in of_groups}
+
+
 def length_weighted_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
     """Compute OPO's advantages: each reward against the mean of its group's rewards, weighed by the lengths of the
     responses.

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from hybridflow.algorithms.config import load
-from hybridflow.config.episodes import EPISODIC
+from hybridflow.config.episodes import EPISODIC, OF_TURNS
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.environments.config import EnvironmentConfig
@@ -45,6 +45,10 @@ def test_episodes_give_the_reward() -> None:
         ("reward.functions=[{name: length, path: length}]", "reward is set with environment, which gives the reward"),
         ("evaluation.eval={data: {path: a.parquet}}", "evaluations play no episodes; expected evaluation.eval=null"),
         ("environment.max_turn_tokens=17", "environment.max_turn_tokens=17 with rollout.sampling.max_new_tokens=16"),
+        (
+            "environment.turn_discount=0.5",
+            "turn_discount=0.5 with credit='episode', which does not use it; expected cre",
+        ),
         ("environment.path=guess", "expected package.module:Class or some/file.py:Class"),
         ("environment.path=a-b:Guess", "expected the name of a module or a file that ends with .py"),
     ],
@@ -111,6 +115,28 @@ def test_algorithms_of_episodes_draw_and_update_as_grpo_does() -> None:
         more = ["algorithm.dynamic_sampling=false"] if name == "dapo" else []
         more += ["trainer.mini_batches=1"] if algorithm.settings.on_policy else []
         assert load_recipe(GAME, [f"algorithm.name={name}", *more]).environment is not None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        (
+            "{name: rloo}",
+            "algorithm.name=rloo, whose advantages are of complete responses; expected credit=episode, or",
+        ),
+        ("{name: gspo}", "algorithm.name=gspo, whose advantages are of complete responses"),
+        (
+            "{kl_coef: 0.1, kl_in: reward}",
+            "algorithm.kl_in=reward, whose penalty is of a complete response; expected kl",
+        ),
+    ],
+)
+def test_credit_of_turns_needs_advantages_of_tokens(algorithm: str, reason: str) -> None:
+    for name in OF_TURNS:
+        assert load_recipe(GAME, ["environment.credit=turn", f"algorithm.name={name}"]).environment is not None
+    with pytest.raises(SettingsError) as error:
+        load_recipe(GAME, ["environment.credit=turn", f"algorithm={algorithm}"])
+    assert reason in str(error.value)
 
 
 def test_arguments_that_json_has_not_are_refused() -> None:

@@ -188,6 +188,51 @@ def test_a_tree_of_an_agent_is_one_sample_that_holds_each_drawn_token_once() -> 
     run(play())
 
 
+def test_a_turn_is_credited_with_its_reward_and_those_of_later_turns() -> None:
+    def paid(message: EpisodeMessage, turns: int) -> EpisodeAnswer:
+        answer = _three_turns(message, turns)
+        return EpisodeAnswer(message.sample, answer.tokens, reward=float(turns), done=turns == 3)
+
+    async def play(discount: float | None, returns: list[float]) -> None:
+        setup = _Setup(paid, turn_discount=discount)
+        setup.stream.open(0)
+        for episode in _episodes(await setup.step()):
+            assert episode.score.total == 1 + 2 + 3
+            if discount is None:
+                assert episode.credit is None
+                continue
+            assert episode.credit is not None
+            first, second, third = ([number] * TURN for number in (1, 2, 3))
+            assert episode.credit.numbers == [0, *first, 0, 0, *second, 0, 0, *third]
+            of_turns = [0.0, *returns]
+            assert episode.credit.returns == [of_turns[number] for number in episode.credit.numbers]
+
+    run(play(None, []))
+    run(play(1.0, [6.0, 5.0, 3.0]))
+    run(play(0.5, [1 + 0.5 * 3.5, 2 + 0.5 * 3, 3.0]))
+
+
+def test_turns_of_a_tree_are_credited_in_the_order_of_time() -> None:
+    script: list[tuple[int, list[int]]] = [(0, [7, 7]), (1, [7, 7, DRAWN, 8]), (0, [9])]
+
+    def branching(message: EpisodeMessage, turns: int) -> EpisodeAnswer:
+        if turns == len(script):
+            return EpisodeAnswer(message.sample, reward=4.0, done=True)
+        sequence, tokens = script[turns]
+        return EpisodeAnswer(message.sample, tokens, sequence=sequence, limit=turns + 1, reward=float(turns))
+
+    async def play() -> None:
+        setup = _Setup(branching, max_turns=1, turn_discount=1.0)
+        setup.stream.open(0)
+        for episode in _episodes(await setup.step()):
+            assert episode.credit is not None
+            # Its first sequence has the first and the third turn, and its second one the second, behind its context.
+            assert episode.credit.numbers == [1, 0, 3, 3, 3, 0, 0, 0, 0, 2, 2]
+            assert episode.credit.returns == [7, 0, 4, 4, 4, 0, 0, 0, 0, 6, 6]
+
+    run(play())
+
+
 @pytest.mark.parametrize(
     ("plan", "tokens"),
     [
