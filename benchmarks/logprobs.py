@@ -27,11 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pyarrow.parquet as pq
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.errors import UserError
+from engine3d.models import load_model_spec
+from engine3d.models.precision import Precision
+from engine3d.models.safetensors_files import TensorFiles
+from engine3d.models.weights import begin_export, finish_export
 from engine3d.rollout.requests import BEGINS
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.config.recipe import load_recipe
@@ -71,10 +76,12 @@ class Drawing:
     Args:
         dtype: of their weights.
         temperature: that their log-probs are of, 1 for the most likely tokens.
+        precision: of their quantised weights.
     """
 
     dtype: str
     temperature: float
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = responses[:: max(1, -(-len(responses) // options.samples))]
         checkpoints = checkpoints_by_version(options.run)
         rollout = load_recipe(options.run / RECIPE).rollout
-        engines = Drawing(rollout.engine.dtype, rollout.sampling.temperature or 1.0)
+        engines = Drawing(rollout.engine.dtype, rollout.sampling.temperature or 1.0, rollout.engine.precision)
         measured = list(distances(chosen, checkpoints, engines, options.device))
     except UserError as error:
         print(f"logprobs.py: {error}", file=sys.stderr)
@@ -182,7 +189,7 @@ def distances(
         concerned = [response for response in responses if not {version, version + 1}.isdisjoint(response.versions)]
         if not concerned:
             continue
-        model = _loaded(checkpoints[version], engines.dtype, device)
+        model = _loaded(checkpoints[version], engines, device)
         for response in concerned:
             computed = _logprobs(model, response, engines.temperature, device)
             for position, (drawn_by, given) in enumerate(zip(response.versions, response.logprobs, strict=True)):
@@ -193,14 +200,29 @@ def distances(
         del model
 
 
-def _loaded(checkpoint: Path, dtype: str, device: str) -> Any:
+def _loaded(checkpoint: Path, engines: Drawing, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory(prefix="logprobs-") as directory:
         exported = Path(directory, "model")
-        export_checkpoint(checkpoint, exported, dtype=dtype, verify=False)
+        export_checkpoint(checkpoint, exported, dtype=engines.dtype, precision=engines.precision, verify=False)
+        if engines.precision is not None:
+            exported = dequantised(exported)
         model: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
         return model.to(device).eval()
+
+
+def dequantised(model: Path) -> Path:
+    """Write the weights of a directory in fp8 in float32 into one next to it, which transformers reads on a CPU."""
+    spec, name = load_model_spec(model), f"{model.name}-dequantised"
+    with TensorFiles(model) as files:
+        boxes = {key: tuple((0, size) for size in tensor.shape) for key, tensor in spec.hf_tensors.items()}
+        weights = {key: files.read(key, box) for key, box in boxes.items()}
+    partial = model.with_name(f".{name}.partial")
+    begin_export(model.with_name(name), partial)
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    finish_export(spec, torch.float32, partial, model.with_name(name))
+    return model.with_name(name)
 
 
 @torch.no_grad()

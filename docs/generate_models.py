@@ -33,6 +33,8 @@ _NAMES = {
     "glm4_moe": "GLM-4.5",
 }
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
+_OF_ACTOR, _OF_OTHERS = ("fp8", "episodes"), ("critic", "offload")
+"""Features of the actor alone, and of all other models: no model has one of each."""
 
 
 def _rows(head: str, *rows: tuple[str, ...]) -> str:
@@ -72,7 +74,8 @@ _INTRODUCTION = f"""\
 
 A cell says **yes** where a test runs the two together and compares the result with a plain run: log-probs, losses,
 gradients or weights. `hybridflow check` and the start of a run refuse every other pair, and name it. Pairs of
-`episodes` are shown and not refused: episodes leave tokens out of the loss.
+`episodes` are shown and not refused: episodes leave tokens out of the loss. "Other roles": the actor alone has the one,
+only other models the other, and a run may have both.
 `{COMMAND}` makes this page and the data of `check` from the marks of the tests. A test compares them.
 
 | item | setting |
@@ -128,6 +131,8 @@ def page(runs: Iterable[frozenset[str]]) -> str:
             return ""
         if any(family in (one, other) for family in DENSE) and any(item in (one, other) for item in _OF_EXPERTS):
             return "no experts"
+        if any(a in _OF_ACTOR and b in _OF_OTHERS for a, b in ((one, other), (other, one))):
+            return "other roles"
         return "yes" if frozenset((one, other)) in pairs else "-"
 
     sections = [_INTRODUCTION]

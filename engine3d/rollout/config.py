@@ -151,8 +151,6 @@ class RolloutConfig(Settings):
     def route_errors(self) -> list[str]:
         """Settings with which routes do not go."""
         errors = []
-        if self.precision is not None:
-            errors.append(f"precision={self.precision} was not tried with routes=true, expected one of them")
         if self.server_args.get("chunked_prefill_size") == -1:
             errors.append(
                 "server_args.chunked_prefill_size=-1 with routes=true: there is memory for the routes of as many "

@@ -191,10 +191,14 @@ class RolloutRole(Settings):
 
     @model_validator(mode="after")
     def _precision(self) -> RolloutRole:
-        others = {"weights.share": self.weights.share, "stream": self.stream is not None, "lease": self.lease}
+        others = {
+            "weights.share": self.weights.share,
+            "lease": self.lease,
+            "stream.engine_restarts": self.engine_restarts,
+        }
         if self.engine.precision is not None and (given := [name for name, value in others.items() if value]):
             why = "engines hold other bytes than the actor" if given[0] == "weights.share" else "it was not tried"
-            expected = "null" if given[0] == "stream" else "false"
+            expected = "0" if given[0] == "stream.engine_restarts" else "false"
             raise ValueError(f"engine.precision={self.engine.precision} with {given[0]}: {why}; expected {expected}")
         return self
 

@@ -1,4 +1,4 @@
-"""A whole run whose engines are in fp8: every transfer verified, half the bytes, and log-probs that are corrected."""
+"""Whole runs whose engines are in fp8: every transfer verified, half the bytes, and log-probs that are corrected."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import logprobs
 from engine3d.models import load_model_spec
 from engine3d.models.precision import served_shapes
 from tests.support.proves import proves
@@ -69,3 +70,45 @@ def test_the_recipe_trains_with_engines_in_fp8(features: tuple[str, ...], tmp_pa
         assert step["train/gradient_norm"] > 0
         assert any(name.startswith("correction/") for name in step), json.dumps(step)
     assert moved < 0.6 * 2 * spec.parameter_count()
+
+
+STREAMED = (
+    "rollout.stream.on_new_weights=resend",
+    "rollout.weights.rolling=true",
+    "train.routing_replay=rollout",
+    "trainer.max_staleness=1",  # from the second update on the trainer waits for the engines
+    "rollout.engine.max_running_requests=2",
+    "rollout.sampling={max_new_tokens: 24, ignore_eos: true}",
+    "train.optimizer={lr: 2.0e-3, warmup_steps: 0}",
+    "placement.rollout=cpu:2-3",  # two engines
+    "samples.keep_mb=null",
+)
+
+
+@proves("qwen3_moe", "ep dp padding routing_replay streams checkpoints resharding fp8")
+@pytest.mark.long
+def test_each_token_of_a_stream_was_drawn_with_the_quantised_weights_of_its_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = 4
+    settings = [
+        "rollout.engine.deterministic=false",
+        f"trainer.steps={steps}",
+        "rollout.verify_weights=true",
+        "evaluation.eval=null",
+        "checkpoint.save_interval=1",
+        *STREAMED,
+    ]
+    outcome = run_recipe(str(ROOT / "launch/recipes/fp8.yaml"), tmp_path, *settings, rewarded_by_length(tmp_path))
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    train = records(tmp_path / "small", "train")
+    assert len(train) == steps and max(record["stream/mixed_versions_share"] for record in train) > 0
+    assert all(record["train/missing_route_share"] == 0 for record in train)
+    assert logprobs.main([str(tmp_path / "small"), "--samples", "1000"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    distances = result["distances"]
+    assert result["left_out"] == 0
+    before = distances[logprobs.BEFORE]["mean"]
+    for kind in (logprobs.FIRST, logprobs.LATER):
+        assert distances[kind]["tokens"] > 0
+        assert 4 * distances[kind]["mean"] < before, distances  # of activations in bfloat16

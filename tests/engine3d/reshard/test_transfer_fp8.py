@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from benchmarks.logprobs import dequantised
 from engine3d.models import initialise_random, load_model_spec, model_spec
 from engine3d.models.precision import served_tensors
-from engine3d.models.safetensors_files import TensorFiles
-from engine3d.models.weights import finish_export
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.proves import proves, runs_of
@@ -117,15 +115,7 @@ def test_log_probs_are_those_of_the_dequantised_weights(
     trainer.call("export", directory=tmp_path / "fp8", precision="fp8")
     connected.transfer(100)
     assert differences([engine], tmp_path / "fp8") == []
-    spec = load_model_spec(tmp_path / "fp8")
-    with TensorFiles(tmp_path / "fp8") as files:
-        boxes = {key: tuple((0, size) for size in tensor.shape) for key, tensor in spec.hf_tensors.items()}
-        weights = {key: files.read(key, box) for key, box in boxes.items()}
-    partial = tmp_path / ".dequantised.partial"
-    partial.mkdir()
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    finish_export(spec, torch.float32, partial, tmp_path / "dequantised")
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised", dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(dequantised(tmp_path / "fp8"), dtype=torch.float32)
     tokens = [[5, 90, 17, 33, 2, 64, 8, 71, 40, 12, 3, 55]]
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits[0, :-1].log_softmax(-1)

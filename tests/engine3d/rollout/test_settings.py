@@ -380,7 +380,6 @@ def test_routes_are_refused_where_they_were_not_tried() -> None:
         ({"tp": 4, "attention_dp": 2}, "precision=fp8 was not tried with attention_dp=2, expected one of them"),
         ({"deterministic": True}, "precision=fp8 was not tried with deterministic=true, expected one of them"),
         ({"memory_saver": True, "release_weights": True}, "precision=fp8 was not tried with release_weights=true"),
-        ({"routes": True}, "precision=fp8 was not tried with routes=true"),
         (
             {"server_args": {"moe_runner_backend": "triton"}},
             r"not tried with server_args\.moe_runner_backend",

@@ -256,8 +256,10 @@ def test_engines_in_fp8_are_recommended_a_correction() -> None:
     ("overrides", "message"),
     [
         (["rollout.weights.share=true"], "engine.precision=fp8 with weights.share: engines hold other bytes than the"),
-        (["rollout.stream={}"], "engine.precision=fp8 with stream: it was not tried; expected null"),
-        (["train.routing_replay=rollout"], "rollout.engine.precision=fp8 was not tried with routes=true"),
+        (
+            ["rollout.stream.engine_restarts=1"],
+            "engine.precision=fp8 with stream.engine_restarts: it was not tried; expected 0",
+        ),
         (
             ["model.create.config.moe_intermediate_size=96"],
             "rollout.engine.precision=fp8 with tp=1 ep=1: a rank has 96 rows of gate and up of an expert",
