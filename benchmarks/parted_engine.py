@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine3d import stores
+from engine3d import rendezvous
 from engine3d.rollout import EngineMember, EngineShard, RolloutConfig, RolloutEngine
 
 _LOOPBACK = "127.0.0.1"
@@ -33,9 +33,8 @@ class PartedEngine:
         log_path: Path | None = None,
         weight_sources: Sequence[Path | None] = (),
     ) -> None:
-        stores.keep_key()
-        self._store = stores.serve(stores.listen(_LOOPBACK)) if hosts > 1 else None
-        address = stores.tcp_address(self._store.host, self._store.port) if self._store is not None else ""
+        self._store = rendezvous.serve(rendezvous.listen(_LOOPBACK)) if hosts > 1 else None
+        address = rendezvous.tcp_address(self._store.host, self._store.port) if self._store is not None else ""
         share = config.tp // hosts
         shards = [EngineShard(index, hosts, address) for index in range(hosts)]
         devices_by_host = [tuple(devices[index * share : (index + 1) * share]) for index in range(hosts)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -31,13 +30,13 @@ from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.models.precision import Precision, served_shapes
 from engine3d.platform import platform
+from engine3d.rendezvous import listen, serve, tcp_address
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.reshard.plan.rounds import STAGING_BYTES
 from engine3d.reshard.plan.transfers import Link, Plan
 from engine3d.rollout import Request, RolloutConfig, RolloutEngine, SamplingConfig
-from engine3d.stores import KEY_VARIABLE, listen, new_key, serve, tcp_address
 
 BUCKET_BYTES = 512 * 10**6
 SCRATCH_BYTES = 8 << 30
@@ -94,7 +93,6 @@ def measure(case: Case) -> dict[str, Any]:
 class _Run:
     def __init__(self, case: Case, directory: Path, stack: contextlib.ExitStack) -> None:
         self.case, self.directory = case, directory
-        os.environ.setdefault(KEY_VARIABLE, new_key())  # for the ranks, which inherit it
         self.logs = Path.cwd() / "runs" / "reshard-logs"
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)

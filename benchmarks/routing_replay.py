@@ -41,8 +41,8 @@ from engine3d.layout import Layout
 from engine3d.models import initialise_random, model_spec
 from engine3d.models.experts.routes import RouteFormat
 from engine3d.platform import platform
+from engine3d.rendezvous import STORE_VARIABLE, file_address
 from engine3d.rollout import Request, Response, RolloutConfig, RolloutEngine, SamplingConfig
-from engine3d.stores import STORE_VARIABLE, file_address
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.engine import TrainEngine
 from engine3d.training.forward import TokenOutputs

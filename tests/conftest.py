@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine3d.stores import KEY_VARIABLE, new_key
-
 if TYPE_CHECKING:
     from engine3d.rollout import RolloutEngine
     from tests.support.checkpoint_sender import CheckpointSender
 
 
 def pytest_configure() -> None:
-    """Set a key of stores for all that tests start, restore Ctrl-C, and refuse a Ray that no test asks for.
+    """Restore Ctrl-C, and refuse a Ray that no test asks for.
 
     Shells let what they start in the background ignore Ctrl-C, and so all its processes. A call of Ray's without one
     would start one, which no later test could start beside: it raises here.
     """
-    os.environ.setdefault(KEY_VARIABLE, new_key())
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

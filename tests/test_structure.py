@@ -17,7 +17,7 @@ ORDERS = {
     "hybridflow": "cli > api > trainer > planning > checkpoint > roles | rollout > workers | config "
     "> algorithms | cluster | report > batch | metrics | environments > endpoint > rewards | data | rundir > sandbox "
     "> remote > errors",
-    "engine3d": "checkpoint | memory | serving > training | rollout > reshard > models > platform > startup | stores",
+    "engine3d": "checkpoint | memory | serving > training | rollout > reshard > models > platform > startup",
 }
 """Packages of each top package, highest first: a package imports only those to its right, and none on its own level."""
 LEVEL = {

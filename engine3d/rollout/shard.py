@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from engine3d.errors import EngineError, UserError
+from engine3d.rendezvous import join
 from engine3d.rollout.config import RolloutConfig
-from engine3d.stores import join
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -29,8 +29,8 @@ class EngineShard:
     Args:
         index: of this host among those of the engine; its ranks are the `index`-th share of the engine's.
         count: how many hosts the engine has.
-        store: address of a store (`engine3d.stores`) at which the shards of this engine meet, and nobody else; "" for
-            an engine on one host.
+        store: address of a store (`engine3d.rendezvous`) for the shards of this engine alone; "" for an engine on one
+            host.
     """
 
     index: int = 0

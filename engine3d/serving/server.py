@@ -29,7 +29,6 @@ from engine3d.rollout.scheduler.plugin import ALONE_VARIABLE
 from engine3d.run_files import make_run_directory, remove_run_files
 from engine3d.serving.config import ServerConfig
 from engine3d.serving.model import ServedModel
-from engine3d.stores import KEY_VARIABLE
 
 _ASK_EVERY_S = 0.5
 _ANSWER_S = 30.0
@@ -120,11 +119,7 @@ class CompletionServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={
-                    **{name: value for name, value in environment.items() if name != KEY_VARIABLE},
-                    **run_environment(directory, log_path),
-                    ALONE_VARIABLE: "1",
-                },
+                env=environment | run_environment(directory, log_path) | {ALONE_VARIABLE: "1"},
             )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end says why

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.platform import platform
-from engine3d.stores import STORE_VARIABLE, join
+from engine3d.rendezvous import STORE_VARIABLE, join
 
 
 def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     """Join the world described by torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
-    The variable ENGINE3D_STORE, the address of a store (`engine3d.stores`), stands for the last two.
+    The variable ENGINE3D_STORE, the address of a store (`engine3d.rendezvous`), stands for the last two.
 
     Args:
         layout: must have as many ranks as the world.

@@ -9,19 +9,19 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ray.util
 
 from engine3d.errors import EngineError
 from engine3d.models import ModelSpec
 from engine3d.models.precision import served_shapes
+from engine3d.rendezvous import file_address, listen, serve, tcp_address
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import Orders, ReceiveOrder, coordinate
 from engine3d.reshard.plan.transfers import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.rollout.host.stream import InFlightPolicy
-from engine3d.stores import StoreServer, file_address, listen, serve, tcp_address
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics import names as metrics
@@ -31,6 +31,9 @@ from hybridflow.roles.groups import EngineCalls, PolicyGroup, RolloutGroup
 from hybridflow.roles.rollout import Pause
 from hybridflow.workers.device_turns import turns
 from hybridflow.workers.future import as_they_answer, wait_together
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _TRANSPORT_METRICS: dict[Transport, tuple[str, str]] = {
     "one_sided": (metrics.SYNC_ONE_SIDED_BYTES, metrics.SYNC_ONE_SIDED_TIME),
@@ -126,7 +129,7 @@ class WeightSync:
         self._actor, self._rollout, self._spec = actor, rollout, spec
         self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
         self._transfers: tuple[_Transfer, ...] = ()
-        self._store: StoreServer | None = None
+        self._store: TCPStore | None = None
         self._releases = config.engine.release_weights
         self._precision = config.engine.precision
         self._version: int | None = None

@@ -29,7 +29,7 @@ class WorkerContext:
     devices: tuple[int, ...]
     """Indices of the rank's devices among those that its process sees; a rank of a training role has one."""
     store: str
-    """Address of the store that the role's ranks meet at, for `engine3d.stores`; empty for a role without one."""
+    """Address of the store that the role's ranks meet at, for `engine3d.rendezvous`; empty for a role without one."""
     log_path: Path | None
     at_work: Callable[[str], AbstractContextManager[None]] = _unwatched
     """Makes a block count as a call of this method, for those who watch the rank."""

@@ -16,20 +16,23 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
 from engine3d.out_of_memory import in_short
 from engine3d.progress import progress
+from engine3d.rendezvous import STORE_VARIABLE, listen, serve
 from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_on_request
 from engine3d.startup.imports import quick_imports
-from engine3d.stores import KEY_VARIABLE, STORE_VARIABLE, StoreServer, keep_key, listen, serve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import TimelineSpan
 from hybridflow.rundir.heartbeat import BEAT_S, Heartbeat, HeartbeatFile, heartbeat_path
 from hybridflow.rundir.private import take_umask
 from hybridflow.workers.context import RankAnswer, WorkerContext
 from hybridflow.workers.flight_recorder import FlightRecorder
+
+if TYPE_CHECKING:  # the rank's environment is set before torch is loaded
+    from torch.distributed import TCPStore
 
 _START = "start"
 """Method of a rank until its worker is built."""
@@ -43,11 +46,9 @@ class RankProcess:
     def __init__(self, role: str, rank: int, environment: Mapping[str, str], log_path: Path | None) -> None:
         self._role, self._rank = role, rank
         self._worker: Any = None
-        self._store: StoreServer | None = None  # on rank 0
+        self._store: TCPStore | None = None  # on rank 0
         os.environ.update(environment)
         take_umask(os.environ)
-        if (key := os.environ.pop(KEY_VARIABLE, None)) is not None:
-            keep_key(key)
         self._importing = contextlib.ExitStack()
         self._importing.enter_context(quick_imports())
         if log_path is not None:

@@ -37,7 +37,7 @@ import ray
 
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
-from engine3d.stores import file_address, tcp_address
+from engine3d.rendezvous import file_address, tcp_address
 from hybridflow.batch.remote_batch import RemoteBatch, SampleAssignment, SampleCosts, SampleIndices
 from hybridflow.cluster.processes.process_tree import find_process
 from hybridflow.cluster.processes.rank_look import RankPlace

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
-from engine3d import stores
+from engine3d import rendezvous
 
 _PRELOADED = ("tests.support.preloaded",)
 
@@ -49,9 +48,7 @@ def run_distributed(
     method: Any = "spawn" if torch.cuda.is_available() else "forkserver"
     context = multiprocessing.get_context(method)
     context.set_forkserver_preload(list(_PRELOADED))
-    listening = stores.listen("127.0.0.1")
-    port = listening.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    store = rendezvous.serve(rendezvous.listen("127.0.0.1"))
     processes: list[ForkServerProcess] = []
     waiting: dict[Connection, int] = {}
     try:

@@ -12,12 +12,12 @@ from typing import Any
 
 from engine3d.models import load_model_spec
 from engine3d.models.precision import Precision, served_shapes
+from engine3d.rendezvous import listen, serve, tcp_address
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
 from engine3d.rollout.host.stream import InFlightPolicy
-from engine3d.stores import listen, serve, tcp_address
 from tests.support.trainer_ranks import TrainerRanks
 from tests.support.warm import warm_starts
 

@@ -11,12 +11,12 @@ from torch.distributed import PrefixStore
 
 from engine3d.platform import platform
 from engine3d.platform.wire import Wire
+from engine3d.rendezvous import join
 from engine3d.reshard.describe.shards import RankShards
 from engine3d.reshard.plan.coordinate import CollectiveOrder, Message
 from engine3d.reshard.plan.rounds import longest_round
 from engine3d.reshard.plan.transfers import Segments
 from engine3d.reshard.transport.collective import CollectiveTransfer, Direction, Incoming, MessageMemory, Outgoing
-from engine3d.stores import join
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from engine3d.rollout.host.messages import (
 from engine3d.rollout.host.responses import PendingResponses
 from engine3d.rollout.host.run_environment import run_environment
 from engine3d.run_files import make_run_directory, remove_run_files
-from engine3d.stores import KEY_FILE_VARIABLE, KEY_VARIABLE, write_key
 
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
@@ -46,10 +45,6 @@ class HostProcess:
         self.log_path = log_path
         self._run_directory, self._run_lock = make_run_directory()
         self._several_hosts = server_arguments.get("nnodes", 1) > 1
-        environment = {name: value for name, value in environment.items() if name != KEY_VARIABLE}
-        key_file = self._run_directory / "store-key"
-        if write_key(key_file):
-            environment[KEY_FILE_VARIABLE] = str(key_file)
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         log_path.parent.mkdir(parents=True, exist_ok=True)

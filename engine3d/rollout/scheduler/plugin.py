@@ -141,8 +141,7 @@ def _freeze(*_: Any, **__: Any) -> None:
 
 
 def _meet(initialise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # SGLang would have its ranks meet at a server, which listens at all addresses of the host and lets anybody read and
-    # change what it holds.
+    # SGLang would have its ranks meet at a server that listens at all addresses of the host.
     from torch.distributed import register_rendezvous_handler
 
     register_rendezvous_handler(_SCHEME, _at_our_store)
@@ -153,7 +152,7 @@ def _at_our_store(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """torch's rendezvous for an address of our scheme, with rank and world size in its query."""
     from torch.distributed import PrefixStore
 
-    from engine3d.stores import file_address, join
+    from engine3d.rendezvous import file_address, join
 
     given = dict(parse_qsl(urlsplit(url).query))
     address = os.environ.get(MEETING_VARIABLE) or file_address(Path(os.environ[RUN_DIRECTORY_VARIABLE]) / _MEETING)

@@ -12,7 +12,6 @@ from typing import Any
 import ray
 
 from engine3d.errors import UserError, first_line
-from engine3d.stores import KEY_VARIABLE, keep_key
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.limits import LimitsConfig
@@ -53,7 +52,6 @@ def start_ray(
     global _local
     check_authentication()
     set_ray_defaults()
-    keep_key()  # ranks get it by Ray's own calls, which need Ray's token
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address:
@@ -127,5 +125,4 @@ def store_file(name: str) -> Path | None:
 def rank_environment(node: int) -> dict[str, str]:
     """Environment of every rank on a node, which `resource_pool.cluster_nodes` counts."""
     # Not for what a rank starts either: `python -m` would import from the working directory first.
-    ours = {"PYTHONSAFEPATH": "1", KEY_VARIABLE: keep_key()}
-    return ours | (_local.rank_environment(node) if _local is not None else {})
+    return {"PYTHONSAFEPATH": "1"} | (_local.rank_environment(node) if _local is not None else {})

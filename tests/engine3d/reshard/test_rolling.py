@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine3d.models import load_model_spec
+from engine3d.rendezvous import listen, serve, tcp_address
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from engine3d.rollout.requests import Request
-from engine3d.stores import listen, serve, tcp_address
 from tests.engine3d.rollout.test_stream import _all_ended, _assert_drawn_by_their_versions
 from tests.support.tiny_models import MAX_POSITIONS
 from tests.support.tiny_rollout import TINY_ROLLOUT

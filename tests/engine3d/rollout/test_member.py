@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine3d import stores
+from engine3d import rendezvous
 from engine3d.errors import LOST_RANKS, EngineError, UserError
 from engine3d.rollout import EngineMember, EngineShard, Response, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.shard import ShardCalls
@@ -32,8 +32,8 @@ GREEDY = SamplingConfig(temperature=0, max_new_tokens=10, ignore_eos=True)
 @contextmanager
 def on_two_hosts(model: Path, config: RolloutConfig) -> Iterator[tuple[RolloutEngine, EngineMember]]:
     """Both parts of an engine, started."""
-    served = stores.serve(stores.listen("127.0.0.1"))
-    address = stores.tcp_address(served.host, served.port)
+    served = rendezvous.serve(rendezvous.listen("127.0.0.1"))
+    address = rendezvous.tcp_address(served.host, served.port)
     first = RolloutEngine(model, config, shard=EngineShard(0, 2, address))
     second = EngineMember(model, config, shard=EngineShard(1, 2, address))
     try:
@@ -88,8 +88,8 @@ def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path:
 
 
 def test_calls_end_on_every_host_and_wait_for_the_first(tmp_path: Path) -> None:
-    served = stores.serve(stores.listen("127.0.0.1"))
-    address = stores.tcp_address(served.host, served.port)
+    served = rendezvous.serve(rendezvous.listen("127.0.0.1"))
+    address = rendezvous.tcp_address(served.host, served.port)
     first, second = (ShardCalls(EngineShard(index, 2, address), 10.0) for index in range(2))
     looks: list[float] = []
     with ThreadPoolExecutor() as pool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import signal
-import sys
 import time
 from pathlib import Path
 
@@ -71,44 +69,3 @@ def test_a_range_with_too_few_ports_is_refused_before_anything_starts(tmp_path: 
         line = "hybridflow: hosts: network.ports: 10 free on host-0, host-1; expected at least 64"
         assert line in launch.output(0).splitlines(), launch.outputs()
         assert launch.left() == []
-
-
-@pytest.mark.release
-def test_strangers_on_another_host_are_refused_by_a_runs_stores_and_do_not_stop_it(tmp_path: Path) -> None:
-    with hosts_or_skip(3, shared=tmp_path) as hosts:
-        launch = start_agents(hosts, tmp_path, *APART[1:], "trainer.steps=1000", "limits.stop_s=5")
-        launch.until_in("rollout", 1)
-        ports = sorted({each.port for each in hosts[0].sockets() if not each.only_this_host})
-        asked = hosts[2].run([sys.executable, "-c", KNOCK, hosts[0].address, *map(str, ports)], timeout_s=120)
-        answers = asked.stdout.split()
-        assert answers and set(answers) == {"refused"}, (asked.stdout, asked.stderr)
-        launch.until_in("rollout", launch.phase()["step"] + 2)
-        launch.processes[0].send_signal(signal.SIGINT)
-        assert launch.wait(60) == [130, 130, 130], launch.outputs()
-        assert launch.left() == []
-
-
-KNOCK = """
-import socket, sys
-host, *ports = sys.argv[1:]
-stores = []
-for port in map(int, ports):
-    one = socket.create_connection((host, port))
-    one.settimeout(1)
-    try:
-        if len(one.recv(100)) == 32:  # a nonce: others greet with more, or wait for what is said
-            stores.append(port)
-    except OSError:
-        pass
-    one.close()
-for port in stores * 100:
-    one = socket.create_connection((host, port))
-    one.settimeout(10)
-    one.sendall(bytes(64))
-    answer = b""
-    while part := one.recv(100):
-        answer += part
-    print("refused" if answer[32:] == bytes(32) else answer)
-silent = [socket.create_connection((host, port)) for port in stores for _ in range(300)]
-"""
-"""Finds the stores among the ports, says something wrong to each a hundred times, and opens many connections."""

@@ -27,11 +27,6 @@ class HostsUnavailable(RuntimeError):
     """This machine makes no hosts; the message says why."""
 
 
-def _without_key() -> dict[str, str]:
-    """This process's environment but for the key of stores, which only tests in it have."""
-    return {name: value for name, value in os.environ.items() if name != "ENGINE3D_STORE_KEY"}
-
-
 class Namespaces:
     """Network, mount, PID, UTS and IPC namespaces. They end when PID 1 or this process does.
 
@@ -45,7 +40,6 @@ class Namespaces:
             stdin=subprocess.PIPE,  # its end is the end of PID 1
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env=_without_key(),
         )
         self._pidfd = -1
         self._starter: ThreadPoolExecutor | None = None
@@ -109,7 +103,7 @@ class Namespaces:
             os.setns(self._pidfd, os.CLONE_NEWNS | os.CLONE_NEWUTS | os.CLONE_NEWIPC | os.CLONE_NEWNET)
             os.chdir(cwd)
 
-        inherited = {name: value for name, value in _without_key().items() if name != "TMPDIR"}
+        inherited = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
         process = self._starter.submit(
             lambda: subprocess.Popen(
                 [str(word) for word in command],

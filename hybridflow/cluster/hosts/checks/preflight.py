@@ -150,7 +150,7 @@ class HostPreflight:
             environment = as_environment(self.settings)
             if self._plan.network.ports is not None:
                 environment |= await asyncio.to_thread(self._confined)
-            found = await rate(self._host.index, RatePlan(**plan), self._token, environment, listening)
+            found = await rate(self._host.index, RatePlan(**plan), environment, listening)
         finally:
             if listening is not None:
                 listening.close()

@@ -23,8 +23,6 @@ from hybridflow.errors.log import log
 
 PROBE = "probe"
 """The use of the run's token that the probes' is derived for."""
-RATE = "rate"
-"""The use of the run's token that the key of the measurement's store is derived for."""
 AT_ONCE = 32
 """Connections that a host tries at the same time."""
 ATTEMPT_S = 3.0
@@ -275,14 +273,13 @@ class RatePlan:
 
 
 async def rate(
-    own: int, plan: RatePlan, token: str, environment: Mapping[str, str], listening: socket.socket | None = None
+    own: int, plan: RatePlan, environment: Mapping[str, str], listening: socket.socket | None = None
 ) -> Rate:
     """Take part in a measurement, in a process of its own.
 
     Args:
         own: index of this host.
         plan: the same on every host.
-        token: of the run.
         environment: that names the cluster's interface to gloo and NCCL, as `settings_in_force`.
         listening: the socket of the plan's port, on host 0.
 
@@ -304,8 +301,7 @@ async def rate(
     )
     try:
         async with asyncio.timeout(plan.limit_s + _END_S):
-            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-            process.stdin.write(f"{derived(token, RATE)}\n".encode())
+            assert process.stdout is not None and process.stderr is not None
             out, err, code = await asyncio.gather(process.stdout.read(), process.stderr.read(), process.wait())
     except TimeoutError:
         raise EngineError(f"rate between hosts: no result within {plan.limit_s:g} s") from None

@@ -1,7 +1,6 @@
 """`python -m hybridflow.cluster.hosts.network.rate_probe`: one host's part of a measurement of rates between all hosts.
 
-Apart from the agent, which imports no torch. `probe.rate` starts it and gives it the key of its store in a line on its
-standard input; it ends with that process.
+Apart from the agent, which imports no torch. `probe.rate` starts it, and it ends with that process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine3d import stores
+from engine3d import rendezvous
 
 _BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
 _REPEATS = 3
@@ -30,7 +29,6 @@ _PLACE_IN_GLOO = re.compile(r"\[(enforce fail at )?/[^]]*] ([^.]*!= nullptr\. )?
 def main() -> None:
     """Take part, and print the rates as a line of JSON."""
     plan = json.loads(sys.argv[1])
-    os.environ[stores.KEY_VARIABLE] = sys.stdin.readline().strip()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         print(json.dumps(_measured(plan)), flush=True)
@@ -43,8 +41,8 @@ def main() -> None:
 
 def _measured(plan: dict[str, Any]) -> dict[str, Any]:
     own, hosts, backend = plan["own"], plan["hosts"], plan["backend"]
-    served = None if plan["descriptor"] is None else stores.serve(socket.socket(fileno=plan["descriptor"]))
-    store = stores.join(stores.tcp_address(plan["address"], plan["port"]), plan["limit_s"])
+    served = None if plan["descriptor"] is None else rendezvous.serve(socket.socket(fileno=plan["descriptor"]))
+    store = rendezvous.join(rendezvous.tcp_address(plan["address"], plan["port"]), plan["limit_s"])
     _gather(store, own, hosts, plan["limit_s"])
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(

@@ -195,7 +195,7 @@ def test_rates_are_measured_in_processes_of_their_own() -> None:
         plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60, nbytes=1 << 20)
         environment = {"GLOO_SOCKET_IFNAME": "lo"}
         with listening:
-            return await asyncio.gather(rate(0, plan, TOKEN, environment, listening), rate(1, plan, TOKEN, environment))
+            return await asyncio.gather(rate(0, plan, environment, listening), rate(1, plan, environment))
 
     one, other = asyncio.run(work())
     assert one.backend == "gloo" and one.nbytes == 1 << 20
@@ -208,7 +208,7 @@ def test_a_measurement_in_which_a_host_is_missing_ends() -> None:
     async def work() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=5)
-            await rate(0, plan, TOKEN, {"GLOO_SOCKET_IFNAME": "lo"}, listening)
+            await rate(0, plan, {"GLOO_SOCKET_IFNAME": "lo"}, listening)
 
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"^rate between hosts: host 1 did not come within 5 s$"):
@@ -221,7 +221,7 @@ import asyncio, socket
 from hybridflow.cluster.hosts.network.probe import RatePlan, rate
 with socket.create_server(("127.0.0.1", 0)) as listening:
     plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60)
-    asyncio.run(rate(0, plan, "", {"GLOO_SOCKET_IFNAME": "lo"}, listening))
+    asyncio.run(rate(0, plan, {"GLOO_SOCKET_IFNAME": "lo"}, listening))
 """
 
 

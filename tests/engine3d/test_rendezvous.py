@@ -1,4 +1,4 @@
-"""Where processes meet: a file that only this user may open, or a server at one address of the host."""
+"""Rendezvous in a file that only this user may open, or at a server at one address of the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine3d.stores import file_address, join, listen, serve, tcp_address
+from engine3d.rendezvous import file_address, join, listen, serve, tcp_address
 from tests.support.listening import listeners
 
 
@@ -26,17 +26,22 @@ def test_a_wait_ends_with_its_limit(tmp_path: Path) -> None:
         join(file_address(tmp_path / "store"), 0.2).get("never set")
 
 
-def test_a_server_listens_at_its_host_address_alone() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_server_listens_at_one_address_until_it_is_dropped(host: str) -> None:
     before = listeners(os.getpid())
-    server = serve(listen("127.0.0.1"))
+    server = serve(listen(host))
     [listener] = listeners(os.getpid()) - before
     assert (listener.port, listener.only_this_host) == (server.port, True)
-    assert listener.address.endswith(("127.0.0.1", "7f00:1"))
-    client = join(tcp_address(server.host, server.port), 10.0)
+    address = tcp_address(host, server.port)
+    client = join(address, 10.0)
     client.set("key", "value")
-    assert join(tcp_address(server.host, server.port), 10.0).get("key") == b"value"
-    server.close()
+    assert join(address, 10.0).get("key") == b"value"
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+        join(address, 0.2).get("never set")
+    del server
     assert listeners(os.getpid()) == before
+    with pytest.raises(RuntimeError, match=address.rpartition(":")[2]):
+        join(address, 0.5)
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:80", "http://host:80", "tcp://host"])
