@@ -3,26 +3,52 @@
     python benchmarks/plan_search.py --gpus 64,1024 > results/plan/search.jsonl
 
 plans each recipe on hosts of eight H200, and prints a line of JSON for each: CPU seconds of the search without imports,
-the best plan, and how many layouts fitted.
+and the best plan. PPO has four models of the actor's sizes: actor, critic, reference and reward model.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridflow.config.actors import load_one_recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.planning.search.placements import PlacementSearch
 from hybridflow.planning.search.recipe_work import plan_specs, recipe_work, search_settings
+from hybridflow.planning.search.role_choices import SearchSettings
 from hybridflow.planning.time.hardware import load_profile
+from hybridflow.planning.time.workload import Workload
 
-RECIPES = ("qwen3-30b-a3b-4xh200", "h200-1gpu-ppo", "qwen3-235b-a22b-128k-64xh200")
+RECIPES = ("qwen3-30b-a3b-4xh200", "h200-1gpu", "qwen3-235b-a22b-128k-64xh200")
+
+
+def workload(recipe: Recipe, algorithm: str) -> Workload:
+    """The work of a recipe's step; with PPO also of a critic, a reference and a reward model of the actor's sizes."""
+    work = recipe_work(recipe, plan_specs(recipe), prompt_tokens=1024)
+    if algorithm == "grpo":
+        return work
+    actor = work.actor
+    scalar = replace(actor.spec, value_head=True)
+    others = (
+        replace(actor, role="critic", spec=scalar, passes=1),
+        replace(actor, role="reference", trained=False, passes=1),
+        replace(actor, role="reward_model", spec=scalar, trained=False, passes=1),
+    )
+    return replace(work, roles=(actor, *others))
+
+
+def settings(recipe: Recipe) -> SearchSettings:
+    """The settings of a search, in which every model accepts what the actor does."""
+    of_recipe = search_settings(recipe, plan_specs(recipe))
+    return replace(of_recipe, accepts=lambda role, layout, config: of_recipe.accepts("actor", layout, config))
 
 
 def main() -> int:
@@ -30,22 +56,23 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", default="64,1024")
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--algorithms", default="grpo,ppo")
     parser.add_argument("--prompts", type=int, default=1024, help="prompts of a step, so that each rank has work")
     options = parser.parse_args()
-    for name in options.recipes.split(","):
+    for name, algorithm in itertools.product(options.recipes.split(","), options.algorithms.split(",")):
         recipe = load_one_recipe(
             Path("launch/recipes") / f"{name}.yaml", [f"trainer.prompts_per_step={options.prompts}"]
         )
-        specs = plan_specs(recipe)
         for gpus in map(int, options.gpus.split(",")):
-            work = recipe_work(recipe, specs, prompt_tokens=1024)
-            search = PlacementSearch(work, load_profile("h200"), search_settings(recipe, specs))
+            work = workload(recipe, algorithm)
+            search = PlacementSearch(work, load_profile("h200"), settings(recipe))
             started, clock = time.process_time(), time.perf_counter()
             best = search.best(gpus, 3)[0]
             print(
                 json.dumps(
                     {
                         "recipe": name,
+                        "algorithm": algorithm,
                         "gpus": gpus,
                         "roles": len(work.roles) + 1,
                         "cpu_seconds": round(time.process_time() - started, 2),

@@ -130,9 +130,9 @@ def _planned(
     engines = parse_rollout(options.rollout) if options.rollout else _engines(spec, share, hardware)
     # Engines keep their weights while the trainer computes: stages of other nodes cannot write into released memory.
     beside = _BF16 * spec.parameter_count() // engines.tp if options.colocated else 0
-    search = LayoutSearch(spec, _CONFIG, hardware, beside)
+    search = LayoutSearch(spec, _CONFIG, hardware)
     if options.train is None:
-        proposal = search.best(share, batch)[0]
+        proposal = search.best(share, batch, beside)
     else:
         config = _CONFIG.model_copy(update={"recompute": options.recompute})
         proposal = _given(search, config, batch, share, options.train)

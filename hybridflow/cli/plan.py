@@ -16,7 +16,7 @@ from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, Node
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
-    from hybridflow.planning.search.placements import RunPlan
+    from hybridflow.planning.search.run_plan import RunPlan
     from hybridflow.planning.time.hardware import Profile
     from hybridflow.planning.time.workload import Workload
 

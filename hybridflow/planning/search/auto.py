@@ -16,7 +16,7 @@ from hybridflow.config.actors import ACTORS
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import build_settings, read_with_overrides
 from hybridflow.planning.placement_check import planned_devices
-from hybridflow.planning.search.placements import ROLLOUT, PlacementSearch, RoleGroup, RunPlan
+from hybridflow.planning.search.placements import PlacementSearch
 from hybridflow.planning.search.plan_text import interval
 from hybridflow.planning.search.recipe_work import (
     fixed_engines,
@@ -26,6 +26,7 @@ from hybridflow.planning.search.recipe_work import (
     recipe_work,
     search_settings,
 )
+from hybridflow.planning.search.run_plan import ROLLOUT, RoleGroup, RunPlan
 from hybridflow.planning.time.hardware import Profile, load_profile, shipped_profiles
 
 AUTO = "auto"

@@ -36,7 +36,7 @@ class EngineChoice:
         cache_tokens: of the KV cache of each engine.
         weights: bytes of a rank's weights, without those that it shares with the actor.
         cache: bytes of a rank's KV cache.
-        workspace: bytes of a rank next to these.
+        workspace: bytes of a rank next to these, without the driver's.
     """
 
     shape: EngineShape
@@ -107,6 +107,14 @@ class EngineSearch:
             )
         return min(fitting, key=lambda choice: choice.stream if stream else choice.cost.seconds)
 
+    def least_seconds(self, gpus: int, *, stream: bool = False) -> float | None:
+        """Predict the seconds of the fastest engines if their memory had no end; None if none has these ranks."""
+        return min((self._unbounded_seconds(shape, stream) for shape in self.shapes(gpus)), default=None)
+
+    def _unbounded_seconds(self, shape: EngineShape, stream: bool) -> float:
+        cost, of_stream = rollout_costs(self._work, self._hardware, shape, shape.requests * self._work.longest_sequence)
+        return min(cost.seconds, of_stream) if stream else cost.seconds
+
     def shapes(self, gpus: int) -> Iterator[EngineShape]:
         """Yield the engines that fill some GPUs, each with a prompt at least."""
         sizes = self._work.actor.spec.sizes
@@ -146,15 +154,14 @@ class EngineSearch:
         weights = round(self._model.weights(shape))
         if self._beside is not None:
             weights = round(weights * (1 - shared_share(spec, self._beside, shape)))
-        workspace = CONTEXT_BYTES + DRIVER_BYTES * (beside == 0)
-        workspace += engine_workspace(
+        workspace = CONTEXT_BYTES + engine_workspace(
             requests=-(-shape.requests // shape.attention_dp),
             vocabulary=spec.vocab_size,
             layers=spec.sizes.layers,
             graphs=_GRAPHS,
             tp=shape.tp,
         )
-        left = ENGINE_SHARE * self._hardware.memory - beside - weights - workspace
+        left = ENGINE_SHARE * self._hardware.memory - DRIVER_BYTES - beside - weights - workspace
         of_token = self._model.cache_of_a_token(shape)
         needed = shape.requests * work.longest_sequence
         tokens = min(needed, int(max(0.0, left) // of_token) * shape.attention_dp)

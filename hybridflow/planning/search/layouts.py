@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError, amount
@@ -37,7 +36,7 @@ class StageMemory:
         stage: its number.
         resident: weights, gradients and optimizer state.
         working: activations, logits, the largest layer.
-        overhead: of processes, libraries and communicators, and of others on the GPU.
+        overhead: of processes, libraries and communicators.
     """
 
     stage: int
@@ -74,6 +73,80 @@ class Proposal:
     heaviest: StageMemory
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A layout with its settings and seconds, before its memory is known.
+
+    Args:
+        layout: of the trainer.
+        config: with its recomputation.
+        batch: sequences of an update, and of a micro-batch.
+        passes: cost without the optimizer.
+        optimizer: seconds of the optimizer and of sums of gradients.
+    """
+
+    layout: Layout
+    config: TrainConfig
+    batch: Batch
+    passes: UpdateCost
+    optimizer: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.passes.seconds + sum(self.optimizer.values())
+
+    @property
+    def cost(self) -> UpdateCost:
+        return replace(self.passes, **self.optimizer)
+
+
+class LayoutFront:
+    """Layouts on some GPUs of which each is faster than all that are smaller.
+
+    Memory is predicted as far as a limit needs it, and once.
+
+    Args:
+        search: that has the candidates.
+        candidates: the fastest first.
+    """
+
+    def __init__(self, search: LayoutSearch, candidates: Sequence[_Candidate]) -> None:
+        self._search = search
+        self._candidates = iter(candidates)
+        self._proposals: list[Proposal] = []
+        self._smallest = math.inf
+        self.least = math.inf
+        """Bytes of the smallest candidate of those that were looked at, without padding of its buffers."""
+
+    def fastest(self, limit: float) -> Proposal | None:
+        """Return the fastest layout whose heaviest stage takes at most this many bytes; None if there is none."""
+        for proposal in self._proposals:
+            if proposal.heaviest.total <= limit:
+                return proposal
+        for candidate in self._candidates:
+            layout, config, batch = candidate.layout, candidate.config, candidate.batch
+            bound = self._search.least_memory(layout, config, batch)
+            self.least = min(self.least, bound)
+            if bound >= self._smallest:
+                continue
+            heaviest = self._search.heaviest(layout, config, batch)
+            if heaviest.total < self._smallest:
+                self._smallest = heaviest.total
+                proposal = Proposal(layout, _with_tokens(config, batch), batch, candidate.cost, heaviest)
+                self._proposals.append(proposal)
+                if heaviest.total <= limit:
+                    return proposal
+        return None
+
+
+def _with_tokens(config: TrainConfig, batch: Batch) -> TrainConfig:
+    """Return settings whose micro-batches are those of a batch."""
+    tokens = batch.tokens * batch.together
+    if max(1, config.micro_batch_tokens // batch.tokens) == batch.together:
+        return config
+    return config.model_copy(update={"micro_batch_tokens": tokens})
+
+
 class LayoutSearch:
     """Layouts of a model on some GPUs: Algorithm 2 of the HybridFlow paper (arXiv 2409.19256) for a model.
 
@@ -84,12 +157,11 @@ class LayoutSearch:
         spec: the model.
         config: of the training, without layout.
         hardware: of every rank.
-        beside: bytes of each GPU that others have during an update.
         longest: tokens of the longest sequence, which decides memory; those of the batch if None.
         accepts: layouts and settings that may be proposed.
         trained: the model is updated; else it makes forward passes.
         expert_tensor_parallel: etp is searched too.
-        residents: cache of what ranks keep, of searches of the same model.
+        offloads: an offloaded optimizer is searched too.
         keeps_settings: recomputation and tokens of a micro-batch are those of the config.
     """
 
@@ -98,66 +170,97 @@ class LayoutSearch:
         spec: ModelSpec,
         config: TrainConfig,
         hardware: Hardware,
-        beside: int = 0,
         *,
         longest: int | None = None,
         accepts: Callable[[Layout, TrainConfig], bool] = lambda layout, config: True,
         trained: bool = True,
         expert_tensor_parallel: bool = False,
-        residents: dict[Any, ResidentBytes] | None = None,
+        offloads: bool = False,
         keeps_settings: bool = False,
     ) -> None:
         self.spec = spec
-        self._config = config
         self.hardware = hardware
-        self._beside = beside
+        self._config = config
         self._longest = longest
         self._accepts = accepts
         self._trained = trained
         self._with_etp = expert_tensor_parallel
-        self._residents = {} if residents is None else residents
         self._keeps = keeps_settings
+        self._configs = self._searched_configs(offloads and trained and not keeps_settings)
+        self._ranked: dict[tuple[int, Batch], list[_Candidate]] = {}
+        self._residents: dict[tuple[Layout, int, bool], ResidentBytes] = {}
         self.costs = CostModel(spec, hardware)
 
-    def best(self, gpus: int, batch: Batch, count: int = 1) -> list[Proposal]:
-        """Propose layouts, the fastest first.
+    def _searched_configs(self, offloads: bool) -> list[TrainConfig]:
+        kinds = ("none", "selective", "full") if self._trained else ("none",)
+        if self._keeps:
+            kinds = (self._config.recompute,)
+        optimizers = [self._config.optimizer]
+        if offloads and not self._config.optimizer.offload:
+            optimizers.append(self._config.optimizer.model_copy(update={"offload": True}))
+        return [
+            self._config.model_copy(update={"recompute": kind, "optimizer": optimizer})
+            for optimizer in optimizers
+            for kind in kinds
+        ]
+
+    def best(self, gpus: int, batch: Batch, beside: int = 0) -> Proposal:
+        """Propose the fastest layout that fits.
 
         Args:
             gpus: ranks of the trainer.
             batch: sequences of an update.
-            count: most layouts.
+            beside: bytes of each GPU that others have during an update.
 
         Raises:
             UserError: none fits into `USED_SHARE` of the memory.
         """
-        predict = self.costs.update if self._trained else self.costs.forward
-        candidates = [
-            (predict(layout, config, with_micro_batches), number, layout, config, with_micro_batches)
-            for number, (layout, config, with_micro_batches) in enumerate(self._candidates(gpus, batch))
-        ]
-        proposals: list[Proposal] = []
-        least, limit = math.inf, self.hardware.memory * USED_SHARE
-        for cost, _, layout, config, with_micro_batches in sorted(candidates, key=lambda one: (one[0].seconds, one[1])):
-            bound = self._least_memory(layout, config, with_micro_batches)
-            least = min(least, bound)
-            if bound > limit or any(proposal.layout == layout for proposal in proposals):
-                continue
-            heaviest = self.heaviest(layout, config, with_micro_batches)
-            if heaviest.total <= limit:
-                proposals.append(Proposal(layout, config, with_micro_batches, cost, heaviest))
-                if len(proposals) == count:
-                    break
-        if not proposals:
-            needed = (
-                f"the least is {amount(least, 1)}"
-                if candidates
-                else "no layout has a sequence for each rank and passes the checks of the settings"
-            )
-            raise UserError(
-                f"{gpus} GPUs of {amount(self.hardware.memory, 1)}: no layout fits {batch.sequences:,} sequences of "
-                f"{batch.tokens:,} tokens ({needed}); expected more or larger GPUs, or shorter sequences"
-            )
-        return proposals
+        front = self.front(gpus, batch)
+        proposal = front.fastest(self.limit(beside))
+        if proposal is None:
+            raise UserError(self.refusal(front, gpus, batch, beside))
+        return proposal
+
+    def limit(self, beside: int) -> float:
+        """Bytes of a GPU that a model may take next to others."""
+        return self.hardware.memory * USED_SHARE - beside
+
+    def refusal(self, front: LayoutFront, gpus: int, batch: Batch, beside: int) -> str:
+        """The line that says that no layout of a front fits."""
+        needed = "no layout has a sequence for each rank and passes the checks of the settings"
+        if front.least < math.inf:
+            needed = f"the least is {amount(front.least + beside, 1)}"
+        return (
+            f"{gpus} GPUs of {amount(self.hardware.memory, 1)}: no layout fits {batch.sequences:,} sequences of "
+            f"{batch.tokens:,} tokens ({needed}); expected more or larger GPUs, or shorter sequences"
+        )
+
+    def front(self, gpus: int, batch: Batch, accepts: Callable[[Layout], bool] = lambda layout: True) -> LayoutFront:
+        """Rank the layouts on some GPUs, the fastest first.
+
+        Args:
+            gpus: ranks of the trainer.
+            batch: sequences of an update.
+            accepts: layouts to keep.
+        """
+        key = (gpus, batch)
+        if key not in self._ranked:
+            candidates = self._costed(gpus, batch)
+            self._ranked[key] = sorted(candidates, key=lambda candidate: candidate.seconds)
+        return LayoutFront(self, [candidate for candidate in self._ranked[key] if accepts(candidate.layout)])
+
+    def _costed(self, gpus: int, batch: Batch) -> Iterator[_Candidate]:
+        """Yield candidates with their costs, of which those of the same kernels or optimizer are predicted once."""
+        kernels: dict[tuple[Layout, int, bool], UpdateCost] = {}
+        optimizers: dict[tuple[Layout, bool], dict[str, float]] = {}
+        for layout, config, with_micro_batches in self._candidates(gpus, batch):
+            of_kernels = (layout, with_micro_batches.together, config.recompute == "full")
+            of_optimizer = (layout, config.optimizer.offload)
+            if of_kernels not in kernels:
+                kernels[of_kernels] = self.costs.passes(layout, config, with_micro_batches, trained=self._trained)
+            if of_optimizer not in optimizers:
+                optimizers[of_optimizer] = self.costs.optimizer(layout, config) if self._trained else {}
+            yield _Candidate(layout, config, with_micro_batches, kernels[of_kernels], optimizers[of_optimizer])
 
     def heaviest(self, layout: Layout, config: TrainConfig, batch: Batch) -> StageMemory:
         """Predict the memory of the stage that takes the most."""
@@ -169,7 +272,7 @@ class LayoutSearch:
 
     def memory(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> StageMemory:
         """Predict the memory of a stage."""
-        key = (layout, stage, config.dtype, config.optimizer.model_dump_json())
+        key = (layout, stage, config.optimizer.offload)
         if key not in self._residents:
             at = layout.coordinates(stage * layout.stage_size)
             self._residents[key] = resident_by_rank(self.spec, layout, at, config, trainable=self._trained)
@@ -183,7 +286,7 @@ class LayoutSearch:
             return inference_peak(self.spec, layout, at, config, tokens=tokens)
         return update_peak(self.spec, layout, at, config, tokens=tokens, micro_batches=batch.micro_batches(layout))
 
-    def _least_memory(self, layout: Layout, config: TrainConfig, batch: Batch) -> float:
+    def least_memory(self, layout: Layout, config: TrainConfig, batch: Batch) -> float:
         """Count the bytes of the heaviest stage without padding of its buffers, in a hundredth of the time."""
         return max(self._bound(layout, stage, config, batch) for stage in distinct_stages(self.spec, layout))
 
@@ -200,16 +303,12 @@ class LayoutSearch:
         return resident + self._working(layout, stage, config, batch).peak + self._overhead(layout)
 
     def _overhead(self, layout: Layout) -> int:
-        """Count the bytes of processes, libraries and communicators, and of others."""
-        return communicators(layout) + MODEL_BYTES + DRIVER_BYTES + CONTEXT_BYTES + self._beside
+        """Count the bytes of processes, libraries and communicators."""
+        return communicators(layout) + MODEL_BYTES + DRIVER_BYTES + CONTEXT_BYTES
 
     def _candidates(self, gpus: int, batch: Batch) -> Iterator[tuple[Layout, TrainConfig, Batch]]:
-        kinds = ("none", "selective", "full") if self._trained else ("none",)
-        if self._keeps:
-            kinds = (self._config.recompute,)
-        configs = [self._config.model_copy(update={"recompute": kind}) for kind in kinds]
         for layout in self._layouts(gpus):
-            accepted = [config for config in configs if self._accepts(layout, config)]
+            accepted = [config for config in self._configs if self._accepts(layout, config)]
             counts = _powers(max(1, _MOST_TOGETHER // batch.tokens))
             if self._keeps:
                 share = -(-batch.sequences // layout.dp)

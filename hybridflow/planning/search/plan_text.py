@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from hybridflow.planning.search.placements import ROLLOUT, RunPlan
+from hybridflow.planning.search.run_plan import ROLLOUT, RunPlan
 from hybridflow.planning.time.hardware import Profile
 from hybridflow.planning.time.training import UpdateCost
 from hybridflow.planning.time.workload import Workload

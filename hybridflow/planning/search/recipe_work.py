@@ -16,7 +16,8 @@ from hybridflow.planning.feature_matrix import is_refused, layout_sizes
 from hybridflow.planning.memory_estimate import recipe_specs
 from hybridflow.planning.model_check import check_megatron
 from hybridflow.planning.prompt_check import encoded_prompts
-from hybridflow.planning.search.placements import ROLLOUT, RunPlan, SearchSettings
+from hybridflow.planning.search.role_choices import SearchSettings
+from hybridflow.planning.search.run_plan import ROLLOUT, RunPlan
 from hybridflow.planning.time.generation import EngineShape
 from hybridflow.planning.time.workload import RoleWork, Workload, drawn_lengths
 
@@ -135,6 +136,7 @@ class _Accepted:
 
     def __init__(self, recipe: Recipe, specs: Mapping[str, ModelSpec], gpus_per_node: int, *, gpus: bool) -> None:
         self._recipe = recipe
+        self._roles = recipe.megatron_roles
         self._specs = specs
         self._gpus_per_node = gpus_per_node
         self._gpus = gpus
@@ -146,7 +148,7 @@ class _Accepted:
             self._known[items] = not any(is_refused(*pair) for pair in combinations(sorted(items), 2))
         if not self._known[items]:
             return False
-        settings, spec = self._recipe.megatron_roles[role], self._specs[role]
+        settings, spec = self._roles[role], self._specs[role]
         if config.has_copy_engine_dispatcher(spec.sizes, layout) and self._gpus_per_node % (layout.ep * layout.etp):
             return False
         try:
@@ -159,7 +161,7 @@ class _Accepted:
 
     def _items(self, role: str, layout: Layout, config: TrainConfig) -> list[str]:
         recipe, spec = self._recipe, self._specs[role]
-        model = recipe.megatron_roles[role]
+        model = self._roles[role]
         items = [spec.family.name, *layout_sizes(layout), "packing" if config.packing else "padding"]
         items += ["critic"] * spec.value_head + ["offload"] * model.offload
         if model.trained:

@@ -17,11 +17,12 @@ is not counted: it is in the share that their products reach.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from operator import attrgetter
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Layout
@@ -113,16 +114,25 @@ class UpdateCost:
 
     @property
     def seconds(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(_seconds_by_kind(self))
 
     @property
     def compute(self) -> float:
         """Seconds of kernels that compute, and of their launches."""
         return self.linear + self.experts + self.attention + self.memory + self.launches
 
+    def with_exchanges(self, tensor: float, expert: float, context: float) -> UpdateCost:
+        """Return the cost of these kernels with exchanges of ranks."""
+        return UpdateCost(
+            self.linear, self.experts, self.attention, self.memory, self.launches, tensor, expert, context
+        )
+
     def scaled(self, factor: float) -> UpdateCost:
         """Return the cost of as many updates."""
-        return UpdateCost(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
+        return UpdateCost(*[factor * seconds for seconds in _seconds_by_kind(self)])
+
+
+_seconds_by_kind: Callable[[UpdateCost], tuple[float, ...]] = attrgetter(*(field.name for field in fields(UpdateCost)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +168,18 @@ class CostModel:
 
     def update(self, layout: Layout, config: TrainConfig, batch: Batch) -> UpdateCost:
         """Predict the seconds of an update."""
-        cost = self._passes(layout, config, batch, PASSES_OF_AN_UPDATE)
-        stages = self.stages(layout)
-        return replace(
-            cost,
-            gradients=max(self._gradients(layout, stage, config) for stage in stages),
-            optimizer=max(self._optimizer(layout, stage, config) for stage in stages),
-            call=self.hardware.update_s,
-        )
+        return replace(self.passes(layout, config, batch), **self.optimizer(layout, config))
 
     def forward(self, layout: Layout, config: TrainConfig, batch: Batch) -> UpdateCost:
         """Predict the seconds of a forward pass over the batch, as old log-probs, values and scores need it."""
-        return replace(self._passes(layout, config, batch, 1), call=self.hardware.scoring_s)
+        return self.passes(layout, config, batch, trained=False)
 
-    def _passes(self, layout: Layout, config: TrainConfig, batch: Batch, passes: int) -> UpdateCost:
+    def passes(self, layout: Layout, config: TrainConfig, batch: Batch, *, trained: bool = True) -> UpdateCost:
+        """Predict the seconds of the forward and backward passes of an update, or of forward passes alone.
+
+        They depend neither on the optimizer nor on selective recomputation.
+        """
+        passes = PASSES_OF_AN_UPDATE if trained else 1
         count, itemsize = batch.micro_batches(layout), ITEMSIZES[config.dtype]
         costs = (self._stage(layout, stage, config, batch, passes) for stage in self.stages(layout))
         slowest = max(costs, key=lambda cost: cost.seconds)
@@ -183,7 +191,16 @@ class CostModel:
         sending = self.hardware.ring_s(between, layout.pp, layout.stage_size, messages)
         total = slowest.scaled(batch.fill(layout) if layout.pp == 1 else count)
         bubble = layout.bubble(count) * count * (slowest.seconds + sending)
-        return replace(total, pipeline=count * sending, bubble=bubble)
+        call = self.hardware.update_s if trained else self.hardware.scoring_s
+        return replace(total, pipeline=count * sending, bubble=bubble, call=call)
+
+    def optimizer(self, layout: Layout, config: TrainConfig) -> dict[str, float]:
+        """Predict the seconds of an update after its passes: "gradients" and "optimizer" of `UpdateCost`."""
+        stages = self.stages(layout)
+        return {
+            "gradients": max(self._gradients(layout, stage, config) for stage in stages),
+            "optimizer": max(self._optimizer(layout, stage, config) for stage in stages),
+        }
 
     def elements(self, layout: Layout, stage: int) -> tuple[float, float]:
         """Count the elements of a rank's parameters without padding: of dense layers, and of experts."""
@@ -239,7 +256,7 @@ class CostModel:
         rounds = (1 if passes == 1 else 3) + repeated
         messages = is_split * layers * (layout.cp - 1) * ways
         sending = self.hardware.ring_s(ring * rounds, layout.cp, layout.tp, messages)
-        return replace(cost, tensor=tensor, expert=expert, context=max(0.0, sending - cost.attention))
+        return cost.with_exchanges(tensor, expert, max(0.0, sending - cost.attention))
 
     @staticmethod
     def _repeated(layout: Layout, config: TrainConfig, layers: int) -> float:
@@ -265,15 +282,14 @@ class CostModel:
             linear += (passes + (passes > 1 and config.logits_tokens is not None)) * self.spec.rules.head_cost
         width = min(sizes.hidden, sizes.heads * sizes.head_dim / layout.tp)
         products = 2 * (passes + repeated) * sparse * per_token * tokens / ranks
-        compute = UpdateCost(
-            linear=2 * linear * tokens / ranks / hardware.linear_rate(width),
-            experts=products / self._expert_rate(layout, config),
-            attention=attention / ranks,
-            memory=self._passes_over_memory(layout, stage, config, tokens / ranks, passes, repeated),
-        )
+        linear_s = 2 * linear * tokens / ranks / hardware.linear_rate(width)
+        experts_s = products / self._expert_rate(layout, config)
+        memory_s = self._passes_over_memory(layout, stage, config, tokens / ranks, passes, repeated)
+        compute = linear_s + experts_s + attention / ranks + memory_s
         of_sparse = hardware.sparse_layer_s if config.has_fused_experts(sizes, layout) else hardware.unfused_layer_s
         launched = (passes + repeated) * ((layers - sparse) * hardware.layer_s + sparse * of_sparse)
-        return replace(compute, launches=max((_IDLE - 1) * compute.seconds, launched - compute.seconds))
+        launches = max((_IDLE - 1) * compute, launched - compute)
+        return UpdateCost(linear_s, experts_s, attention / ranks, memory_s, launches)
 
     def _expert_rate(self, layout: Layout, config: TrainConfig) -> float:
         """FLOP/s of experts' products."""

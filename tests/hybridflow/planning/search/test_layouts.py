@@ -16,24 +16,30 @@ CONFIG = TrainConfig(optimizer=OptimizerConfig(precision_aware=True, offload=Tru
 SEARCH = LayoutSearch(named_model("qwen3-30b-a3b"), CONFIG, HARDWARE)
 
 
-def test_what_is_proposed_fits_and_the_fastest_is_first() -> None:
+def test_what_is_proposed_is_the_fastest_of_what_fits() -> None:
+    """Memory next to others varies, and memory of a layout is predicted once."""
     batch = Batch(sequences=64, tokens=8192)
-    proposals = SEARCH.best(8, batch, count=3)
-    assert len({proposal.layout for proposal in proposals}) == 3
-    seconds = [proposal.cost.seconds for proposal in proposals]
-    assert seconds == sorted(seconds)
-    for proposal in proposals:
-        assert proposal.layout.world_size == 8
-        stages = [
-            SEARCH.memory(proposal.layout, stage, proposal.config, proposal.batch)
-            for stage in range(proposal.layout.pp)
-        ]
-        assert proposal.heaviest.total == max(stage.total for stage in stages) <= USED_SHARE * 141e9
+    front = SEARCH.front(8, batch, lambda layout: layout.tp == layout.cp == layout.vpp == 1)
+    every = [
+        (SEARCH.costs.update(layout, config, chosen).seconds, SEARCH.heaviest(layout, config, chosen))
+        for layout, config, chosen in SEARCH._candidates(8, batch)
+        if layout.tp == layout.cp == layout.vpp == 1
+    ]
+    for beside in (40, *range(0, 120, 3)):
+        limit = SEARCH.limit(beside * 10**9)
+        seconds = min((seconds for seconds, heaviest in every if heaviest.total <= limit), default=None)
+        proposal = front.fastest(limit)
+        assert (seconds is None) == (proposal is None)
+        if proposal is not None:
+            assert proposal.layout.world_size == 8 and proposal.heaviest.total <= limit
+            assert proposal.cost.seconds == pytest.approx(seconds)
+            tokens = proposal.config.micro_batch_tokens // batch.tokens
+            assert max(1, tokens) == proposal.batch.together  # a recipe of the plan has these micro-batches
 
 
 def test_a_sequence_that_no_rank_can_keep_is_split() -> None:
-    [short] = SEARCH.best(16, Batch(sequences=512, tokens=4096))
-    [long] = SEARCH.best(16, Batch(sequences=16, tokens=131072))
+    short = SEARCH.best(16, Batch(sequences=512, tokens=4096))
+    long = SEARCH.best(16, Batch(sequences=16, tokens=131072))
     assert short.layout.cp == 1 and long.layout.cp > 1
     unsplit = [
         SEARCH.heaviest(layout, config, batch).total
@@ -45,7 +51,7 @@ def test_a_sequence_that_no_rank_can_keep_is_split() -> None:
 
 def test_a_pipeline_of_few_micro_batches_has_virtual_stages() -> None:
     search = LayoutSearch(named_model("qwen3-235b-a22b"), CONFIG, HARDWARE)
-    [proposal] = search.best(1024, Batch(sequences=256, tokens=131072))
+    proposal = search.best(1024, Batch(sequences=256, tokens=131072))
     assert proposal.layout.pp > 1 and proposal.layout.vpp > 1
 
 

@@ -8,17 +8,15 @@ import pytest
 
 from benchmarks.plan_truth import RESULTS  # noqa: F401  the tree's root is importable
 from engine3d.errors import UserError
+from engine3d.memory.overhead import DRIVER_BYTES
 from engine3d.models import model_spec
 from engine3d.training.config import TrainConfig
+from hybridflow.planning.search.allocations import allocations, partitions
 from hybridflow.planning.search.engines import EngineSearch
 from hybridflow.planning.search.layouts import LayoutSearch
-from hybridflow.planning.search.placements import (
-    PlacementSearch,
-    RunPlan,
-    SearchSettings,
-    allocations,
-    partitions,
-)
+from hybridflow.planning.search.placements import PlacementSearch
+from hybridflow.planning.search.role_choices import SearchSettings
+from hybridflow.planning.search.run_plan import RoleGroup, RunPlan
 from hybridflow.planning.time.generation import EngineShape
 from hybridflow.planning.time.hardware import load_profile
 from hybridflow.planning.time.workload import RoleWork, Workload, drawn_lengths
@@ -44,6 +42,13 @@ PPO = replace(
         RoleWork("reference", SPEC, CONFIG, trained=False, passes=1),
     ),
 )
+FOUR_MODELS = replace(
+    PPO,
+    roles=(
+        *PPO.roles,
+        RoleWork("reward_model", replace(SPEC, value_head=True), CONFIG, trained=False, passes=1),
+    ),
+)
 SETTINGS = SearchSettings(base=EngineShape())
 
 
@@ -60,7 +65,7 @@ def test_partitions_and_allocations_are_complete() -> None:
     assert list(allocations(2, 3, 8)) == []
 
 
-@pytest.mark.parametrize("work", [WORK, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("work", [WORK, PPO, FOUR_MODELS], ids=["grpo", "ppo", "four models"])
 def test_the_best_plan_is_that_of_an_exhaustive_search(work: Workload) -> None:
     pruned, every = (_search(work).best(2, 3, exhaustive=exhaustive) for exhaustive in (False, True))
     assert [_key(plan) for plan in pruned] == [_key(plan) for plan in every]
@@ -70,6 +75,19 @@ def test_the_best_plan_is_that_of_an_exhaustive_search(work: Workload) -> None:
 
 def _key(plan: RunPlan) -> tuple[object, ...]:
     return plan.groups, tuple(str(proposal.layout) for proposal in plan.roles.values()), str(plan.engines)
+
+
+def test_memory_of_a_phase_counts_every_model_once() -> None:
+    groups = (RoleGroup(("actor", "critic", "reference", "reward_model", "rollout"), 0, 2),)
+    plan = _search(FOUR_MODELS).on_groups(groups)
+    assert plan is not None and plan.engines is not None
+    staying = sum(proposal.heaviest.staying - DRIVER_BYTES for proposal in plan.roles.values())
+    engines = plan.engines.weights + plan.engines.cache + plan.engines.workspace
+    memory = {phase.phase: phase.total for phase in plan.memory}
+    assert memory["rollout"] == staying + engines + DRIVER_BYTES
+    actor = plan.roles["actor"].heaviest
+    others = staying - (actor.staying - DRIVER_BYTES) + plan.engines.weights + plan.engines.workspace
+    assert memory["update of actor"] == actor.total + others
 
 
 def test_the_layouts_of_a_plan_are_the_fastest_of_all_that_fit() -> None:
