@@ -42,7 +42,11 @@ class Platform(ABC):
     """One kind of device. `engine3d.platform.platform` is the one of this machine."""
 
     device_type: str
-    collective_backend: str
+
+    @property
+    @abstractmethod
+    def collective_backend(self) -> str:
+        """PyTorch's name of the backend of process groups."""
 
     @property
     @abstractmethod

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
+from engine3d.platform.cpu import gloo_groups, sampling
 from engine3d.platform.cpu import memory as cpu_memory
-from engine3d.platform.cpu import sampling
 from engine3d.platform.cpu.gloo_wire import GlooWire
 from engine3d.platform.cpu.peer_memory import CpuPeerExchange, CpuPeerMemory
 from engine3d.platform.interface import DeviceMemory, Platform
@@ -30,10 +30,14 @@ each process; where they cannot be imported, both do without."""
 
 class CpuPlatform(Platform):
     device_type = "cpu"
-    collective_backend = "gloo"
 
     def __init__(self) -> None:
         leave_out(*_FOR_GPUS)
+
+    @property
+    def collective_backend(self) -> str:
+        gloo_groups.register()
+        return gloo_groups.BACKEND
 
     @property
     def gpus(self) -> int:
