@@ -24,11 +24,7 @@ from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
-from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import RolloutRole
-from hybridflow.config.run import TrainerConfig
 from hybridflow.data.prompts import Draw
-from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.roles.model import update_metrics
@@ -40,55 +36,25 @@ from hybridflow.trainer.event_log import trained_event
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.operations.correcting import Corrected, corrected, log_empty
 from hybridflow.trainer.operations.model_columns import ModelColumns, old_logprobs
-from hybridflow.trainer.operations.scoring import SampleScoring
+from hybridflow.trainer.operations.scoring import SampleScoring, StepScores
+from hybridflow.trainer.operations.settings import StepSettings
 from hybridflow.trainer.operations.traces import StepTraces
-from hybridflow.trainer.operations.updates import CRITICS, ActorUpdate, ModelUpdates, Reports, UpdatePlan
+from hybridflow.trainer.operations.updates import (
+    CRITICS,
+    ActorUpdate,
+    ModelUpdates,
+    Reports,
+    UpdatePlan,
+    refused_updates,
+)
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_store import TrainedSamples
-from hybridflow.trainer.sample_texts import sample_texts
-from hybridflow.trainer.step_record import Scores, StepRecord
+from hybridflow.trainer.step_record import StepRecord
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 
 _VALUES = {"critic": "values", "cost_critic": "cost_values"}
 """Column of each critic."""
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """Settings of the operations of a step.
-
-    Args:
-        seed: of the run.
-        trainer: sizes of a step, its mini-batches and what is traced.
-        rollout: sampling and samples per prompt.
-        passing: least reward of a response that passes, for a curriculum by difficulty; None without one.
-        texts: samples of a step that are written as texts, and most characters of each.
-        stores_samples: True if a step's samples are stored.
-        records_routes: True if updates give tokens to the experts of the pass that computes old log-probs.
-    """
-
-    seed: int
-    trainer: TrainerConfig
-    rollout: RolloutRole
-    passing: float | None
-    texts: tuple[int, int]
-    stores_samples: bool
-    records_routes: bool
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> StepSettings:
-        """The settings that a recipe has."""
-        files, shown = recipe.data.files, recipe.metrics
-        return cls(
-            recipe.seed,
-            recipe.trainer,
-            recipe.rollout,
-            files.difficulty.passing if files is not None and files.difficulty is not None else None,
-            (shown.samples_per_step, shown.sample_characters),
-            recipe.samples.store,
-            recipe.train.routing_replay == "update",
-        )
 
 
 @dataclass
@@ -130,9 +96,9 @@ class TrainerStep(Step[Any]):
     """Reports of the actor's ranks on each optimizer step."""
 
     def __post_init__(self) -> None:
-        self.values, roles = self.record.values, self.roles
-        self._traces = StepTraces(self.settings.trainer.profile_of(self.number), self.run, self.number)
-        temperature = self.settings.rollout.sampling.temperature
+        self.values, roles, settings = self.record.values, self.roles, self.settings
+        self._traces = StepTraces(settings.trainer.profile_of(self.number), self.run, self.number)
+        temperature = settings.rollout.sampling.temperature
         critics = {role: roles.scalar[role] for role in CRITICS if role in roles.scalar}
         values = {_VALUES[role]: group for role, group in critics.items()}
         self._columns = ModelColumns(
@@ -141,10 +107,11 @@ class TrainerStep(Step[Any]):
             roles.teacher,
             values,
             temperature,
-            self.settings.records_routes,
+            settings.records_routes,
             partial(self.phases.enter, "infer"),
         )
         self._models = ModelUpdates(roles.actor, critics)
+        self._scores = StepScores(self.scoring, self.source, self.run, self.record, self.phases, self.number, settings)
 
     @property
     def config(self) -> Any:
@@ -194,7 +161,7 @@ class TrainerStep(Step[Any]):
         assert self.given_responses is not None
         batch = self.given_responses.batch(draw, self.source.reserve_samples(PAIR * len(draw.indices)))
         self.record.tokens += int(batch.lengths.sum())
-        self._add_texts(batch, batch.per_sample["rewards"])
+        self._scores.add_texts(batch, batch.per_sample["rewards"])
         return batch
 
     def generate(self, draw: Draw) -> RemoteBatch:
@@ -291,36 +258,13 @@ class TrainerStep(Step[Any]):
     def _scored(
         self, batch: RemoteBatch, what: str, column: str, *, baseline: bool = False, partial: bool = False
     ) -> RemoteBatch:
-        self.phases.enter("reward")
-        latency, times = f"{what}/latency_ms", dict[str, float]()
-        generated = batch.as_generated()
-        with Timer(times, latency):
-            given = self.source.rewards(what, batch.per_sample["sample_ids"].tolist())
-            where = f"step {self.number}, {self.phases.phase}"
-            scores, judged = self.scoring.score(what, generated, given, where)
-            self.values |= judged
-            if scores.result is not None and partial:
-                self.record.in_parts.add(what)
-            elif scores.result is not None:
-                self.scoring.check(what, scores.result)
-        rows = scores.kept.nonzero()[:, 0]
-        if not baseline:
-            self.values[latency] = self.values.get(latency, 0.0) + times[latency]
-            if what == "reward":
-                if not self.record.scores.get(what):
-                    self._add_texts(generated.select(rows), scores.total[rows])
-                prompts = batch.per_sample["prompt_indices"][rows]
-                self.record.add_rewards(prompts, scores.total[rows], self.run.train, self.settings.passing)
-            self.record.add_scores(what, scores)
-            if not partial:
-                self._check_enough(len(rows), len(batch), what)
-        return batch.with_per_sample(**{column: scores.total}).select(rows)
-
-    def _add_texts(self, batch: RemoteBatch, rewards: Tensor) -> None:
-        """Add some samples as texts. `rewards`: (B,)."""
-        count, characters = self.settings.texts
-        examples, tokenizer = self.run.train.examples, self.run.tokenizer
-        self.record.texts += sample_texts(batch, rewards, examples, tokenizer, count=count, characters=characters)
+        total, rows = self._scores.add(what, batch, baseline=baseline, partial=partial)
+        if not baseline and not partial and len(rows) < (least := self.least_samples):
+            raise EngineError(
+                f"step {self.number}: {len(rows)} of {len(batch)} samples have a {what}, expected at least {least}, "
+                "one for each data-parallel rank and mini-batch"
+            )
+        return batch.with_per_sample(**{column: total}).select(rows)
 
     def trained_samples(self) -> TrainedSamples:
         """The samples that the step has trained on, for the run's sample store."""
@@ -333,13 +277,6 @@ class TrainerStep(Step[Any]):
         roles = self.roles
         replicas = max(group.layout.dp for group in (roles.actor, *roles.models.values()))
         return self.settings.trainer.mini_batches * replicas
-
-    def _check_enough(self, kept: int, count: int, what: str) -> None:
-        if kept < (least := self.least_samples):
-            raise EngineError(
-                f"step {self.number}: {kept} of {count} samples have a {what}, expected at least {least}, one for each "
-                "data-parallel rank and mini-batch"
-            )
 
     # Training
 
@@ -366,7 +303,7 @@ class TrainerStep(Step[Any]):
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             reports = self._models.run(plan, of_actor, value_clip)
         self.updates = reports.pop("actor")
-        self._log_refused()
+        self.values |= refused_updates(self.updates, config.kl_guard, self.number)
         by_number = dict(zip(plan.actor, self.updates, strict=True))
         record.events.append(trained_event(batch, record.recalled, plan.split, by_number))
         if not critics_only:
@@ -381,27 +318,11 @@ class TrainerStep(Step[Any]):
 
     def _check(self, batch: RemoteBatch) -> None:
         """Refuse a batch that is too small for all ranks, or has samples that must not be trained on."""
-        record = self.record
-        for what in record.in_parts:  # of each of which alone a function may fail on all samples
-            if (scores := record.scores.get(what)) and (result := Scores.join(scores).result) is not None:
-                self.scoring.check(what, result)
+        self._scores.check_joined()
         if len(batch) < (least := self.least_samples):
             raise EngineError(
                 f"step {self.number}: {len(batch)} samples are left to train on, expected at least {least}"
             )
         if self.config.needs_engines:
-            recalled = frozenset(record.recalled)
+            recalled = frozenset(self.record.recalled)
             self.contract.check(batch, step=self.number, serving=self.version - 1, recalled=recalled)
-
-    def _log_refused(self) -> None:
-        """One line where the KL guard refused updates."""
-        if self.config.kl_guard is None or not self.updates:
-            return
-        refused = sum(ranks[0].refused for ranks in self.updates)
-        self.values[metrics.TRAIN_REFUSED_UPDATES] = refused
-        if refused:
-            line = (
-                f"step {self.number}: {refused} of {len(self.updates)} updates would have begun past "
-                f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate starts again"
-            )
-            log.warning(line)

@@ -43,13 +43,14 @@ from hybridflow.trainer.evaluations import Evaluations
 from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource, PairMeasurer
 from hybridflow.trainer.operations.scoring import SampleScoring
+from hybridflow.trainer.operations.settings import StepSettings
 from hybridflow.trainer.resume import resumed_draws
 from hybridflow.trainer.role_startup import Roles, wait_for
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_store import SampleStore
 from hybridflow.trainer.set_evaluation import SetMeasurer, set_identities
 from hybridflow.trainer.sft_warmup import warm_up
-from hybridflow.trainer.step import StepSettings, TrainerStep
+from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3

@@ -12,12 +12,18 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.config.roles import ScoringModel
 from hybridflow.data.prompts import Prompts
 from hybridflow.errors.log import log
+from hybridflow.metrics.logger import Timer
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.result import RewardResult, check_given
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result
+from hybridflow.rollout.source import RolloutSource
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.operations.settings import StepSettings
 from hybridflow.trainer.role_startup import Roles, judging
-from hybridflow.trainer.step_record import Scores
+from hybridflow.trainer.run_setup import Run
+from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.trainer.step_record import Scores, StepRecord
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,79 @@ class SampleScoring:
     def check(self, what: str, result: RewardResult) -> None:
         """Raise UserError if a function failed on all samples of a step."""
         check_given(result, self.configs[what].functions)
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """Scores of one step's samples, kept in its record.
+
+    Args:
+        scoring: functions and models.
+        source: of the samples, which may have scored them already.
+        run: with the prompts of training, and the tokenizer of texts.
+        record: of the step.
+        phases: file of the run's current phase.
+        number: of the step.
+        settings: of the step's operations.
+    """
+
+    scoring: SampleScoring
+    source: RolloutSource
+    run: Run
+    record: StepRecord
+    phases: PhaseFile
+    number: int
+    settings: StepSettings
+
+    def add(self, what: str, batch: RemoteBatch, *, baseline: bool, partial: bool) -> tuple[Tensor, Tensor]:
+        """Score samples.
+
+        Args:
+            what: "reward" or "cost".
+            batch: of B samples.
+            baseline: True if the samples are not trained on, and are in no metric.
+            partial: True if the step scores several batches, which `check_joined` checks together.
+
+        Returns:
+            (B,) scores, and the rows of those that are not dropped.
+
+        Raises:
+            UserError: a function failed on all samples.
+        """
+        self.phases.enter("reward")
+        record, latency, times = self.record, f"{what}/latency_ms", dict[str, float]()
+        generated = batch.as_generated()
+        with Timer(times, latency):
+            given = self.source.rewards(what, batch.per_sample["sample_ids"].tolist())
+            where = f"step {self.number}, {self.phases.phase}"
+            scores, judged = self.scoring.score(what, generated, given, where)
+            record.values |= judged
+            if scores.result is not None and partial:
+                record.in_parts.add(what)
+            elif scores.result is not None:
+                self.scoring.check(what, scores.result)
+        rows = scores.kept.nonzero()[:, 0]
+        if not baseline:
+            record.values[latency] = record.values.get(latency, 0.0) + times[latency]
+            if what == "reward":
+                if not record.scores.get(what):
+                    self.add_texts(generated.select(rows), scores.total[rows])
+                prompts = batch.per_sample["prompt_indices"][rows]
+                record.add_rewards(prompts, scores.total[rows], self.run.train, self.settings.passing)
+            record.add_scores(what, scores)
+        return scores.total, rows
+
+    def add_texts(self, batch: RemoteBatch, rewards: Tensor) -> None:
+        """Add some samples as texts. `rewards`: (B,)."""
+        count, characters = self.settings.texts
+        examples, tokenizer = self.run.train.examples, self.run.tokenizer
+        self.record.texts += sample_texts(batch, rewards, examples, tokenizer, count=count, characters=characters)
+
+    def check_joined(self) -> None:
+        """Raise UserError if a function failed on all samples of all partial batches."""
+        for what in self.record.in_parts:
+            if (scores := self.record.scores.get(what)) and (result := Scores.join(scores).result) is not None:
+                self.scoring.check(what, result)
 
 
 def log_failures(where: str, result: RewardResult) -> None:

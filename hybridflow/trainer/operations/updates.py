@@ -14,6 +14,8 @@ from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.worker_output import LOSS_TOKENS
 from hybridflow.config.run import TrainerConfig
+from hybridflow.errors.log import log
+from hybridflow.metrics import names as metrics
 from hybridflow.roles.groups import PolicyGroup, ValueGroup
 from hybridflow.roles.model import Update
 from hybridflow.trainer.operations.correcting import Corrected
@@ -126,6 +128,26 @@ class ModelUpdates:
             stale=arguments.stale,
             against_rollout=arguments.stale if correction is None else correction.against == "rollout",
         )
+
+
+def refused_updates(updates: Reports, kl_guard: float | None, number: int) -> dict[str, float]:
+    """Return the metric of updates that the KL guard refused, none without a guard, and log a line if there are any.
+
+    Args:
+        updates: reports of the actor's ranks.
+        kl_guard: of the algorithm.
+        number: of the step.
+    """
+    if kl_guard is None or not updates:
+        return {}
+    refused = sum(ranks[0].refused for ranks in updates)
+    if refused:
+        line = (
+            f"step {number}: {refused} of {len(updates)} updates would have begun past algorithm.kl_guard={kl_guard:g} "
+            "and were skipped; the learning rate starts again"
+        )
+        log.warning(line)
+    return {metrics.TRAIN_REFUSED_UPDATES: refused}
 
 
 def mini_batches(batch: RemoteBatch, count: int, together: int) -> list[RemoteBatch]:

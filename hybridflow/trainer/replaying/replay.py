@@ -23,6 +23,7 @@ from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.operations.scoring import SampleScoring
+from hybridflow.trainer.operations.settings import StepSettings
 from hybridflow.trainer.replaying.comparison import (
     TOLERANCES,
     MetricsCompared,
@@ -35,7 +36,6 @@ from hybridflow.trainer.replaying.step import ReplayedStep
 from hybridflow.trainer.replaying.stored_step import StoredStep, all_learned
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import Run, open_run
-from hybridflow.trainer.step import StepSettings
 from hybridflow.trainer.weight_sync import NoEngines
 
 RESULT = "replay.json"

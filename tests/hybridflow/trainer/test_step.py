@@ -145,6 +145,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, on_failure: str, *failed: tuple[boo
     step.scoring = SampleScoring(functions, {"reward": RewardConfig(functions=(function,))}, {}, {}, None, prompts)
     step.settings.passing, step.settings.texts = None, (0, 0)
     step.settings.trainer.mini_batches = 3
+    step.__post_init__()
     batch = RemoteBatch.of(
         SampleBatch.from_generations(
             prompts=[[1]] * 2,
