@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine3d.engine_stats import EngineStats
-from engine3d.rollout.requests import Request, Response
+from engine3d.rollout.requests import Response
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 
 _REPORTS_EVERY_S = 2.0
@@ -86,14 +86,8 @@ class StandInEngine:
         self._waiting.extend(requests)
         self._fill()
 
-    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
-        pairs = zip(requests, prompts, strict=True)
-        await self.submit(
-            [
-                StreamRequest(request.sample, request.group, request.index, prompt, len(request.prompt))
-                for request, prompt in pairs
-            ]
-        )
+    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
+        await self.submit(requests)
 
     async def ended(self) -> SampleEnds:
         while not self._ended:

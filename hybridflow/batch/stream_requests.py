@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import Request, Response
+from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.requests import Response
 
 
 class EngineLostError(EngineError):
@@ -30,6 +31,7 @@ class StreamRequest:
         engine: number of the engine that has the prefix in its cache; None if none has.
         turn_start: as of `Request`.
         context: token ids before the response, in place of those of the prompt; None with these.
+        sampling: of the response, in place of that of training; None with that.
     """
 
     sample: int
@@ -42,6 +44,7 @@ class StreamRequest:
     engine: int | None = None
     turn_start: int = 0
     context: Sequence[int] | None = None
+    sampling: SamplingConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,8 @@ class StreamEngine(Protocol):
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         """Begin responses."""
 
-    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
-        """Begin responses to other prompts than those of training, together. `prompts`: index of each request's."""
+    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
+        """Begin responses to other prompts than those of training, together. Each has its context and sampling."""
 
     async def ended(self) -> SampleEnds:
         """Responses that have ended since the last call; waits until one has, but not for ever: it may be none."""

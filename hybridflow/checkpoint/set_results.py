@@ -16,6 +16,7 @@ import numpy as np
 from engine3d.checkpoint.inspect import DRIVER
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
+from hybridflow.environments.config import OF_EPISODES
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.evaluation_statistics import ACCURACY, PREFERENCE, REWARD, SCORE, Measure
 from hybridflow.rundir.atomic_files import replace_file
@@ -124,6 +125,8 @@ def set_identity(
         rewards += asked_judge_identity(functions, judge)
     elif reward_model is not None:
         rewards = [str(reward_model.path.absolute())]
+    if planned.environment is not None:
+        rewards += [planned.environment.model_dump(mode="json", include=set(OF_EPISODES))]
     answers = [example.answer for example in prompts.examples]
     sampling, settings = planned.sampling.model_dump(mode="json"), planned.settings
     hashes = [int(text_hash) for text_hash in prompts.text_hashes()]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.roles import RolloutRole
 from hybridflow.data.config import DataConfig
 from hybridflow.environments.config import EnvironmentConfig
@@ -20,6 +21,8 @@ _OF_TREES = ("grpo", "dr_grpo", "rloo")
 """Algorithms that train on samples of several sequences: those whose losses are of single tokens, as was tested."""
 OF_TURNS = ("grpo", "dr_grpo", "gspo_token", "cispo")
 """Algorithms with advantages of turns: those with a mean of the group, whose losses take an advantage of each token."""
+OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Settings of sampling that an agent's requests may name."""
 _OF_LENGTHS = ("overlong_filter", "overlong_buffer")
 """Settings of DAPO by lengths of responses, in which tokens of the environment would count."""
 
@@ -32,7 +35,7 @@ def episode_errors(
     data: DataConfig,
     max_staleness: int,
     cp: Sequence[str],
-    sets: Iterable[str],
+    sets: Mapping[str, PlannedSet],
     has_routes: bool,
     scored: Iterable[str],
 ) -> Iterator[str]:
@@ -42,7 +45,7 @@ def episode_errors(
         environment, algorithm, rollout, data: of the recipe.
         max_staleness: of the trainer.
         cp: settings of models that split sequences over context-parallel ranks.
-        sets: names of the held-out sets.
+        sets: the held-out sets.
         has_routes: True if engines return routes.
         scored: settings of further rewards and costs.
     """
@@ -86,11 +89,11 @@ def episode_errors(
     if environment.agent is not None and max_staleness:
         yield f"environment.agent is set with trainer.max_staleness={max_staleness}, which was not tried; expected 0"
     if environment.tools is not None:
-        yield from _tool_errors(data)
+        yield from _tool_errors(data, sets.values())
     for name in scored:
         yield f"{name} is set with environment, which gives the reward; expected none of it"
-    for name in sets:
-        yield f"evaluation.{name} is a held-out set, and evaluations play no episodes; expected evaluation.{name}=null"
+    for planned in sets.values():
+        yield from _set_errors(planned, rollout)
     if environment.max_turn_tokens is not None and environment.max_turn_tokens > rollout.sampling.max_new_tokens:
         yield (
             f"environment.max_turn_tokens={environment.max_turn_tokens} with rollout.sampling.max_new_tokens="
@@ -98,7 +101,22 @@ def episode_errors(
         )
 
 
-def _tool_errors(data: DataConfig) -> Iterator[str]:
+def _set_errors(planned: PlannedSet, rollout: RolloutRole) -> Iterator[str]:
+    """Yield a line for each setting of a held-out set that does not go with episodes."""
+    setting = f"evaluation.{planned.name}"
+    if planned.settings.reward is not None:
+        yield f"{setting}.reward is set with environment, which gives the reward; expected none of it"
+    if planned.environment is None or planned.environment.agent is None:
+        return
+    for name in OF_SAMPLING:
+        if (value := getattr(planned.sampling, name)) != (trained := getattr(rollout.sampling, name)):
+            yield (
+                f"{setting} has {name}={value:g} with environment.agent, whose requests may name the {name} of "
+                f"rollout.sampling; expected {trained:g}"
+            )
+
+
+def _tool_errors(data: DataConfig, sets: Iterable[PlannedSet]) -> Iterator[str]:
     """Yield a line for each setting of the data that does not go with `environment.tools`."""
     if data.files is None:
         yield (
@@ -108,6 +126,12 @@ def _tool_errors(data: DataConfig) -> Iterator[str]:
         return
     if data.files.chat.tools:
         yield "data.files.chat.tools is set with environment.tools, which are given to the template; expected none"
+    for planned in sets:
+        if planned.settings.data is not None and planned.settings.data.tools is not None:
+            yield (
+                f"evaluation.{planned.name}.data has tools={planned.settings.data.tools} with environment.tools, which "
+                "are given to the template; expected none"
+            )
     for source in (*data.files.train, *data.files.sft):
         if source.tools is not None:
             yield (

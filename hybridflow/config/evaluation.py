@@ -15,6 +15,7 @@ from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import CheckpointConfig
 from hybridflow.data.config import DataConfig
 from hybridflow.data.files.config import FileSource
+from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.evaluation_statistics import (
     ACCURACY,
@@ -87,6 +88,7 @@ class PlannedSet:
         sampling: of its responses.
         reward: the functions that score them; None where the reward model does, or where there are no responses.
         pairs: True if it is measured on pairs of `data`, without engines.
+        environment: in which each sample is an episode; None without.
     """
 
     name: str
@@ -94,6 +96,7 @@ class PlannedSet:
     sampling: SamplingConfig
     reward: RewardConfig | None
     pairs: bool = False
+    environment: EnvironmentConfig | None = None
 
     @property
     def scorer(self) -> str | None:
@@ -105,7 +108,7 @@ class PlannedSet:
     @property
     def votes(self) -> bool:
         """True if its responses vote for `maj@k`: where functions see their texts."""
-        return self.reward is not None
+        return self.reward is not None and self.environment is None
 
     @property
     def measure(self) -> Measure:
@@ -141,6 +144,7 @@ def planned_sets(
     reward: RewardConfig | None,
     *,
     pairs: bool,
+    environment: EnvironmentConfig | None = None,
 ) -> dict[str, PlannedSet]:
     """Every set of a recipe with what it takes from the rest of it.
 
@@ -148,6 +152,7 @@ def planned_sets(
         given: the sets by name; None takes one away, also the set `eval` that is there without being named.
         data, rollout, reward: of the recipe.
         pairs: True if sets are measured on pairs of `data`, without engines.
+        environment: of episodes; None without.
 
     Raises:
         ValueError: tokens cannot be drawn so; names the set.
@@ -160,6 +165,7 @@ def planned_sets(
             sampling=_sampling(name, settings, rollout),
             reward=None if pairs else settings.reward or reward,
             pairs=pairs,
+            environment=environment,
         )
         for name, settings in {**given, **unnamed}.items()
         if settings is not None

@@ -31,8 +31,9 @@ class EvaluationRecipe(Recipe):
         arguments = {name: value for name, value in rollout.engine.server_args.items() if name != "load_format"}
         engine = rollout.engine.model_copy(update={"release_weights": False, "server_args": arguments})
         weights = rollout.weights.model_copy(update={"share": False, "rolling": False})
+        stream = rollout.stream if recipe.environment is not None else None  # by which turns are requested
         values["rollout"] = rollout.model_copy(
-            update={"engine": engine, "weights": weights, "stream": None, "lease": False}
+            update={"engine": engine, "weights": weights, "stream": stream, "lease": False}
         )
         if recipe.reward_model is not None:  # next to which nothing else computes
             values["reward_model"] = recipe.reward_model.model_copy(update={"offload": False})

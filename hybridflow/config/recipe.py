@@ -185,7 +185,9 @@ class Recipe(Settings):
     def sets(self) -> dict[str, PlannedSet]:
         """The held-out sets by name: those of `evaluation`, and `eval`."""
         pairs = not self.algorithm.needs_engines
-        return planned_sets(self.evaluation, self.data, self.rollout, self.reward, pairs=pairs)
+        environment = self.environment
+        reward = self.reward if environment is None else environment.reward
+        return planned_sets(self.evaluation, self.data, self.rollout, reward, pairs=pairs, environment=environment)
 
     def _missing(self) -> Iterator[str]:
         """Yield what the algorithm needs and the recipe lacks."""

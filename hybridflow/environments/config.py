@@ -28,6 +28,15 @@ AGENT_COMMAND = "hybridflow.environments.agent_command:play"
 """Function of an agent that is a command."""
 
 
+OF_EPISODES = frozenset(
+    {
+        *("path", "agent", "arguments", "tools", "tool_parser", "ignored_options"),
+        *("role", "max_turns", "max_turn_tokens", "max_answer_characters"),
+    }
+)
+"""Settings that decide the tokens and rewards of an episode."""
+
+
 class EnvironmentConfig(Settings):
     """Settings of the environment, and of episodes in it."""
 

@@ -26,6 +26,7 @@ from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.engine_check import check_sampling
+from hybridflow.planning.environment_check import check_environment
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.gpu_check import used_gpus
 from hybridflow.planning.model_check import check_engines, check_judge, check_model_files
@@ -230,6 +231,8 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
         )
     if devices is not None:
         checks.append(partial(check_engine_devices, recipe.rollout.engine, devices["rollout"]))
+    if recipe.environment is not None:
+        checks.append(partial(check_environment, recipe.environment))
     if recipe.asked_judge is not None:
         checks.append(partial(check_judge, recipe.asked_judge, devices))
     if has_weights and recipe.model.path is not None:

@@ -20,6 +20,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import lines
 from hybridflow.data.tasks import load_held_out
 from hybridflow.data.tokenizer import fit_prompts
+from hybridflow.planning.environment_check import with_tools
 from hybridflow.planning.prompts import context_tokens, encode_given, memory_notes, overlong_notes
 
 if TYPE_CHECKING:
@@ -34,10 +35,13 @@ def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     """
     encoded = {}
     context = context_tokens(recipe.rollout.engine, recipe.model)
+    data = recipe.data
+    if data.files is not None and recipe.sets:
+        data = data.model_copy(update={"files": with_tools(data.files, recipe.environment)})
     for name, planned in recipe.sets.items():
         try:
             limit = _prompt_limit(context, planned)
-            encoded[name] = _encoded(recipe.data, planned, tokenizer, limit, unpaired=recipe.algorithm.unpaired)
+            encoded[name] = _encoded(data, planned, tokenizer, limit, unpaired=recipe.algorithm.unpaired)
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None
     return encoded

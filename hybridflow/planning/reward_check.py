@@ -180,7 +180,7 @@ def check_set_rewards(
     """
     notes: list[str] = []
     for name, planned_set in planned.items():
-        if planned_set.reward is None or scored_like_training(planned_set):
+        if planned_set.reward is None or scored_like_training(planned_set) or planned_set.environment is not None:
             continue
         try:
             with RewardFunctions(planned_set.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:

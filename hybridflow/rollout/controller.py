@@ -150,14 +150,21 @@ class RemoteEngine:
         self._node, self._prompts, self._sampling = node, prompts, sampling
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        await self._submit(requests, together=self._together, turns=self._turns)
+
+    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
+        await self._submit(requests, together=True)
+
+    async def _submit(self, requests: Sequence[StreamRequest], *, together: bool, turns: bool = False) -> None:
         # Those of a prompt have it in common, also when they are sent.
-        prompts = {prompt: self._prompts[prompt] for prompt in {request.prompt for request in requests}}
+        of_training = {request.prompt for request in requests if request.sampling is None}
+        prompts = {prompt: self._prompts[prompt] for prompt in of_training}
         sampling = {prompt: self._sampling.for_prompt(len(tokens)) for prompt, tokens in prompts.items()}
         complete = [
             Request(
                 request.sample,
                 prompts[request.prompt] if request.context is None else request.context,
-                _limited(sampling[request.prompt], request.limit),
+                _limited(request.sampling or sampling[request.prompt], request.limit),
                 request.group,
                 request.index,
                 request.prefix,
@@ -165,10 +172,7 @@ class RemoteEngine:
             )
             for request in requests
         ]
-        await self._call("submit", 1, complete, [request.prompt for request in requests], self._together, self._turns)
-
-    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
-        await self._call("submit", 1, requests, prompts, True)
+        await self._call("submit", 1, complete, [request.prompt for request in requests], together, turns)
 
     async def ended(self) -> SampleEnds:
         without_rows, summary, packed = await self._call("take_ended", 3, _WAIT_S)
@@ -297,19 +301,43 @@ class RolloutController:
 
     async def respond(self, drawn: Sequence[DrawnPrompt], sampling: Sampling, samples_per_prompt: int) -> OtherRows:
         """Responses to prompts that no group is made of, consecutive ones from the same engine; times as in `take`."""
-        engines = range(self._engines)
-        shares = {
+        rows = await self._stream.respond(self._shares(drawn, sampling, samples_per_prompt))
+        return replace(rows, busy=_since_the_epoch(rows.busy))
+
+    async def play(
+        self, drawn: Sequence[DrawnPrompt], tasks: Sequence[Task], sampling: Sampling, samples_per_prompt: int
+    ) -> OtherRows:
+        """Episodes of prompts that no group is made of, with their scores. `tasks`: of each prompt."""
+        task_of = {prompt.group: task for prompt, task in zip(drawn, tasks, strict=True)}
+        shares = self._shares(drawn, sampling, samples_per_prompt)
+        begun = [(request, task_of[request.group]) for share in shares.values() for request in share]
+        rows = await self._stream.play(begun)
+        return replace(rows, busy=_since_the_epoch(rows.busy))
+
+    def _shares(
+        self, drawn: Sequence[DrawnPrompt], sampling: Sampling, samples_per_prompt: int
+    ) -> dict[int, list[StreamRequest]]:
+        """Requests for responses to other prompts, by engine."""
+        return {
             engine: [
-                (Request(prompt.first_sample + index, prompt.tokens, of_prompt, prompt.group, index), prompt.index)
+                StreamRequest(
+                    prompt.first_sample + index,
+                    prompt.group,
+                    index,
+                    prompt.index,
+                    len(prompt.tokens),
+                    limit=of_prompt.max_new_tokens,
+                    engine=engine,
+                    context=prompt.tokens,
+                    sampling=of_prompt,
+                )
                 for prompt in drawn[share.start : share.stop]
                 for of_prompt in [sampling.for_prompt(len(prompt.tokens))]
                 for index in range(samples_per_prompt)
             ]
-            for engine, share in zip(engines, even_ranges(len(drawn), self._engines), strict=True)
+            for engine, share in enumerate(even_ranges(len(drawn), self._engines))
             if share
         }
-        rows = await self._stream.respond(shares)
-        return replace(rows, busy=_since_the_epoch(rows.busy))
 
     async def drain(self) -> None:
         """Wait for requests in flight."""

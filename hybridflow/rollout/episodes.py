@@ -79,7 +79,7 @@ class EpisodeSequence:
     """Tokens of an episode of which each follows those before.
 
     Args:
-        context: token ids before the first that is drawn; those of the data's prompt if None.
+        context: token ids before the first that is drawn; those of the training prompt if None.
         response: all further tokens so far.
     """
 
@@ -151,7 +151,7 @@ class Episode:
     def joined(self) -> tuple[Sequence[int] | None, Response]:
         """Context of the first sequence, and all further tokens: those of each other sequence with its context."""
         if not self.sequences:
-            return None, _NOTHING
+            return self.request.context, _NOTHING
         first, *others = self.sequences
         tokens, logprobs = list(first.response.token_ids), list(first.response.logprobs)
         versions = list(first.response.versions)
@@ -173,7 +173,7 @@ class EndedEpisode:
         score: of it; dropped if its environment failed.
         engine: number of the engine that drew its last turn; -1 if none did.
         began: time at which it began, by the stream's clock.
-        context: token ids of its prompt; None if it is that of the data.
+        context: token ids of its prompt; None if it is a training prompt.
         credit: of its turns; None if they have none of their own.
     """
 
@@ -271,6 +271,17 @@ class Episodes:
         task = self._setup.task(request.prompt, request.group)
         self._send(EpisodeStart(request.sample, task, request.tokens + most))
 
+    def begin_other(self, request: StreamRequest, task: Task) -> None:
+        """Begin an episode of another prompt than those of training.
+
+        Args:
+            request: of the first turn, with the prompt as context, its sampling, and the most tokens of the episode.
+            task: of it.
+        """
+        assert request.limit is not None
+        self._in_flight[request.sample] = Episode(request, request.limit, self._clock(), request.tokens)
+        self._send(EpisodeStart(request.sample, task, request.tokens + request.limit))
+
     def sent(self, sample: int) -> None:
         """Record that a request was sent to an engine."""
         self._in_flight[sample].sent = self._clock()
@@ -351,7 +362,7 @@ class Episodes:
             self._continue_sequence(episode, answer, answer.sequence)
             return None
         if begins:
-            episode.sequences = [EpisodeSequence()]
+            episode.sequences = [EpisodeSequence(episode.request.context)]
         length = len(episode.sequence.response.token_ids) + len(answer.tokens)
         if not begins and (len(episode.turns) >= self._setup.plan.max_turns or length >= episode.most_tokens):
             return self._over(episode, "length")

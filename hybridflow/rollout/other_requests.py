@@ -8,35 +8,39 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import Request
+from engine3d.rollout.requests import Response
 from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import SampleEnd, StreamEngine
+from hybridflow.batch.stream_requests import SampleEnd, StreamEngine, StreamRequest
+from hybridflow.environments.environment import Task
+from hybridflow.rewards.result import SampleScore
+from hybridflow.rollout.episodes import EndedEpisode, Episodes
 from hybridflow.rollout.stream_engines import StreamEngines, StreamTasks
 from hybridflow.rollout.stream_types import OtherRows
 
-type Share = Sequence[tuple[Request, int]]
-"""Requests of one engine, each with the index of its prompt."""
+type Share = Sequence[StreamRequest]
+"""Requests of one engine."""
 
 
 @dataclass(slots=True, eq=False)
 class _OtherCall:
     """The requests of one call, as they end."""
 
-    in_flight: dict[int, dict[int, tuple[Request, int]]] = field(default_factory=dict)
-    """Requests at each engine by sample, each with the index of its prompt."""
-    waiting: list[tuple[Request, int]] = field(default_factory=list)
+    unended: set[int]
+    """Samples that have not ended."""
+    episodes: Episodes | None = None
+    """Plays its samples, if they are episodes."""
+    in_flight: dict[int, dict[int, StreamRequest]] = field(default_factory=dict)
+    """Requests at each engine by sample."""
+    waiting: list[StreamRequest] = field(default_factory=list)
     """Requests that were to be at an engine that is lost."""
     rows: dict[int, StoredRow] = field(default_factory=dict)
+    scores: dict[int, SampleScore] = field(default_factory=dict)
+    """Scores of episodes."""
     errors: list[str] = field(default_factory=list)
     """Reasons why responses could not be made."""
     ends: dict[int, float] = field(default_factory=dict)
     """Time of the last end at each engine."""
-
-    @property
-    def has_ended(self) -> bool:
-        """True if no response is missing."""
-        return not self.waiting and not any(self.in_flight.values())
 
 
 class OtherRequests:
@@ -51,6 +55,8 @@ class OtherRequests:
     def __init__(self, calls: StreamEngines, tasks: StreamTasks, clock: Callable[[], float]) -> None:
         self._calls, self._tasks, self._clock = calls, tasks, clock
         self._of_sample: dict[int, _OtherCall] = {}
+        self._turns: list[StreamRequest] = []
+        """Turns of episodes that are to be submitted together."""
 
     def __len__(self) -> int:
         return len(self._of_sample)
@@ -64,15 +70,46 @@ class OtherRequests:
         Raises:
             EngineError: an engine failed, or a response was aborted.
         """
-        samples = [request.sample for share in shares.values() for request, _ in share]
-        call, began = _OtherCall(), self._clock()
-        self._of_sample |= dict.fromkeys(samples, call)
-        try:
-            self._tasks.raise_failure()
+        samples = [request.sample for share in shares.values() for request in share]
+
+        def begin(call: _OtherCall) -> None:
             for engine, share in shares.items():
                 self._submit(call, engine, share)
             self.resubmit()
-            await self._tasks.wait_for(lambda: call.has_ended)
+
+        return await self._ended_call(samples, _OtherCall(set(samples)), begin)
+
+    async def play(self, episodes: Episodes, begun: Sequence[tuple[StreamRequest, Task]]) -> OtherRows:
+        """Play episodes, and wait for their ends.
+
+        Args:
+            episodes: plays them.
+            begun: request of the first turn of each, as of `Episodes.begin_other`, and its task.
+
+        Raises:
+            EngineError: an engine failed, or a turn was aborted.
+        """
+        samples = [request.sample for request, _ in begun]
+
+        def begin(_: _OtherCall) -> None:
+            for request, task in begun:
+                episodes.begin_other(request, task)
+
+        try:
+            return await self._ended_call(samples, _OtherCall(set(samples), episodes), begin)
+        finally:
+            episodes.forget(samples)
+
+    async def _ended_call(
+        self, samples: Sequence[int], call: _OtherCall, begin: Callable[[_OtherCall], None]
+    ) -> OtherRows:
+        """Begin a call, and wait until each of its samples has ended."""
+        began = self._clock()
+        self._of_sample |= dict.fromkeys(samples, call)
+        try:
+            self._tasks.raise_failure()
+            begin(call)
+            await self._tasks.wait_for(lambda: not call.unended)
         finally:
             for sample in samples:
                 del self._of_sample[sample]
@@ -81,18 +118,48 @@ class OtherRequests:
             cause = f": {call.errors[0]}" if call.errors else ""
             raise EngineError(f"{missing} of {len(samples)} responses were aborted{cause}")
         busy = tuple((engine, began, end) for engine, end in call.ends.items())
-        return OtherRows(tuple(call.rows[sample] for sample in samples), busy)
+        scores = tuple(call.scores[sample] for sample in samples) if call.episodes is not None else ()
+        return OtherRows(tuple(call.rows[sample] for sample in samples), busy, scores)
 
-    def ended(self, engine: int, end: SampleEnd, row: StoredRow) -> None:
-        """Add the end of a response."""
+    def ended(self, engine: int, end: SampleEnd, row: StoredRow, turn: Response | None) -> None:
+        """Add the end of a response, or of a turn, which continues its episode."""
         call = self._of_sample[end.sample]
         if call.in_flight.get(engine, {}).pop(end.sample, None) is None:
             return  # it was submitted to another engine since
         call.ends[engine] = self._clock()
+        if end.complete and turn is not None:
+            assert call.episodes is not None
+            call.episodes.turn_ended(end, engine, turn)
+            return
+        call.unended.discard(end.sample)
         if end.complete:
             call.rows[end.sample] = row
         elif end.error is not None:
             call.errors.append(end.error)
+
+    def episode_ended(self, episode: EndedEpisode, row: StoredRow) -> None:
+        """Add an episode that is over."""
+        sample = episode.request.sample
+        call = self._of_sample[sample]
+        call.unended.discard(sample)
+        call.rows[sample], call.scores[sample] = row, episode.score
+
+    def add_turn(self, request: StreamRequest) -> None:
+        """Add a turn of an episode, for the engine that has its tokens in its cache."""
+        self._turns.append(request)
+
+    def submit_turns(self) -> None:
+        """Submit the turns that were added."""
+        turns, self._turns = self._turns, []
+        shares: dict[tuple[int, int], list[StreamRequest]] = {}
+        for request in turns:
+            call, engine = self._of_sample.get(request.sample), request.engine
+            if call is not None and call.episodes is not None and engine is not None:
+                call.episodes.sent(request.sample)
+                shares.setdefault((id(call), engine), []).append(request)
+        for (_, engine), share in shares.items():
+            self._submit(self._of_sample[share[0].sample], engine, share)
+        self.resubmit()
 
     def remove_engine(self, number: int) -> None:
         """Submit what was in flight at a lost engine to others, or once one is there."""
@@ -112,7 +179,12 @@ class OtherRequests:
     async def abort(self) -> None:
         """Abort all that is in flight."""
         shares = [share for call in self._calls_in_flight() for share in call.in_flight.items()]
+        for call in self._calls_in_flight():
+            if call.episodes is not None:  # most of which are at no engine
+                call.unended.clear()
+                call.errors.append("the step was abandoned")
         await asyncio.gather(*(self._calls.abort(engine, list(samples)) for engine, samples in shares if samples))
+        await self._tasks.wake()
 
     def _calls_in_flight(self) -> list[_OtherCall]:
         return list(dict.fromkeys(self._of_sample.values()))
@@ -121,10 +193,14 @@ class OtherRequests:
         if engine not in self._calls.present:
             call.waiting += share
         elif share:
-            by_sample = {request.sample: (request, prompt) for request, prompt in share}
-            call.in_flight.setdefault(engine, {}).update(by_sample)
-            self._calls.submit(engine, partial(_submit_others, share))
+            call.in_flight.setdefault(engine, {}).update({request.sample: request for request in share})
+            submit = _submit_others if call.episodes is None else _submit_turns
+            self._calls.submit(engine, partial(submit, share))
 
 
 async def _submit_others(share: Share, engine: StreamEngine) -> None:
-    await engine.submit_others([request for request, _ in share], [prompt for _, prompt in share])
+    await engine.submit_others(share)
+
+
+async def _submit_turns(share: Share, engine: StreamEngine) -> None:
+    await engine.submit(share)

@@ -51,15 +51,18 @@ class Responses:
     """Responses to any prompts, complete or not.
 
     Args:
-        wait: waits for them.
+        wait: waits for them. Returns the samples, and the rewards of episodes.
     """
 
-    def __init__(self, wait: Callable[[], RemoteBatch]) -> None:
+    def __init__(self, wait: Callable[[], tuple[RemoteBatch, RewardResult | None]]) -> None:
         self._wait = wait
+        self.rewards: RewardResult | None = None
+        """Rewards of episodes, once `batch` has returned; None of other responses."""
 
     def batch(self) -> RemoteBatch:
         """Wait for all engines. The samples, whose tokens stay where they are. Raises what failed."""
-        return self._wait()
+        batch, self.rewards = self._wait()
+        return batch
 
 
 class Samples(Protocol):

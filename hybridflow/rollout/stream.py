@@ -20,6 +20,7 @@ from engine3d.errors import EngineError
 from engine3d.rollout.requests import Response
 from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnd, SampleEnds, StreamEngine, StreamRequest
+from hybridflow.environments.environment import Task
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
@@ -186,6 +187,20 @@ class RolloutStream:
             if self._abandoned:
                 raise EngineError(f"{count} responses were not begun: the step was abandoned")
             return await self._others.respond(shares)
+
+    async def play(self, begun: Sequence[tuple[StreamRequest, Task]]) -> OtherRows:
+        """Episodes of other prompts than those of groups; waits for them.
+
+        Args:
+            begun: request of the first turn of each, as of `Episodes.begin_other`, and its task.
+
+        Raises:
+            EngineError: an engine failed, or a turn was aborted.
+        """
+        assert self._episodes is not None
+        if self._abandoned:
+            raise EngineError(f"{len(begun)} episodes were not begun: the step was abandoned")
+        return await self._others.play(self._episodes, begun)
 
     async def drain(self) -> None:
         """Wait for requests in flight. Raises what failed."""
@@ -377,7 +392,7 @@ class RolloutStream:
             self._update_stats(number, ended.stats, [end for end in ended.samples if end.sample not in self._others])
         for row, end in enumerate(ended.samples):
             if end.sample in self._others:
-                self._others.ended(number, end, StoredRow(ended.rows, row))
+                self._others.ended(number, end, StoredRow(ended.rows, row), ended.turns.get(end.sample))
             elif not self._dispatcher.have_ended((end.sample,)):  # else nobody waits for it any more
                 self._ended(number, end, StoredRow(ended.rows, row), ended.turns.get(end.sample))
         if ended.samples:
@@ -428,18 +443,25 @@ class RolloutStream:
 
     async def _answered(self) -> None:
         """Environments have answered."""
+        self._others.submit_turns()
         self._feed()
         await self._tasks.wake()
 
     def _submit_turn(self, request: StreamRequest, continues: bool) -> None:
         """Request a turn: before all that waits where it continues an episode."""
-        self._requests.submit(request, first=continues)
+        if request.sample in self._others:
+            self._others.add_turn(request)
+        else:
+            self._requests.submit(request, first=continues)
 
     def _episodes_ended(self, episodes: Sequence[EndedEpisode]) -> None:
         """Record episodes that are over, as samples with their scores."""
         assert self._store is not None
         version = self._dispatcher.newest_version
         for episode, row in zip(episodes, self._store(episodes, version), strict=True):
+            if episode.request.sample in self._others:
+                self._others.episode_ended(episode, row)
+                continue
             end = episode.end(version)
             gathered = self._groups[end.group]
             gathered.scores[end.index] = {"reward": episode.score}

@@ -21,6 +21,7 @@ from hybridflow.cluster.processes.termination import termination
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Draw, DrawnPrompt, Prompts
 from hybridflow.data.sampler import PromptOrder
+from hybridflow.environments.environment import Task
 from hybridflow.errors.log import log
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics import names as metrics
@@ -36,6 +37,8 @@ from hybridflow.rollout.stream_types import OtherRows, StepRows, StreamPlan, Str
 
 _LOOK_S = 0.2
 _RECOVERY_S = 1.0
+_OTHER_SEEDS = 1 << 31
+"""Seed of the first task of an evaluation. Those of groups count from 0."""
 
 
 class StreamSource(RolloutSource):
@@ -297,12 +300,18 @@ class StreamSource(RolloutSource):
             for row, (index, group) in enumerate(zip(draw.indices, draw.groups, strict=True))
         ]
         self._engines.take_turn()
-        responding = self._controller.call("respond", drawn, sampling, samples_per_prompt)
+        if self._plan.episodes is not None:
+            examples = [(draw.prompts.examples[prompt.index], _OTHER_SEEDS + prompt.group) for prompt in drawn]
+            tasks = [Task(example.prompt, example.answer, example.fields, seed) for example, seed in examples]
+            responding = self._controller.call("play", drawn, tasks, sampling, samples_per_prompt)
+        else:
+            responding = self._controller.call("respond", drawn, sampling, samples_per_prompt)
 
-        def wait() -> RemoteBatch:
+        def wait() -> tuple[RemoteBatch, RewardResult | None]:
             responses: OtherRows = self._get(responding, of_step=True, together=True)
             self._record(responses.busy, "generate")
-            return gathered(responses.rows)
+            scores = responses.scores
+            return gathered(responses.rows), of_samples(scores, self._functions["reward"].functions) if scores else None
 
         return Responses(wait)
 

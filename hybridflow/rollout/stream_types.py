@@ -9,6 +9,7 @@ from engine3d.rollout.config import Sampling
 from engine3d.rollout.requests import Response
 from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import SampleEnd
+from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.episodes import EpisodePlan
 from hybridflow.rollout.ledger import Group, StreamLimits, Taken
@@ -92,10 +93,12 @@ class OtherRows:
     Args:
         rows: row of each sample, in the order of the requests.
         busy: engine, begin and end, as in `StepRows`.
+        scores: of each sample that is an episode; empty of others.
     """
 
     rows: tuple[StoredRow, ...]
     busy: tuple[tuple[int, float, float], ...]
+    scores: tuple[SampleScore, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,8 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
     with _opened(plan) as run, start_serving(recipe, run) as serving, ExitStack() as stack:
         wait_for(serving, *serving.starting)
         handles = engine_handles(serving.rollout, serving.functions, serving.judge)
-        source = StreamSource(
-            stream_plan(recipe, run.train, len(handles.actors)), {}, recipe.limits, run.train, None, handles
-        )
+        plan_of_stream = stream_plan(recipe, run.train, len(handles.actors))
+        source = StreamSource(plan_of_stream, recipe.all_functions, recipe.limits, run.train, None, handles)
         source.open(0, steps_left=0)
         stack.callback(source.close)
         measurer = SetMeasurer(

@@ -183,7 +183,9 @@ class Evaluations:
             with Timer(measured.times, name):
                 batch = pending.responses.batch()
                 _check_version(due, batch)
-                measured.sets[name] = self._measurer.measure_responses(pending.planned, batch, due.step)
+                measured.sets[name] = self._measurer.measure_responses(
+                    pending.planned, batch, due.step, pending.responses.rewards
+                )
         return measured
 
     def _measure_pairs(self, due: DueEvaluation, pairs: PairMeasurer) -> _Measured:

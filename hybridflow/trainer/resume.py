@@ -9,19 +9,14 @@ from typing import Any
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.checkpoint.resume import Resumption
 from hybridflow.data.sampler import PromptSampler, unpacked_returned
+from hybridflow.environments.config import OF_EPISODES
 from hybridflow.rollout.buffered_groups import BufferedGroups
 from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
 
 _OF_SAMPLES = (
     "rollout.sampling",
     "rollout.samples_per_prompt",
-    *(
-        f"environment.{name}"
-        for name in (
-            *("path", "agent", "arguments", "tools", "tool_parser", "ignored_options"),
-            *("role", "max_turns", "max_turn_tokens", "max_answer_characters", "credit", "turn_discount"),
-        )
-    ),
+    *(f"environment.{name}" for name in (*sorted(OF_EPISODES), "credit", "turn_discount")),
 )
 """Settings by which samples are drawn: with others they have other lengths, log-probs or group sizes."""
 _OF_SCORES = ("reward", "cost")

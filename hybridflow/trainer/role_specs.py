@@ -20,6 +20,7 @@ from engine3d.training.flops import sequence_flops
 from hybridflow.batch.remote_batch import SampleCosts
 from hybridflow.checkpoint.resume import WARMED_UP
 from hybridflow.cluster.devices.device_map import Device, Node
+from hybridflow.config.episodes import OF_SAMPLING
 from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.engine_check import hosts_of_engine
@@ -302,7 +303,7 @@ class _Specs:
                 Path.cwd(),
                 recipe.environment,
                 chat,
-                recipe.rollout.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"}),
+                recipe.rollout.sampling.model_dump(include=set(OF_SAMPLING)),
             ),
             {},
             start_s=max([*(function.load_timeout_s for function in functions), *environments]) + _MARGIN_S,

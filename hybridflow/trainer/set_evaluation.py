@@ -27,7 +27,7 @@ from hybridflow.metrics.evaluation_statistics import (
     over_prompts,
     with_intervals,
 )
-from hybridflow.rewards.result import function_metrics, reward_metrics
+from hybridflow.rewards.result import RewardResult, function_metrics, reward_metrics
 from hybridflow.rewards.votes import NO_VOTE
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
@@ -113,7 +113,9 @@ class SetMeasurer:
         Raises:
             UserError: a reward function failed that is to stop the run, or failed on all responses.
         """
-        return self.measure_responses(planned, self.begin(planned).batch(), step)
+        responses = self.begin(planned)
+        batch = responses.batch()
+        return self.measure_responses(planned, batch, step, responses.rewards)
 
     def samples(self, planned: PlannedSet) -> int:
         """Count the responses of one measurement of a set."""
@@ -125,9 +127,11 @@ class SetMeasurer:
         draw = Draw(prompts, range(len(prompts)), range(len(prompts)))
         return self.samples_of.sample(draw, planned.sampling, planned.settings.samples, first_sample)
 
-    def measure_responses(self, planned: PlannedSet, batch: RemoteBatch, step: int) -> MeasuredSet:
-        """Measure responses that are there, as `measure` does."""
-        scored = self._scored(planned, batch, f"step {step}, evaluation.{planned.name}")
+    def measure_responses(
+        self, planned: PlannedSet, batch: RemoteBatch, step: int, rewards: RewardResult | None = None
+    ) -> MeasuredSet:
+        """Measure responses that are there, as `measure` does. `rewards`: of episodes, which have theirs."""
+        scored = self._scored(planned, batch, f"step {step}, evaluation.{planned.name}", rewards)
         groups, rows = _by_prompt(batch, scored, planned.settings.passing)
         if not any(groups.values()):
             raise UserError(f"evaluation.{planned.name}: reward functions failed on all {len(batch)} responses")
@@ -145,7 +149,9 @@ class SetMeasurer:
         identity, samples = self.identities[planned.name], planned.settings.samples
         return MeasuredSet(identity, planned.measure, step, measured, samples, values)
 
-    def _scored(self, planned: PlannedSet, batch: RemoteBatch, where: str) -> Scored:
+    def _scored(self, planned: PlannedSet, batch: RemoteBatch, where: str, rewards: RewardResult | None) -> Scored:
+        if rewards is not None:
+            return _of_functions(rewards, where, None)
         if planned.scorer is None:
             assert self.reward_model is not None
             return Scored(self.reward_model.score(batch.as_generated()).per_sample()["score"], None)
@@ -153,11 +159,7 @@ class SetMeasurer:
         call = self.functions[planned.scorer].score_set(batch, examples=examples, what=planned.scorer)
         with judging(self.judge):
             result = reward_result(call)
-        log_failures(where, result)
-        failed = torch.stack([result.dropped, *result.failed.values()]).any(dim=0)
-        values = reward_metrics(result) if len(result.by_name) > 1 else function_metrics(result)
-        values.pop(metrics.REWARD_DROPPED, None)
-        return Scored(result.total.masked_fill(failed, torch.nan), set_votes(call), values)
+        return _of_functions(result, where, set_votes(call))
 
     def _keep_texts(
         self,
@@ -198,6 +200,15 @@ class SetMeasurer:
             write_texts(path, written)
         except OSError as error:
             log.warning(f"{path} cannot be written: {error.strerror}")
+
+
+def _of_functions(result: RewardResult, where: str, votes: Tensor | None) -> Scored:
+    """Scores of functions or environments, whose failures are logged."""
+    log_failures(where, result)
+    failed = torch.stack([result.dropped, *result.failed.values()]).any(dim=0)
+    values = reward_metrics(result) if len(result.by_name) > 1 else function_metrics(result)
+    values.pop(metrics.REWARD_DROPPED, None)
+    return Scored(result.total.masked_fill(failed, torch.nan), votes, values)
 
 
 def set_identities(

@@ -43,7 +43,10 @@ def test_episodes_give_the_reward() -> None:
         ("algorithm.name=dapo", "algorithm.dynamic_sampling=true, which was not tried"),
         ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true, which was not tried"),
         ("reward.functions=[{name: length, path: length}]", "reward is set with environment, which gives the reward"),
-        ("evaluation.eval={data: {path: a.parquet}}", "evaluations play no episodes; expected evaluation.eval=null"),
+        (
+            "evaluation.eval={data: {path: a.parquet}, reward: {functions: [{name: length, path: length}]}}",
+            "evaluation.eval.reward is set with environment, which gives the reward; expected none of it",
+        ),
         ("environment.max_turn_tokens=17", "environment.max_turn_tokens=17 with rollout.sampling.max_new_tokens=16"),
         (
             "environment.turn_discount=0.5",
@@ -71,6 +74,10 @@ def test_what_was_not_tried_is_refused(override: str, reason: str) -> None:
         ("environment.limits.processes=20", None),
         ("data.files.chat.tools=[{type: function}]", "data.files.chat.tools is set with environment.tools"),
         ("data.files.train=[{path: a.parquet, tools: tools}]", "has tools=tools with environment.tools"),
+        (
+            "evaluation.eval={data: {path: a.parquet, tools: tools}}",
+            "evaluation.eval.data has tools=tools with environment.tools",
+        ),
         ("data={source: arithmetic}", "environment.tools is set with data.source=arithmetic, whose prompts are no mes"),
     ],
 )
@@ -92,6 +99,10 @@ def test_what_does_not_go_with_tools_is_refused(override: str, reason: str | Non
         (["environment.agent=play"], "is 'play', expected package.module:Class or some/file.py:Class, or such a func"),
         (["environment.agent=[]"], "is without the words of a command"),
         (["environment.agent=[python, a.py]", "environment.arguments={a: 1}"], "arguments is set with the words of a"),
+        (
+            ["evaluation.eval={data: {path: a.parquet}}"],
+            "evaluation.eval has temperature=0 with environment.agent",
+        ),
         (["train.layout.cp=2"], "environment.agent is set with train.layout.cp=2, which was not tried"),
         (["trainer.max_staleness=1"], "environment.agent is set with trainer.max_staleness=1, which was not tried"),
         (["algorithm.name=gspo"], "environment.agent is set with algorithm.name=gspo, which was not tried"),

@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.stand_in_episodes import ANSWERED, DRAWN, StandInEnvironments, TurnEngine
 from benchmarks.virtual_clock import run
+from engine3d.errors import EngineError
+from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.requests import BEGINS, GIVEN
 from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
@@ -288,6 +290,72 @@ def test_a_failed_environment_drops_its_sample_and_keeps_its_group() -> None:
                     assert end.tokens == 0 and end.oldest == step
             aborted = [episode for episode in _episodes(rows) if episode.response.finish_reason == "abort"]
             assert len(aborted) == GROUPS
+
+    run(play())
+
+
+def _others(count: int) -> list[tuple[StreamRequest, Task]]:
+    """First turns of episodes of other prompts, for two engines."""
+    return [
+        (
+            StreamRequest(900 + row, row, 0, 0, 2, limit=40, engine=row % 2, context=[8, 9], sampling=SamplingConfig()),
+            Task("held out", seed=row),
+        )
+        for row in range(count)
+    ]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_episodes_of_other_prompts_are_played_beside_those_of_groups(is_lost: bool) -> None:
+    async def play() -> None:
+        setup = _Setup(_three_turns, restarts=1)
+        setup.stream.open(0)
+        await setup.step()
+        playing = asyncio.create_task(setup.stream.play(_others(6)))
+        await asyncio.sleep(0.12)  # in the second turn
+        setup.engines[0].lost = is_lost
+        rows = await playing
+        episodes: list[EndedEpisode] = [row.rows for row in rows.rows]
+        assert [episode.request.sample for episode in episodes] == [*range(900, 906)]
+        assert [score.total for score in rows.scores] == [1.5] * 6
+        for number, episode in enumerate(episodes):
+            assert episode.context == [8, 9] and episode.drawn == 3 * TURN
+            assert episode.engine == (1 if is_lost else number % 2)
+        assert not setup.stream._others
+        sent = [request for engine in setup.engines for request in engine.requests if request.sample >= 900]
+        assert all(request.context == [8, 9] and request.sampling is not None for request in sent)
+        await setup.step()
+
+    run(play())
+
+
+def test_failed_episodes_of_other_prompts_have_their_prompt_and_no_reward() -> None:
+    def failing(message: EpisodeMessage, turns: int) -> EpisodeAnswer:
+        if message.sample >= 900:
+            return EpisodeAnswer(message.sample, failure="raised", reason="raised ValueError")
+        return _three_turns(message, turns)
+
+    async def play() -> None:
+        setup = _Setup(failing)
+        setup.stream.open(0)
+        rows = await setup.stream.play(_others(2))
+        assert [score.failures for score in rows.scores] == [{"environment": "raised ValueError"}] * 2
+        assert [row.rows.context for row in rows.rows] == [[8, 9]] * 2
+
+    run(play())
+
+
+def test_episodes_of_other_prompts_end_with_an_abandoned_step() -> None:
+    async def play() -> None:
+        setup = _Setup(_three_turns)
+        setup.stream.open(0)
+        playing = asyncio.create_task(setup.stream.play(_others(4)))
+        await asyncio.sleep(0.07)  # some wait for their environment
+        await setup.stream.abandon(set())
+        with pytest.raises(EngineError, match="4 of 4 responses were aborted: the step was abandoned"):
+            await playing
+        await asyncio.sleep(1)
+        assert not sum(rank.open for rank in setup.ranks)
 
     run(play())
 

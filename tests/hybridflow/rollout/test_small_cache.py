@@ -67,7 +67,7 @@ class _Engine:
     async def in_flight(self) -> Mapping[int, Response]:
         return {}
 
-    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
         raise NotImplementedError("no test submits other requests here")
 
 

@@ -17,7 +17,7 @@ from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.stream_load import take
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
-from engine3d.rollout import Request, Response, SamplingConfig
+from engine3d.rollout import Response, SamplingConfig
 from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
 from hybridflow.rollout.ledger import Queue, StreamLimits
@@ -776,9 +776,13 @@ def test_an_engine_that_is_lost_is_started_again_and_what_it_had_is_made_elsewhe
 @pytest.mark.parametrize("engines", [1, 3])
 @pytest.mark.parametrize("dies_after_s", [0.0, 0.1])
 def test_other_prompts_of_a_lost_engine_are_submitted_again(engines: int, dies_after_s: float) -> None:
-    def shares(setup: _Setup, first: int) -> dict[int, list[tuple[Request, int]]]:
-        requests = [(Request(sample, [1, 2], SamplingConfig(), sample, 0), 0) for sample in range(first, first + 6)]
-        setup.lengths |= {(request.group, 0): 2 if request.sample % 2 else 50 for request, _ in requests}
+    def shares(setup: _Setup, first: int) -> dict[int, list[StreamRequest]]:
+        sampling = SamplingConfig()
+        requests = [
+            StreamRequest(sample, sample, 0, 0, 2, context=[1, 2], sampling=sampling)
+            for sample in range(first, first + 6)
+        ]
+        setup.lengths |= {(request.group, 0): 2 if request.sample % 2 else 50 for request in requests}
         share = len(requests) // engines
         return {engine: requests[engine * share : (engine + 1) * share] for engine in range(engines)}
 

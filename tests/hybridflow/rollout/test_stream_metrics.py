@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.virtual_clock import run
 from engine3d.engine_stats import EngineStats
-from engine3d.rollout import Request, Response
+from engine3d.rollout import Response
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream import RolloutStream
@@ -39,7 +39,7 @@ class _Scripted:
     async def in_flight(self) -> Mapping[int, Response]:
         return {}
 
-    async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
         raise NotImplementedError("no test submits other requests here")
 
 

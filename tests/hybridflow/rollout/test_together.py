@@ -14,7 +14,6 @@ from benchmarks.virtual_clock import run
 from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import SamplingConfig
-from engine3d.rollout.requests import Request
 from hybridflow.batch.stream_requests import SampleEnds, StreamRequest
 from hybridflow.data.prompts import Draw
 from hybridflow.rollout import controller, stream_source
@@ -44,13 +43,13 @@ def _together(max_staleness: int, groups: int = 5) -> _Setup:
     return _Setup(StreamLimits(groups, max_staleness), kind=_Recorded, together=True)
 
 
-def _others(count: int, first: int) -> dict[int, list[tuple[Request, int]]]:
+def _others(count: int, first: int) -> dict[int, list[StreamRequest]]:
     """Requests of another draw, for both engines."""
-    requests = [Request(first + index, [1, 2], SamplingConfig(), 1000 + index) for index in range(count)]
-    return {
-        0: [(request, 0) for request in requests[: count // 2]],
-        1: [(request, 1) for request in requests[count // 2 :]],
-    }
+    requests = [
+        StreamRequest(first + row, 1000 + row, 0, int(row >= count // 2), 2, context=[1, 2], sampling=SamplingConfig())
+        for row in range(count)
+    ]
+    return {0: requests[: count // 2], 1: requests[count // 2 :]}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -207,9 +206,9 @@ def test_an_abandoned_step_is_as_if_it_had_not_begun(max_staleness: int, message
 
 def test_a_step_is_abandoned_while_its_other_prompts_are_submitted() -> None:
     class Slow(_Recorded):
-        async def submit_others(self, requests: Sequence[Request], prompts: Sequence[int]) -> None:
+        async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
             await asyncio.sleep(0.05)
-            await super().submit_others(requests, prompts)
+            await super().submit_others(requests)
 
         async def abort(self, samples: Sequence[int]) -> None:
             aborted.append(list(samples))
