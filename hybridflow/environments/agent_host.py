@@ -17,8 +17,8 @@ from hybridflow.endpoint.conversation import SessionTokens
 from hybridflow.endpoint.server import SessionServer
 from hybridflow.endpoint.session import DrawnTokens, RefusedError, Session, SessionLimits
 from hybridflow.endpoint.token_tree import Branch
+from hybridflow.environments.call_server import AMBIGUOUS
 from hybridflow.environments.config import EnvironmentConfig
-from hybridflow.environments.environment_process import AMBIGUOUS
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeMessage, EpisodeStart
 from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens

@@ -1,6 +1,6 @@
 """The process of many agents. `function_process` has loaded their function.
 
-Messages as in `environment_process`. A call is {"episode": id, "method": "play", ...} with the fields of a `Task`, and
+A call of `call_server` has the method "play" with the fields of a `Task`, and
 the `base_url` and `api_key` of its session. It is answered with the fields of an `Observation`, which is done if the
 function has returned a reward.
 """
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from hybridflow.environments.call_server import CallServer, serve_calls
 from hybridflow.environments.environment import Observation, Task
-from hybridflow.environments.environment_process import EnvironmentServer, serve_calls
 from hybridflow.rewards.function_process import encode_message
 
 _MOST_THREADS = 4096
@@ -24,7 +24,7 @@ _MOST_THREADS = 4096
 _OF_SESSION = ("base_url", "api_key")
 
 
-class AgentServer(EnvironmentServer):
+class AgentServer(CallServer):
     """Calls a function for each episode: in the event loop if it is async, otherwise in a thread of its own.
 
     Args:
@@ -33,7 +33,7 @@ class AgentServer(EnvironmentServer):
     """
 
     def __init__(self, play: Callable[..., Any], writer: asyncio.StreamWriter) -> None:
-        super().__init__(lambda: None, 0, writer)  # type: ignore[arg-type, return-value]
+        super().__init__(writer)
         self._play = play
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
@@ -47,6 +47,12 @@ class AgentServer(EnvironmentServer):
         else:
             reward = await asyncio.get_running_loop().run_in_executor(self._threads, play)
         return Observation() if reward is None else Observation(reward=reward, done=True)
+
+    def _close(self, episode: int, limit_s: float) -> None:
+        """Leave an agent as it is: its call was cancelled, and its session answers nothing more."""
+
+    async def _end(self) -> None:
+        """Leave all agents to the end of the process."""
 
 
 def serve(connection: socket.socket, function: Any, setup: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.rollout.tool_calls import CallsOfText
+from hybridflow.environments.call_server import AMBIGUOUS, RENDERED_OTHERWISE
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.conversation_check import ConversationCheck, Exchange
 from hybridflow.environments.environment import Task
-from hybridflow.environments.environment_process import AMBIGUOUS, RENDERED_OTHERWISE
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeMessage, EpisodeStart, EpisodeTurn
 from hybridflow.environments.observation_tokens import ObservationTokens
 from hybridflow.environments.process_handle import EnvironmentProcess, FailedEnvironmentError

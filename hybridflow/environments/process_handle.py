@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine3d.errors import UserError
+from hybridflow.environments.call_server import CLOSE_S, NonsenseError, checked
 from hybridflow.environments.config import EnvironmentConfig
-from hybridflow.environments.environment_process import CLOSE_S, NonsenseError, checked
 from hybridflow.rewards.function_process import encode_message
 from hybridflow.rewards.supervised_process import SupervisedProcess, import_setup, in_words
 

@@ -48,6 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
         str(ROOT / "launch/recipes/game.yaml"),
         "name=fragile",
         f"environment.path={directory}/fragile.py:Fragile",
+        "evaluation.games={data: {path: launch/recipes/data/game-train.parquet, prompt: messages, answer: answer},"
+        " samples: 4, temperature: 1.0}",
         "environment.credit=turn",
         f"environment.turn_discount={DISCOUNT}",
         f"data.files.cache={directory}/cache",
@@ -168,6 +170,28 @@ def test_a_checkpoint_holds_complete_episodes_with_their_scores(run: KilledRun) 
         assert "begun" not in groups
         scored += len(groups["scores"])
     assert scored
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_an_evaluation_plays_episodes_and_one_alone_plays_them_again(run: KilledRun, tmp_path: Path) -> None:
+    first, last = records(run.run_directory, "eval")
+    assert (first["step"], last["step"]) == (0, STEPS)
+    for record in (first, last):
+        assert (record["eval/games/prompts"], record["eval/games/samples"]) == (7, 28)
+        assert record["eval/games/mean@4"] == record["eval/games/pass@1"] == record["eval/games/reward_mean"]
+        assert 1 <= record["eval/games/reward/environment/turns"] <= 3
+    texts = (run.run_directory / f"evaluations/games/step-{STEPS:08}.jsonl").read_text().splitlines()
+    assert len(texts) == 7 and any(set("+-") & set(json.loads(text)["response"]) for text in texts)
+    done = subprocess.run(
+        [warm_python(), "-m", "hybridflow", "evaluate", str(run.run_directory), "--out", str(tmp_path / "alone")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = json.loads((tmp_path / "alone/evaluation.json").read_text())["sets"]["games"]
+    of_run = {name.removeprefix("eval/games/"): value for name, value in last.items()}
+    for name in ("reward_mean", "pass@4", "response_length_mean", "reward/environment/turns"):
+        assert alone["statistics"][name] == of_run[name], name
 
 
 @pytest.mark.processes

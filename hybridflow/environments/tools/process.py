@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from hybridflow.environments.environment_process import MOST_COUNTS, run_environments
+from hybridflow.environments.call_server import MOST_COUNTS
+from hybridflow.environments.environment_process import run_environments
 from hybridflow.environments.tools.functions import Tool
 from hybridflow.environments.tools.tool_environment import ToolEnvironment
 from hybridflow.rewards.function_process import RewardError, ScoringFunction, describe, encode_message, load_callable

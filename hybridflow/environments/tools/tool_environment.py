@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from engine3d.rollout.tool_calls import ToolCall
+from hybridflow.environments.call_server import NonsenseError
 from hybridflow.environments.environment import Observation, Task, Turn
-from hybridflow.environments.environment_process import NonsenseError
 from hybridflow.environments.tools.functions import ArgumentsError, Tool, ToolFailureError, in_thread
 from hybridflow.rewards.function_process import ScoringFunction
 

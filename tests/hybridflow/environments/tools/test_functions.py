@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.environments.environment_process import NonsenseError
+from hybridflow.environments.call_server import NonsenseError
 from hybridflow.environments.tools.functions import ArgumentsError, Tool, ToolFailureError
 from hybridflow.rewards.function_process import RewardError
 
