@@ -17,6 +17,7 @@ from engine3d.models.safetensors_files import TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, exported_config
 from hybridflow.algorithms.own_files import file_of, is_own
 from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.checkpoint.own_code import without_code
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
@@ -142,7 +143,7 @@ def contradictions(
     if not saved:
         return differences
     before, now = (_identity(settings) for settings in (saved, public_settings(recipe)))
-    given = input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data)
+    given, inputs = input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data), without_code(inputs)
     # Older checkpoints say nothing of pairs in data sets and patterns, and of their template.
     current = {name: checksum_ for name, checksum_ in given.items() if name in inputs or name not in _SINCE_INPUTS}
     if _FILE_OF_ALGORITHM not in inputs or _FILE_OF_ALGORITHM not in current:  # another algorithm, which is a change

@@ -32,6 +32,7 @@ from engine3d.training.config import TrainConfig
 from hybridflow.checkpoint.compatibility import changes, contradictions, is_accepted
 from hybridflow.checkpoint.contents import contradictions_of_run
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
+from hybridflow.checkpoint.own_code import changed_code, code_checksums
 from hybridflow.cluster.hosts.checks.host_check import check_writable
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import RolloutRole
@@ -62,6 +63,7 @@ class Resumption:
         state: the driver's; None in a checkpoint of weights alone, as an import makes: the run starts with them.
         in_place: the run's own directory is continued, with its metrics and logs.
         accepted: what makes this run another than the checkpoint's and `checkpoint.accept` takes, by its name.
+        changed_code: files of code that have changed, by their setting.
     """
 
     directory: Path
@@ -69,6 +71,7 @@ class Resumption:
     state: RunState | None
     in_place: bool
     accepted: tuple[str, ...] = ()
+    changed_code: tuple[str, ...] = ()
 
     @property
     def has_same_prompts(self) -> bool:
@@ -126,7 +129,9 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     after = f"after step {state.step}" if state is not None else "from the weights alone"
     notes.append(f"resume: {after}, from {directory}")
     notes += [f"resume: {change}" for change in changes(public_settings(recipe), manifest.recipe)]
-    return Resumption(directory, manifest, state, in_place, accepted), notes
+    code = changed_code(state.inputs if state is not None else {}, code_checksums(recipe.functions, recipe.environment))
+    notes += [f"resume: {name}: the file has changed since the checkpoint" for name in code]
+    return Resumption(directory, manifest, state, in_place, accepted, tuple(code)), notes
 
 
 def run_identity(directory: Path) -> str | None:

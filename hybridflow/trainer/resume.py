@@ -94,6 +94,8 @@ def _unusable(
     saved = resumption.manifest.recipe
     if saved and (changed := _changed(saved, settings, names)):
         return f"{', '.join(changed)} changed"
+    if source.scored_as_they_end and resumption.changed_code:
+        return f"{', '.join(resumption.changed_code)} changed"
     return None
 
 

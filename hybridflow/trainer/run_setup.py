@@ -17,6 +17,7 @@ from engine3d.durable import naming
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec
 from hybridflow.checkpoint.compatibility import input_checksums
+from hybridflow.checkpoint.own_code import code_checksums
 from hybridflow.checkpoint.resume import (
     RUN_IDENTITY,
     Resumption,
@@ -221,7 +222,8 @@ def prepare(recipe: Recipe) -> Run:
         sft=encoded.sft,
         answers=encoded.answers,
         masks=encoded.masks,
-        inputs=input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data),
+        inputs=input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data)
+        | code_checksums(recipe.functions, recipe.environment),
         sets=encode_sets(recipe, tokenizer),
         identity=run_identity(directory) or "",
         resumption=resumption,

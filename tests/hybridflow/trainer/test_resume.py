@@ -54,11 +54,16 @@ def made_ahead(draws: dict[int, int], numbers: list[int]) -> SampleBatch:
 
 
 def resumed(
-    tmp_path: Path, state: RunState, *overrides: str, saved: tuple[str, ...] = (), accepted: tuple[str, ...] = ()
+    tmp_path: Path,
+    state: RunState,
+    *overrides: str,
+    saved: tuple[str, ...] = (),
+    accepted: tuple[str, ...] = (),
+    changed_code: tuple[str, ...] = (),
 ) -> ResumedDraws:
     recipe, was = a_recipe(tmp_path, *overrides), a_recipe(tmp_path, *saved)
     manifest = Manifest(step=12, created="", roles={}, recipe=public_settings(was), software={}, files=())
-    resumption = Resumption(tmp_path, manifest, state, True, accepted)
+    resumption = Resumption(tmp_path, manifest, state, True, accepted, changed_code)
     return resumed_draws(public_settings(recipe), sampler(), source_of(recipe), resumption, state)
 
 
@@ -84,6 +89,16 @@ def check_exact(resumed: ResumedDraws, draws: dict[int, int], trained: set[int])
     contract = Contract(1)
     contract.begin(POSITION, resumed.ahead)
     assert {number for number in range(POSITION + 12) if number not in contract._learned} == kept | set(later)
+
+
+def test_groups_that_other_code_has_scored_are_drawn_again(tmp_path: Path) -> None:
+    drawn, draws = before()
+    state = replace(a_state(), sampler=drawn.state_dict(), groups=a_stream(draws, [5, 30], []))
+    changed = resumed(tmp_path, state, *STREAM, saved=STREAM, changed_code=("reward.functions.own.code",))
+    assert changed.notes == (
+        "resume: 2 prompts that were drawn ahead are drawn again first: reward.functions.own.code changed",
+    )
+    assert resumed(tmp_path, state, *STREAM, saved=STREAM).snapshot.groups is not None
 
 
 @pytest.mark.parametrize(
