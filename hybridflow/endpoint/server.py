@@ -108,6 +108,7 @@ class SessionServer:
             response = await _send(request, order, drawn, messages=messages)
         except ConnectionError:
             raise RefusedError("the client is gone", 499) from None
+        session.delivered += not exchange.delivered
         exchange.delivered = True
         return response
 

@@ -115,6 +115,8 @@ class Session:
         """Rewards that were reported."""
         self.counts: Counter[str] = Counter()
         """Events by name."""
+        self.delivered = 0
+        """Answers that were sent."""
         self.truncated = False
         """True once a request was refused since no turns or tokens were left."""
         self.flooded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -188,6 +190,11 @@ class Session:
         if self._over is not None:
             raise RefusedError(self._over, 410, "session_over")
         self.rewards.append(float(reward))  # type: ignore[arg-type]
+
+    def totals(self) -> dict[str, float]:
+        """Counts of the session by name, once it has ended."""
+        undelivered = {"undelivered": self.counts["requests"] - self.delivered}
+        return {name: float(count) for name, count in (self.counts | undelivered).items() if count}
 
     async def end(self, reason: str) -> None:
         """Refuse all further requests, once the one that is drawn has its answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
@@ -111,13 +111,16 @@ class AgentHost(EpisodeHost):
         sample, began = start.sample, time.monotonic()
         limits = SessionLimits(start.most_tokens, self._config.max_turns, self._config.max_turn_tokens)
 
-        drawing_s = 0.0
+        drawing_s, credited = 0.0, 0
 
         async def draw(branch: Branch, most: int) -> DrawnTokens:
-            nonlocal drawing_s
+            nonlocal drawing_s, credited
             begins = time.monotonic()
             drawing = self._drawing[sample] = asyncio.get_running_loop().create_future()
-            self._answers.put(EpisodeAnswer(sample, branch.tokens, sequence=branch.sequence, limit=most))
+            turn, reward = EpisodeAnswer(sample, branch.tokens, sequence=branch.sequence, limit=most), 0.0
+            if session.counts["requests"]:  # what was reported since is of the last answer
+                reward, credited = sum(session.rewards[credited:]), len(session.rewards)
+            self._answers.put(replace(turn, reward=reward))
             drawn: DrawnTokens = await drawing
             drawing_s += time.monotonic() - begins
             session.counts[AMBIGUOUS] += self._tokens.is_ambiguous(drawn.tokens)
@@ -129,15 +132,17 @@ class AgentHost(EpisodeHost):
         process.episodes.add(sample)
         try:
             reply = await self._watched(start, session, process)
-            answer = self._outcome(session, reply)
+            answer = self._outcome(session, reply, credited)
         except FailedEnvironmentError as error:
             answer = {"failure": error.kind, "reason": error.reason}
             if error.kind == "raised" and session.truncated:  # it may not expect that
-                answer = self._outcome(session, {"done": True, "reward": 0.0})
+                answer = self._outcome(session, {"done": True, "reward": 0.0}, credited)
         except Exception as error:  # without an answer, the step would wait for ever
             answer = {"failure": "died", "reason": in_words(f"cannot be called: {type(error).__name__}: {error}")}
         if self._playing.get(sample) is process:
             await session.end("the episode is over")  # a request that is drawn has its answer first
+            if "failure" not in answer:
+                answer["counts"] = session.totals()
         seconds = time.monotonic() - began - drawing_s
         self._answers.put(EpisodeAnswer(sample, seconds=seconds, **answer))
 
@@ -171,12 +176,11 @@ class AgentHost(EpisodeHost):
         finally:
             playing.cancel()
 
-    def _outcome(self, session: Session, reply: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the answer for an agent that has ended."""
+    def _outcome(self, session: Session, reply: Mapping[str, Any], credited: int) -> dict[str, Any]:
+        """Fields of the answer for an agent that has ended. `credited`: rewards that are of earlier turns."""
         rewards = [*session.rewards, *([reply["reward"]] if reply["done"] else [])]
         if not session.counts["requests"]:
             return {"failure": "nonsense", "reason": "ended without an answer of the policy"}
         if not rewards:
             return {"failure": "nonsense", "reason": "ended without a reward, expected one returned or posted"}
-        counts = {name: float(count) for name, count in session.counts.items() if count}
-        return {"done": True, "reward": sum(rewards), "truncated": session.truncated, "counts": counts}
+        return {"done": True, "reward": sum(rewards[credited:]), "truncated": session.truncated}

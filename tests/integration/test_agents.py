@@ -1,8 +1,9 @@
-"""A run whose samples are played by an agent with OpenAI's client and two tools, and which loses its driver."""
+"""A run whose samples are played by an agent with OpenAI's client and two tools, and which loses driver and engine."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -90,6 +91,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
         "rollout.sampling.max_new_tokens=150",
         "rollout.engine.deterministic=true",
         "rollout.engine.max_running_requests=8",
+        "rollout.stream={engine_restarts: 1}",
+        "placement.rollout=cpu:2-3",
         "trainer.max_staleness=0",
         "trainer.export=false",
         "checkpoint.save_interval=1",
@@ -97,8 +100,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     run = KilledRun(directory / "run", recipe, interpreter=warm_python())
     outcome = run.run(Kill("driver", "rollout", 2, 0.1))
     assert outcome.killed and not outcome.left_over, run.output
-    outcome = run.run(None, limit_s=400.0)
-    assert outcome.exit_code == 0 and not outcome.left_over, run.output
+    outcome = run.run(Kill("engine", "rollout", 3, 0.0), limit_s=400.0)
+    assert outcome.killed and outcome.exit_code == 0 and not outcome.left_over, run.output
+    assert "is lost and is started again" in run.output
     return run
 
 
@@ -157,3 +161,12 @@ def test_each_token_of_a_session_was_drawn_with_the_weights_of_its_version(
     # The trainer computes each sequence by itself as well.
     train = records(run.run_directory, "train")
     assert max(record["mismatch/logprob_abs_diff_max"] for record in train) < 1e-4
+
+
+@pytest.mark.long
+def test_a_step_of_sessions_is_replayed_bit_for_bit(run: KilledRun) -> None:
+    done = subprocess.run(
+        [warm_python(), "-m", "hybridflow", "replay", str(run.run_directory), "--step", "3"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

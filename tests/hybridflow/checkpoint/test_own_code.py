@@ -10,7 +10,6 @@ from hybridflow.checkpoint.own_code import changed_code, code_checksums, without
 from hybridflow.config.recipe import load_recipe
 from tests.support.runs import ROOT
 
-
 TOOLS, AGENT = "launch/recipes/tools.yaml", "examples/own_agent.yaml"
 
 

@@ -62,6 +62,17 @@ async def play(task, base_url, api_key):
                 impatient = client.with_options(timeout=1.0, max_retries=9)
                 completion = await impatient.chat.completions.create(model="gpt", messages=messages)
                 await chat(model="gpt", messages=[*messages, completion.choices[0].message, user("+")])
+            case "impatient":
+                try:
+                    await client.with_options(timeout=1.0).chat.completions.create(model="gpt", messages=messages)
+                except openai.APITimeoutError:
+                    await chat(model="gpt", messages=[user("+")])
+            case "paid":
+                post(base_url, api_key, {"reward": 4.0})
+                await chat(model="gpt", messages=messages)
+                post(base_url, api_key, {"reward": 2.0})
+                await chat(model="gpt", messages=[user("+")])
+                await chat(model="gpt", messages=[user("-")])
             case "options":
                 errors = 0
                 for options in ({"temperature": 0.2}, {"logprobs": True}, {"n": 2}, {"extra_body": {"foo": 1}}):
@@ -241,6 +252,19 @@ def test_a_request_that_is_sent_again_gets_the_answer_of_the_first(policy: _Poli
     first, second = policy.requested[max(policy.requested)]
     assert (first.sequence, second.sequence) == (0, 0)
     assert end.counts["requests"] == 2 and end.counts["retries"] >= 1
+
+
+def test_an_answer_that_its_agent_has_not_waited_for_is_counted(policy: _Policy) -> None:
+    end = policy.play("impatient", wait_s=2.5)[0]
+    assert (end.failure, end.reward) == (None, 1.5)
+    assert (end.counts["requests"], end.counts["undelivered"]) == (2, 1)
+    assert "undelivered" not in policy.play("two")[0].counts
+
+
+def test_a_reward_is_of_the_answer_before_it(policy: _Policy) -> None:
+    end = policy.play("paid")[0]
+    assert [answer.reward for answer in policy.requested[max(policy.requested)]] == [0.0, 4.0 + 2.0, 0.0]
+    assert end.reward == 1.5
 
 
 def test_options_that_change_what_is_drawn_are_refused_by_name(policy: _Policy) -> None:
