@@ -200,8 +200,11 @@ def _show(sample: StoredSample, text_of: TextOf) -> None:
     if all(sample.response_mask):
         _block("response", text_of(sample.response_tokens))
     else:
-        for drawn, tokens in sample.spans:
-            _block("policy" if drawn else "observed", text_of(tokens))
+        for sequence in sample.sequences:
+            if sequence.parent is not None:
+                print(f"{'  ' * sequence.depth}{sequence.title}")
+            for drawn, tokens in sequence.spans:
+                _block("policy" if drawn else "observed", text_of(tokens))
     if sample.answer is not None:
         _block("answer", sample.answer)
 

@@ -116,10 +116,15 @@ def read_stored(run: Path) -> list[StoredText]:
 
 
 def _response(sample: StoredSample, text_of: TextOf) -> str:
-    """Text of a response. Of an episode one line for each turn, and for what it was answered."""
+    """Text of a response. Of an episode one line for each turn, and for what it was answered; a branch is indented."""
     if all(sample.response_mask):
         return text_of(sample.response_tokens)
-    return "\n".join(f"{'policy' if drawn else 'observed'}: {text_of(tokens)}" for drawn, tokens in sample.spans)
+    lines = []
+    for sequence in sample.sequences:
+        indent = "    " * sequence.depth
+        lines += [f"{indent}{sequence.title}"] if sequence.parent is not None else []
+        lines += [f"{indent}{'policy' if drawn else 'observed'}: {text_of(tokens)}" for drawn, tokens in sequence.spans]
+    return "\n".join(lines)
 
 
 def _extremes(samples: Sequence[tuple[SampleLocation, StoredSample]]) -> list[SampleLocation]:

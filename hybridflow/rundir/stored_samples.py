@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from engine3d.errors import UserError, first_line, shortened
 from engine3d.input_files import check_regular
+from engine3d.rollout.requests import BEGINS
 from hybridflow.rundir.file_names import SAMPLE_STORE
 from hybridflow.rundir.sample_files import stored_steps
 
@@ -23,6 +24,7 @@ _PLAIN = ("step", "sample_id", "group_id", "prompt_index", "policy_version", "fi
 _WHERE = ("engine", "began", "ended")
 _DATA_ROW, _ANSWER = "data_row", "answer"
 _TOKENS = ("prompt_tokens", "response_tokens", "response_mask")
+_VERSIONS = "token_versions"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class StoredSample:
         seconds: from asking the engine to the whole response; None where that is not known.
         prompt_tokens, response_tokens: their ids; none where they were not asked for.
         response_mask: which response tokens the policy wrote.
+        begins: response tokens at which another sequence of an agent's tree begins.
         data_row: that the prompt is of, as "SOURCE:ROW"; None where rows have no names.
         answer: the reference answer as text; None where the prompt has none.
     """
@@ -105,6 +108,7 @@ class StoredSample:
     prompt_tokens: Sequence[int] = ()
     response_tokens: Sequence[int] = ()
     response_mask: Sequence[bool] = ()
+    begins: Sequence[int] = ()
     data_row: str | None = None
     answer: str | None = None
 
@@ -120,10 +124,51 @@ class StoredSample:
         return {name: value for name, value in self.by_name.items() if name.rpartition("/")[0] not in self.by_name}
 
     @property
-    def spans(self) -> list[tuple[bool, list[int]]]:
-        """Response tokens in pieces: True and those of a turn that the policy wrote, False and those between two."""
-        tokens = zip(self.response_mask, self.response_tokens, strict=True)
-        return [(drawn, [token for _, token in span]) for drawn, span in groupby(tokens, key=itemgetter(0))]
+    def sequences(self) -> list[StoredSequence]:
+        """Sequences of the tree of tokens: the prompt with its response, and the branches of an agent's episode."""
+        ends = [0, *self.begins, len(self.response_tokens)]
+        sequences, complete = list[StoredSequence](), list[list[int]]()
+        for number, (start, end) in enumerate(pairwise(ends)):
+            tokens, shared, parent = list(self.response_tokens[start:end]), 0, None
+            for earlier, other in enumerate(complete):
+                common = _common(other, tokens)
+                if parent is None or common > shared:
+                    parent, shared = earlier, common
+            depth = 0 if parent is None else sequences[parent].depth + 1
+            mask = self.response_mask[start + shared : end]
+            pairs = groupby(zip(mask, tokens[shared:], strict=True), key=itemgetter(0))
+            spans = [(drawn, [token for _, token in span]) for drawn, span in pairs]
+            sequences.append(StoredSequence(parent, shared, depth, spans))
+            complete.append(tokens if number else [*self.prompt_tokens, *tokens])
+        return sequences
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+@dataclass(frozen=True)
+class StoredSequence:
+    """A sequence of a sample's tree of tokens.
+
+    Args:
+        parent: index of the sequence that has its first tokens too; None of the first sequence.
+        shared: count of these tokens, the parent's prompt or context included.
+        depth: count of the sequences above it.
+        spans: further tokens in pieces: True and those of a turn that the policy wrote, False and those between two.
+    """
+
+    parent: int | None
+    shared: int
+    depth: int
+    spans: list[tuple[bool, list[int]]]
+
+    @property
+    def title(self) -> str:
+        """The branch in words."""
+        return f"branch of sequence {(self.parent or 0) + 1}, after {self.shared} tokens"
 
 
 @dataclass(frozen=True)
@@ -153,6 +198,7 @@ class StepFile:
             raise UserError(f"{path} has no column {missing[0]}, expected the samples of a step")
         self._named = [name for name in names if name.startswith(tuple(f"{total}/" for total in _SUMS))]
         self._rest = [name for name in (_DATA_ROW, _ANSWER) if name in names]  # files of earlier versions lack it
+        self._of_tokens = [*_TOKENS, *(name for name in (_VERSIONS,) if name in names)]
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
@@ -180,7 +226,7 @@ class StepFile:
         samples: dict[SampleLocation, StoredSample] = {}
         for number in dict.fromkeys(location.row_group for location in locations):
             here = [location for location in locations if location.row_group == number]
-            names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *self._rest, *_TOKENS]
+            names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *self._rest, *self._of_tokens]
             rows = self._rows(number, names, [location.row for location in here])
             samples |= {location: self._sample(values) for location, values in zip(here, rows, strict=True)}
         return [samples[location] for location in locations]
@@ -215,6 +261,7 @@ class StepFile:
             prompt_tokens=row.get("prompt_tokens") or (),
             response_tokens=row.get("response_tokens") or (),
             response_mask=row.get("response_mask") or (),
+            begins=[token for token, version in enumerate(row.get(_VERSIONS) or ()) if version == BEGINS],
             data_row=row.get(_DATA_ROW),
             answer=row.get(_ANSWER),
         )

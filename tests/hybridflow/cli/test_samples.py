@@ -16,6 +16,7 @@ import yaml
 
 from engine3d.models import model_spec
 from engine3d.models.experts.routes import RouteFormat
+from engine3d.rollout.requests import BEGINS, GIVEN
 from hybridflow.batch.sample_table import ByName
 from hybridflow.cli.main import main
 from hybridflow.cli.samples import marked
@@ -77,6 +78,22 @@ def test_an_episode_is_shown_turn_by_turn(run: Path, capsys: pytest.CaptureFixtu
     report = {text.sample.sample: text.response for text in read_stored(run)}
     assert report[32] == "policy: 1\nobserved:  +\npolicy: 2\nobserved:  =\npolicy: 3<eos>"
     assert report[33] == "3 a<eos>"
+
+
+def test_the_branches_of_an_agents_episode_are_drawn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = samples_of([("0+3=", "10+3=1+3")], [1.0], first=32)
+    mask = torch.tensor([True, *[False] * 6, True, True])
+    versions = torch.tensor([0, BEGINS, *[GIVEN] * 5, 0, 0])
+    store(run, learned_from(4, batch.replace(response_mask=mask, token_versions=versions)))
+    assert shown(capsys, run, "--step", 4).splitlines()[1:6] == [
+        "prompt   | 0+3=",
+        "policy   | 1",
+        "  branch of sequence 1, after 5 tokens",
+        "observed | +",
+        "policy   | 3<eos>",
+    ]
+    branch = "    branch of sequence 1, after 5 tokens\n    observed: +\n    policy: 3<eos>"
+    assert f"policy: 1\n{branch}" in [text.response for text in read_stored(run)]
 
 
 def test_samples_are_chosen_by_step_reward_group_and_id(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
