@@ -51,8 +51,6 @@ def episode_errors(
     """
     if rollout.stream is None:
         yield "environment is set without rollout.stream, by which turns are requested one by one; expected stream: {}"
-    elif rollout.stream.dynamic_batching:
-        yield "environment is set with rollout.stream.dynamic_batching=true, which was not tried; expected false"
     if rollout.lease:
         yield "environment is set with rollout.lease=true, which was not tried; expected false"
     if has_routes:

@@ -91,7 +91,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
         "rollout.sampling.max_new_tokens=150",
         "rollout.engine.deterministic=true",
         "rollout.engine.max_running_requests=8",
-        "rollout.stream={engine_restarts: 1}",
+        "rollout.stream={engine_restarts: 1, dynamic_batching: true}",
         "placement.rollout=cpu:2-3",
         "trainer.max_staleness=0",
         "trainer.export=false",
@@ -124,6 +124,9 @@ def test_every_session_is_trained_on_once_but_for_those_whose_agent_failed(
     assert sum(record["reward/dropped"] for record in train) == SAMPLES
     assert sum(record.get("reward/environment/failed_raised", 0) for record in train) == SAMPLES
     assert sum(record["reward/environment/calls_price"] for record in train) > 0
+    assert all(record["stream/request_limit_mean"] <= 8 for record in train)
+    # Each request but the first of a session begins with tokens that its engine has drawn.
+    assert max(record["stream/prefix_hit_share"] for record in train) > 0.3
 
 
 @pytest.mark.long

@@ -129,6 +129,7 @@ def test_episodes_are_what_the_chat_template_makes_of_their_messages(
     train = records(run.run_directory, "train")
     assert all(1 <= record["reward/environment/turns"] <= 3 for record in train)
     assert all(record["reward/environment/environment_tokens"] > 0 for record in train)
+    assert max(record["stream/prefix_hit_share"] for record in train) > 0.3
 
 
 @pytest.mark.processes

@@ -180,6 +180,20 @@ def test_turns_continue_behind_tokens_that_were_not_drawn(
         assert (torch.tensor(episode.logprobs) - mine)[drawn].abs().max() < 1e-3
 
 
+def test_a_turn_finds_the_tokens_before_it_in_the_cache_of_its_engine(engine: RolloutEngine) -> None:
+    prompt = [9, 4, 10, 5, 11, 3]
+    engine.submit([Request(50, prompt, SHORT)])
+    turn = _all_ended(engine, 50)[50]
+    before, prefix = engine.stats, turn.extended([3, 4])
+    again = SamplingConfig(max_new_tokens=len(prefix.token_ids) + 4, ignore_eos=True)
+    engine.submit([Request(51, prompt, again, prefix=prefix, turn_start=len(prefix.token_ids))])
+    _all_ended(engine, 51)
+    after = engine.stats
+    assert after.prompt_tokens - before.prompt_tokens == len(prompt) + len(prefix.token_ids)
+    # All that was computed: the last token of a turn was drawn, and was no input of a forward pass.
+    assert after.cached_tokens - before.cached_tokens >= len(prompt) + len(turn.token_ids) - 1
+
+
 def test_no_response_goes_on_behind_its_end(
     engine: RolloutEngine, checkpoints: CheckpointSender, tiny_model_dirs: tuple[Path, Path]
 ) -> None:

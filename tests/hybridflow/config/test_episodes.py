@@ -27,7 +27,6 @@ def test_episodes_give_the_reward() -> None:
     ("override", "reason"),
     [
         ("rollout.stream=null", "environment is set without rollout.stream"),
-        ("rollout.stream.dynamic_batching=true", "rollout.stream.dynamic_batching=true, which was not tried"),
         ("rollout.lease=true", "rollout.lease=true, which was not tried"),
         ("rollout.engine.routes=true", "routes of its tokens were not tried"),
         ("algorithm.name=ppo", "algorithm.name=ppo, which was not tried; expected one of grpo, dr_grpo, rloo, "),
