@@ -24,12 +24,13 @@ from hybridflow.environments.environment import Task
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
-from hybridflow.rollout.episodes import EndedEpisode, Episodes, EpisodeSetup
+from hybridflow.rollout.episodes import EndedEpisode, EpisodeSetup
 from hybridflow.rollout.group_requests import GatheredGroup, GroupRequests
 from hybridflow.rollout.ledger import Group, Ledger, Taken
 from hybridflow.rollout.other_requests import OtherRequests, Share
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
 from hybridflow.rollout.stream_engines import StreamEngines, StreamTasks
+from hybridflow.rollout.stream_episodes import StreamEpisodes
 from hybridflow.rollout.stream_events import StreamEvents
 from hybridflow.rollout.stream_metrics import BusyTimes, StreamMetrics
 from hybridflow.rollout.stream_types import GroupRows, OtherRows, StepRows, StreamPlan, StreamState
@@ -75,12 +76,8 @@ class RolloutStream:
         self._tasks = StreamTasks()
         self._engines = StreamEngines(engines, self._tasks, self._dispatcher.has, plan.restarts, self._remove_engine)
         self._others = OtherRequests(self._engines, self._tasks, clock)
-        self._store = episodes.store if episodes is not None else None
-        self._episodes: Episodes | None = None
-        if episodes is not None:
-            self._episodes = Episodes(episodes, clock, self._tasks.spawn, self._submit_turn, self._episodes_ended)
-        begin = self._episodes.begin if self._episodes is not None else None
-        self._requests = GroupRequests(self._dispatcher, prompt_tokens, begin)
+        self._episodes = StreamEpisodes(episodes, clock, self._tasks, self._others, self)
+        self._requests = GroupRequests(self._dispatcher, prompt_tokens, self._episodes.begin)
         self._batching: DynamicBatching | None = None
         if plan.bounds is not None:
             self._batching = DynamicBatching(plan.bounds)
@@ -118,9 +115,8 @@ class RolloutStream:
             self._begin_stats(number, engine_stats)
         for number in range(len(self._engines)):
             self._engines.collect(number, self._take_in)
-        if self._episodes is not None:
-            self._episodes.open(self._answered)
-        self._feed()
+        self._episodes.open()
+        self.feed()
 
     def _begin_stats(self, number: int, stats: EngineStats) -> None:
         """Record the stats of an engine before anything is sent to it."""
@@ -139,7 +135,7 @@ class RolloutStream:
             self.next_groups()
             self._send(self._dispatcher.send_shares())
         elif self.ledger.allow_step():
-            self._feed()
+            self.feed()
         taken = await self._tasks.wait_for(partial(self._taken, version))
         assert taken is not None
         self._step_version = version
@@ -155,7 +151,7 @@ class RolloutStream:
         if self._plan.together:
             self._admit(self._plan.limits.groups_per_step)
             self._send(self._dispatcher.send_shares())
-        self._feed()
+        self.feed()
         collected = self.metrics.collect(self._dispatcher, self.ledger)
         if self._scoring.needed:
             collected[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
@@ -197,10 +193,9 @@ class RolloutStream:
         Raises:
             EngineError: an engine failed, or a turn was aborted.
         """
-        assert self._episodes is not None
         if self._abandoned:
             raise EngineError(f"{len(begun)} episodes were not begun: the step was abandoned")
-        return await self._others.play(self._episodes, begun)
+        return await self._episodes.play(begun)
 
     async def drain(self) -> None:
         """Wait for requests in flight. Raises what failed."""
@@ -217,7 +212,7 @@ class RolloutStream:
             reasons.append(f"engines that are restarted: {', '.join(lost)}")
         if self._scoring.needed:
             reasons.append(f"{len(self._scoring)} wait for their reward")
-        if self._episodes is not None:
+        if self._episodes:
             answers = len(self._episodes) - self._dispatcher.requests - self._dispatcher.waiting
             reasons.append(f"{max(answers, 0)} wait for their environment")
         return f"has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups; {'; '.join(reasons)}"
@@ -228,7 +223,7 @@ class RolloutStream:
         self.metrics.forget(end.sample for group in self._training for end in group.ends)
         self._training = ()
         self.ledger.trained()
-        self._feed()
+        self.feed()
 
     def change(self, engines: Iterable[int]) -> None:
         """Send nothing more to these engines: their weights are about to become those of the step that learns.
@@ -240,14 +235,14 @@ class RolloutStream:
             self._dispatcher.change(number)
         if not self._dispatcher.sends_older_than(self._step_version + 1):
             self.ledger.trained()
-            self._feed()
+            self.feed()
 
     def serve(self, engines: Iterable[int], version: int) -> None:
         """These engines serve this version, while others may serve the one before."""
         for number in engines:
             self._dispatcher.serve(number, version)
             self.events.serves(number, version)
-        self._feed()
+        self.feed()
 
     # Engines that are started again
 
@@ -268,7 +263,7 @@ class RolloutStream:
         if stats is not None:
             self._begin_stats(number, stats)
         self._engines.collect(number, self._take_in)
-        self._feed()
+        self.feed()
         self._others.resubmit()
 
     def _remove_engine(self, number: int, cause: str) -> None:
@@ -277,7 +272,7 @@ class RolloutStream:
         self.metrics.remove_engine(number)
         self._busy.end(number)
         self.events.lost(number, cause, self._requests.remove_engine(number))
-        self._feed()
+        self.feed()
         self._others.remove_engine(number)
 
     # Engines on devices of the trainer
@@ -288,7 +283,7 @@ class RolloutStream:
         self.events.leased(engines)
         for number in engines:
             self._dispatcher.enter(number)
-        self._feed()
+        self.feed()
 
     async def reclaim(self, engines: Iterable[int]) -> None:
         """Abort what is in flight at these engines, to continue later with its tokens. Returns once nothing is.
@@ -343,13 +338,13 @@ class RolloutStream:
         prefixes: dict[int, Response] = {}
         if self._plan.together:  # of which nobody has a part
             await self.drain()
-        elif self._episodes is None:  # an episode begins again, with an environment that knows nothing of it
+        elif not self._episodes:  # an episode begins again, with an environment that knows nothing of it
             for number in self._engines.present:
                 prefixes |= await self._engines.in_flight(number)
         self._tasks.raise_failure()
         # What ended while engines were asked is known as ended.
         prefix: Callable[[int], Response | None] = partial(self._requests.prefix, in_flight=prefixes)
-        if self._episodes is not None:
+        if self._episodes:
             prefix = _no_prefix
         groups = tuple(self._groups[number].state(prefix) for number in sorted(self._groups))
         return StreamState(self.ledger.state(), self.samples_drawn, groups)
@@ -396,7 +391,7 @@ class RolloutStream:
             elif not self._dispatcher.have_ended((end.sample,)):  # else nobody waits for it any more
                 self._ended(number, end, StoredRow(ended.rows, row), ended.turns.get(end.sample))
         if ended.samples:
-            self._feed()
+            self.feed()
             if not self._dispatcher.in_flight(number)[0]:
                 self._busy.end(number)
             await self._tasks.wake()
@@ -409,7 +404,7 @@ class RolloutStream:
             freed = sum(end.tokens for end in ended)
             self._dispatcher.limit(number, self._batching.update(number, stats, in_flight, len(ended), freed))
             if not ended:
-                self._feed()
+                self.feed()
 
     def _ended(self, number: int, end: SampleEnd, row: StoredRow, turn: Response | None) -> None:
         if self._requests.ended(end) != "ended":
@@ -419,7 +414,6 @@ class RolloutStream:
             self._lose(gathered.group, end)
             return
         if turn is not None:
-            assert self._episodes is not None
             self._count_length(self._episodes.turn_ended(end, number, turn))
             return
         self._count_length(end.tokens)
@@ -441,33 +435,22 @@ class RolloutStream:
 
     # Episodes
 
-    async def _answered(self) -> None:
-        """Environments have answered."""
-        self._others.submit_turns()
-        self._feed()
-        await self._tasks.wake()
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest weights that an engine serves."""
+        return self._dispatcher.newest_version
 
-    def _submit_turn(self, request: StreamRequest, continues: bool) -> None:
+    def submit_turn(self, request: StreamRequest, continues: bool) -> None:
         """Request a turn: before all that waits where it continues an episode."""
-        if request.sample in self._others:
-            self._others.add_turn(request)
-        else:
-            self._requests.submit(request, first=continues)
+        self._requests.submit(request, first=continues)
 
-    def _episodes_ended(self, episodes: Sequence[EndedEpisode]) -> None:
-        """Record episodes that are over, as samples with their scores."""
-        assert self._store is not None
-        version = self._dispatcher.newest_version
-        for episode, row in zip(episodes, self._store(episodes, version), strict=True):
-            if episode.request.sample in self._others:
-                self._others.episode_ended(episode, row)
-                continue
-            end = episode.end(version)
-            gathered = self._groups[end.group]
-            gathered.scores[end.index] = {"reward": episode.score}
-            self.metrics.ended(end.sample, episode.drawn)
-            self._add_end(gathered, end, row)
-            self._note_if_complete(gathered)
+    def add_episode(self, end: SampleEnd, row: StoredRow, episode: EndedEpisode) -> None:
+        """Add an episode that is over to its group, with its score."""
+        gathered = self._groups[end.group]
+        gathered.scores[end.index] = {"reward": episode.score}
+        self.metrics.ended(end.sample, episode.drawn)
+        self._add_end(gathered, end, row)
+        self._note_if_complete(gathered)
 
     def _lose(self, group: Group, end: SampleEnd) -> None:
         """Return a group to the queue of which an engine has aborted a response for a reason of its own."""
@@ -500,7 +483,7 @@ class RolloutStream:
         # A completed group may be older than was known.
         if evicted := self.ledger.evict(version):
             self._drop(evicted, "evicted")
-            self._feed()
+            self.feed()
         if self._plan.together and self.ledger.returned:
             self.next_groups()
             self._send(self._dispatcher.send_shares())
@@ -509,7 +492,7 @@ class RolloutStream:
             raise EngineError(f"no group is in flight, and the step still {self.waiting_for()}")
         return taken
 
-    def _feed(self) -> None:
+    def feed(self) -> None:
         """Begin groups while there is capacity, and send requests to engines that have capacity."""
         if self._open and not self._plan.together:
             self._admit(None)
@@ -526,8 +509,7 @@ class RolloutStream:
         sent: dict[int, list[StreamRequest]] = {}
         for engine, request in requests:
             sent.setdefault(engine, []).append(request)
-            if self._episodes is not None:
-                self._episodes.sent(request.sample)
+            self._episodes.sent(request.sample)
             self.ledger.sent(request.group, self._dispatcher.version(engine))
         if self._plan.together and sent:
             self._tasks.spawn(self._submit_step(sent))
@@ -559,8 +541,7 @@ class RolloutStream:
             self.metrics.forget(gathered.samples)
             for sample in gathered.samples:
                 self._scoring.forget(sample)
-            if self._episodes is not None:
-                self._episodes.forget(gathered.samples)
+            self._episodes.forget(gathered.samples)
             for engine, samples in self._requests.drop(gathered).items():
                 self.events.aborted(engine, samples)
                 self._tasks.spawn(self._engines.abort(engine, samples))
