@@ -9,7 +9,7 @@ from pathlib import Path
 from engine3d.checkpoint.plan import plan_checkpoint
 from engine3d.errors import UserError
 from engine3d.memory import ServingBytes, serving_by_rank
-from engine3d.memory.overhead import RUN_PROCESSES_BYTES
+from engine3d.memory.overhead import CALL_PARSER_BYTES, RUN_PROCESSES_BYTES
 from engine3d.models import ModelSpec, load_model_spec
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Location
@@ -114,6 +114,7 @@ def foresee(
             gpus,
             replay_bytes(recipe.algorithm.kept_samples, sequence_tokens),
             routes,
+            _parsing_nodes(recipe, devices),
             with_checkpoints=with_engines and recipe.checkpoint.saves_in_background,
             estimate=with_engines,
         ),
@@ -285,6 +286,14 @@ def _engines(
     return dict(zip(devices["rollout"], serving, strict=True))
 
 
+def _parsing_nodes(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> list[int]:
+    """The node of each rank that reads calls of tools."""
+    environment = recipe.environment
+    if environment is None or (environment.tools is None and environment.agent is None):
+        return []
+    return [device.node for device in devices.get("reward") or devices["rollout"][:1]]
+
+
 def _hosts(
     devices: Mapping[str, Sequence[Device]],
     specs: Mapping[str, ModelSpec],
@@ -292,6 +301,7 @@ def _hosts(
     gpus: Sequence[GpuMemory],
     kept: int,
     routes: Mapping[Device, int],
+    parsing: Sequence[int],
     *,
     with_checkpoints: bool,
     estimate: bool,
@@ -311,6 +321,9 @@ def _hosts(
             _add(taken[node], name, size)
     if slots and estimate:
         _add(taken[0], "processes", RUN_PROCESSES_BYTES)
+        less[name := "parsers of tool calls"] = "fewer ranks in placement.reward"
+        for node in parsing:
+            _add(taken[node], name, CALL_PARSER_BYTES)
     less["routes"] = "a smaller rollout.engine.max_total_tokens, or train.routing_replay=none"
     for device, size in routes.items():
         _add(taken[device.node], "routes", size)

@@ -13,14 +13,15 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.memory.overhead import CALL_PARSER_BYTES
 from engine3d.models import ModelSpec
 from engine3d.models.precision import scale_shape
 from hybridflow.cli.main import main
-from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning import memory_estimate
-from hybridflow.planning.memory_estimate import recipe_ledger, recipe_specs
+from hybridflow.planning.memory_estimate import _parsing_nodes, recipe_ledger, recipe_specs
 from hybridflow.planning.memory_ledger import GpuMemory, MemoryLedger
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.prompt_check import encoded_prompts
@@ -494,3 +495,11 @@ def test_nothing_is_foreseen_of_a_quantized_judge(tmp_path: Path) -> None:
         assert judge is not None and memory_estimate._served_judge(judge) is None
     judge = _recipe("qwen3-30b-a3b-4xh200.yaml", *plain).judge
     assert judge is not None and memory_estimate._served_judge(judge) is not None
+
+
+def test_ranks_that_read_calls_of_tools_have_memory_for_their_parsers() -> None:
+    nodes = [Node("node 0", gpus=0, cpu_slots=4)]
+    [host] = _ledger("tools.yaml", "placement.reward=cpu:0-1", nodes=nodes).hosts
+    assert host.items["parsers of tool calls"] == 2 * CALL_PARSER_BYTES
+    slot = Device(0, "cpu", 0)
+    assert [len(_parsing_nodes(_recipe(name), {"rollout": [slot]})) for name in ("tools.yaml", "game.yaml")] == [1, 0]
