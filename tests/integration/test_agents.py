@@ -89,7 +89,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
         f"trainer.prompts_per_step={GROUPS}",
         f"rollout.samples_per_prompt={SAMPLES}",
         "rollout.sampling.max_new_tokens=150",
-        "rollout.engine.deterministic=true",
         "rollout.engine.max_running_requests=8",
         "rollout.stream={engine_restarts: 1, dynamic_batching: true}",
         "placement.rollout=cpu:2-3",

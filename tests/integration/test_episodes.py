@@ -129,7 +129,6 @@ def test_episodes_are_what_the_chat_template_makes_of_their_messages(
     train = records(run.run_directory, "train")
     assert all(1 <= record["reward/environment/turns"] <= 3 for record in train)
     assert all(record["reward/environment/environment_tokens"] > 0 for record in train)
-    assert max(record["stream/prefix_hit_share"] for record in train) > 0.3
 
 
 @pytest.mark.processes
@@ -179,8 +178,10 @@ def test_an_evaluation_plays_episodes_and_one_alone_plays_them_again(run: Killed
     first, last = records(run.run_directory, "eval")
     assert (first["step"], last["step"]) == (0, STEPS)
     for record in (first, last):
-        assert (record["eval/games/prompts"], record["eval/games/samples"]) == (7, 28)
-        assert record["eval/games/mean@4"] == record["eval/games/pass@1"] == record["eval/games/reward_mean"]
+        # The process that ends takes episodes of the first evaluation too.
+        left_out = record["eval/games/left_out_samples"]
+        assert record["eval/games/samples"] + left_out == 28 and not (record is last and left_out)
+        assert record["eval/games/mean@4"] == record["eval/games/pass@1"]
         assert 1 <= record["eval/games/reward/environment/turns"] <= 3
     texts = (run.run_directory / f"evaluations/games/step-{STEPS:08}.jsonl").read_text().splitlines()
     assert len(texts) == 7 and any(set("+-") & set(json.loads(text)["response"]) for text in texts)
