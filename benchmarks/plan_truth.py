@@ -42,7 +42,7 @@ CALIBRATED = {
     "h100-judge-and-evaluation/eval-beside": "decode_host_s, update_s, scoring_s",
     "h200-1and1-one-step-apart/run": "transfer_share",
     "h200-4gpu-30b/five-steps-run": "transfer_s",
-    "memory/deepseek-like": "latent_attention",
+    "memory/deepseek-like": "_LATENT_PASSES",
     "memory/llama-4-layers": "linear",
     "memory/ppo": "unfused_layer_s",
 }

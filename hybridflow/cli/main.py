@@ -7,6 +7,7 @@
                                                 GPU, CPU slot and node
     hybridflow plan RECIPE [--nodes N] ...      plan placement, layouts and engines on a cluster: seconds of a step by
                                                 phase, memory, the next better option
+    hybridflow profile FILE                     measure the rates of this machine, for plan --profile FILE
     hybridflow settings [NAME]                  show the settings of recipes with type, default and meaning
     hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them, their number and lengths, and
                                                 dropped rows
@@ -225,6 +226,13 @@ def _plan() -> Command:
     return Command(description, plan.add_arguments, plan.run, is_guarded=True, takes_recipe=True)
 
 
+def _profile() -> Command:
+    from hybridflow.cli import profile
+
+    description = "Measure this machine in minutes, and write the hardware profile that hybridflow plan reads."
+    return Command(description, profile.add_arguments, profile.run, is_guarded=True)
+
+
 def _settings() -> Command:
     from hybridflow.cli import settings
 
@@ -331,6 +339,7 @@ _COMMANDS: dict[str, Callable[[], Command]] = {
     "resume": _resume,
     "check": _check,
     "plan": _plan,
+    "profile": _profile,
     "settings": _settings,
     "data": _data,
     "checkpoint": _checkpoint,

@@ -28,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="hosts of the cluster (1)")
     parser.add_argument(
-        "--gpus", default="h200:8", metavar="GPU:N", help="kind and number of each host's GPUs, or a profile's file"
+        "--gpus", metavar="GPU:N", help="kind and number of each host's GPUs (h200:8), or a profile's file"
     )
+    parser.add_argument("--profile", metavar="FILE", help="plan for this machine, as hybridflow profile measured it")
     parser.add_argument("--link", metavar="RATE", help="of each GPU to other hosts, such as 400Gb")
     parser.add_argument("--gpu-gb", type=float, metavar="GB", help="memory of each GPU, in 1e9 bytes; the profile's")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean of the prompts, which are not read then")
@@ -87,7 +88,10 @@ def run(parsed: argparse.Namespace) -> int:
     recipe = next(iter(recipes.values()))
     if parsed.count < 1:
         raise UserError(f"--count {parsed.count}: expected at least 1")
-    cluster = named_cluster(parsed.gpus, parsed.nodes, parsed.link, parsed.gpu_gb)
+    if parsed.profile is None:
+        cluster = named_cluster(parsed.gpus or "h200:8", parsed.nodes, parsed.link, parsed.gpu_gb)
+    else:
+        cluster = _profiled_cluster(parsed)
     lengths = PlannedLengths(parsed.prompt_tokens, parsed.response_tokens, parsed.spread)
     if parsed.write is not None and parsed.write.exists():
         raise UserError(f"--write {parsed.write}: exists, expected a new file")
@@ -115,6 +119,18 @@ def _head(cluster: PlannedCluster, tokens: int, response: float, parsed: argpars
         f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.profile.name}, {tokens:,} tokens a sequence, of which "
         f"{response:,.0f} of the response{given}"
     )
+
+
+def _profiled_cluster(parsed: argparse.Namespace) -> PlannedCluster:
+    """The cluster of hosts like this one, by its own profile."""
+    with quick_imports():
+        from hybridflow.planning.measure.machine import check_machine
+        from hybridflow.planning.time.hardware import load_profile
+    if parsed.gpus is not None:
+        raise UserError(f"--profile {parsed.profile} is of this machine, --gpus {parsed.gpus} of others: expected one")
+    profile = load_profile(parsed.profile)
+    check_machine(parsed.profile, profile)
+    return named_cluster(f"{parsed.profile}:{profile.hardware.gpus_per_node}", parsed.nodes, parsed.link, parsed.gpu_gb)
 
 
 def named_cluster(gpus: str, nodes: int, link: str | None, gpu_gb: float | None = None) -> PlannedCluster:

@@ -10,7 +10,6 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.platform import platform
-from engine3d.startup.lazy_imports import torch
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.actors import ACTORS
 from hybridflow.config.recipe import Recipe
@@ -27,7 +26,13 @@ from hybridflow.planning.search.recipe_work import (
     search_settings,
 )
 from hybridflow.planning.search.run_plan import ROLLOUT, RoleGroup, RunPlan
-from hybridflow.planning.time.hardware import Profile, load_profile, shipped_profiles
+from hybridflow.planning.time.hardware import (
+    Profile,
+    load_profile,
+    matching_profile,
+    shipped_profiles,
+    this_machine,
+)
 
 AUTO = "auto"
 _MOST_SLOTS = 4
@@ -97,16 +102,15 @@ def _hardware(nodes: Sequence[Node] | None, setting: str) -> tuple[Profile, int]
         slots = min(_MOST_SLOTS, os.cpu_count() or 1) if nodes is None else sum(node.cpu_slots for node in nodes)
         return load_profile("cpu").with_cluster(max(1, slots)), max(1, slots)
     gpus = per_node if nodes is None else sum(node.gpus for node in nodes)
-    profiles = [load_profile(name) for name in shipped_profiles()]
     if not platform.gpus:
         return load_profile("h200").with_cluster(per_node), gpus
-    name = torch.cuda.get_device_name(0)
-    profile = next((profile for profile in profiles if profile.gpu == name), None)
+    profile = matching_profile(machine := this_machine())
     if profile is None:
-        known = ", ".join(profile.gpu for profile in profiles if profile.gpu != "cpu")
+        shipped = (load_profile(name).gpu for name in shipped_profiles())
+        known = ", ".join(gpu for gpu in shipped if gpu != "cpu")
         raise UserError(
-            f"{setting}: auto on {name}, of which no profile ships ({known}); expected devices and a layout, such as "
-            "those of hybridflow plan --gpus FILE.yaml:8"
+            f"{setting}: auto on {machine['gpu']}, of which no profile ships ({known}); expected devices and a layout, "
+            "such as those of hybridflow plan --gpus FILE.yaml:8"
         )
     return profile.with_cluster(per_node), gpus
 

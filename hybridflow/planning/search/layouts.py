@@ -119,7 +119,11 @@ class LayoutFront:
         """Bytes of the smallest candidate of those that were looked at, without padding of its buffers."""
 
     def fastest(self, limit: float) -> Proposal | None:
-        """Return the fastest layout whose heaviest stage takes at most this many bytes; None if there is none."""
+        """Return the fastest layout whose heaviest stage takes at most this many bytes; None if there is none.
+
+        Args:
+            limit: bytes, at most those of a GPU that has no other models.
+        """
         for proposal in self._proposals:
             if proposal.heaviest.total <= limit:
                 return proposal
@@ -127,7 +131,7 @@ class LayoutFront:
             layout, config, batch = candidate.layout, candidate.config, candidate.batch
             bound = self._search.least_memory(layout, config, batch)
             self.least = min(self.least, bound)
-            if bound >= self._smallest:
+            if bound >= min(self._smallest, self._search.limit(0)):
                 continue
             heaviest = self._search.heaviest(layout, config, batch)
             if heaviest.total < self._smallest:

@@ -142,7 +142,8 @@ class PlacementSearch:
         step = self._step(groups, costs.seconds)
         alone = _engines_are_alone(groups)
         staleness, stream = self.settings.staleness * alone, self.settings.stream and alone
-        return RunPlan(groups, roles, engines, costs, step, tuple(memory), staleness, stream, offloaded)
+        latent = any(work.spec.sizes.latent is not None for work in self.work.roles)
+        return RunPlan(groups, roles, engines, costs, step, tuple(memory), staleness, stream, offloaded, latent)
 
     def _step(self, groups: Sequence[RoleGroup], seconds: PhaseSeconds) -> StepSeconds:
         alone = _engines_are_alone(groups)

@@ -38,6 +38,8 @@ def unmeasured(plan: RunPlan, profile: Profile) -> list[str]:
                 features[name] = None
         if layout.world_size > profile.hardware.gpus_per_node:
             features["network"] = None
+    if plan.latent:
+        features["latent attention"] = None
     if plan.engines is not None and plan.engines.shape.fp8:
         features["fp8"] = None
     if plan.costs.transfer is not None and plan.costs.transfer.network:

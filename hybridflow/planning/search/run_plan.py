@@ -56,6 +56,7 @@ class RunPlan:
         staleness: of the engines' weights, in updates.
         stream: rollouts are a stream.
         offloaded: roles that leave their GPUs between their turns.
+        latent: a model has multi-head latent attention.
     """
 
     groups: tuple[RoleGroup, ...]
@@ -67,6 +68,7 @@ class RunPlan:
     staleness: int
     stream: bool
     offloaded: frozenset[str] = frozenset()
+    latent: bool = False
 
     @property
     def gpus(self) -> int:

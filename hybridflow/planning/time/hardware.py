@@ -1,17 +1,23 @@
 """Rates of a GPU, of its kernels and of its links: hardware profiles, as files that say where each number comes from.
 
 A profile is a YAML file: `name`, `gpu` (as the driver names it), `interval`, `measured`, and `rates`, each with
-`value`, `unit` and `origin`. Those of `profiles/` ship with the project.
+`value`, `unit` and `origin`. Those of `profiles/` ship with the project, those that `hybridflow profile` measures also
+have `machine`.
 """
 
 from __future__ import annotations
 
+import os
+import platform as host
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
+from engine3d.platform import platform
+from engine3d.startup.lazy_imports import torch
 from hybridflow.rundir.yaml_reader import read_yaml_file
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -135,6 +141,8 @@ class Profile:
         interval: relative half-width of the interval of each phase: "update", "scoring", "rollout", "transfer".
         measured: features whose cost was measured; others widen the interval.
         origins: of each rate.
+        units: of each rate.
+        machine: that it was measured on, as `this_machine`; empty for every one with the GPU.
     """
 
     name: str
@@ -143,6 +151,8 @@ class Profile:
     interval: dict[str, float]
     measured: frozenset[str]
     origins: dict[str, str]
+    units: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str | int] = field(default_factory=dict)
 
     def with_cluster(self, gpus_per_node: int | None = None, link: str | None = None) -> Profile:
         """Return the profile on nodes of another size, and with another link, such as "400Gb" a GPU.
@@ -173,6 +183,24 @@ def link_rate(text: str) -> float:
 def shipped_profiles() -> list[str]:
     """List the names of the profiles that ship with the project."""
     return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+def this_machine() -> dict[str, str | int]:
+    """Describe this machine: "gpu", as the driver has it, or "cpu"; without GPUs its processor and their number."""
+    if platform.gpus:
+        return {"gpu": torch.cuda.get_device_name(0)}
+    try:
+        names = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+        processor = next(names, "").partition(":")[2].strip()
+    except OSError:
+        processor = ""
+    return {"gpu": "cpu", "processor": processor or host.machine(), "cores": len(os.sched_getaffinity(0))}
+
+
+def matching_profile(machine: Mapping[str, str | int]) -> Profile | None:
+    """Return the shipped profile of a machine's devices; None if none ships."""
+    profiles = (load_profile(name) for name in shipped_profiles())
+    return next((profile for profile in profiles if profile.gpu == machine["gpu"]), None)
 
 
 def load_profile(name: str) -> Profile:
@@ -215,4 +243,6 @@ def _profile(path: Path, data: Any) -> Profile:
         interval={name: float(value) for name, value in interval.items()},
         measured=frozenset(data.get("measured") or ()),
         origins={name: f"{rates[name]['origin']}" for name in names},
+        units={name: f"{rates[name].get('unit', '')}" for name in names},
+        machine=data.get("machine") or {},
     )

@@ -40,6 +40,10 @@ gradient of weights."""
 _LAYER_PASSES, _LAYER_PASSES_UNFUSED = 23.0, 31.0
 """Passes of an update over a token's hidden state, queries, keys and values in a layer, with one kernel for queries and
 keys and without (h200-1gpu-6-layers-kernels.txt, and norms of h200-2gpu-12-layers*-kernels.txt)."""
+_LATENT_PASSES = 125.0
+"""Further passes of an update over queries, keys and values of multi-head latent attention: expansion of the latents,
+rotation and concatenation of their halves, each an operation of its own. It is what memory/deepseek-like takes beyond
+attention's share, at one length of sequences (1,290 tokens)."""
 _EXPERT_PASSES = 6.0
 """Passes over the rows of a token's experts: input, gate and up projection."""
 _HEAD_PASSES = 4.7
@@ -311,6 +315,8 @@ class CostModel:
         share = (passes + repeated) / PASSES_OF_AN_UPDATE
         wide = sizes.hidden + (sizes.heads + 2 * sizes.groups) * sizes.head_dim
         per_layer = (_LAYER_PASSES if config.fused_query_key or not sizes.qk_norm else _LAYER_PASSES_UNFUSED) * wide
+        if sizes.latent is not None:
+            per_layer += _LATENT_PASSES * (wide - sizes.hidden)
         rows = sparse * sizes.experts_per_token * (sizes.hidden + 2 * sizes.expert_ffn)
         rows += (layers - sparse) * 2 * sizes.ffn + sparse * 2 * sizes.shared_ffn
         elements = share * (layers * per_layer + _EXPERT_PASSES * rows)

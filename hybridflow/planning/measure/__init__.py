@@ -1,0 +1,1 @@
+"""Measurement of the rates of this machine for a hardware profile."""
