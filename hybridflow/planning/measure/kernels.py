@@ -1,6 +1,6 @@
 """Rates of one device: matrix multiplications, attention, experts, memory, Adam, and copies to and from the host.
 
-Everything is PyTorch's: a GPU's training kernels are others, and reach a little more. KernelSizes are those of a layer of a
+Everything is PyTorch's: a GPU's training kernels are others, and reach a little more. Sizes are those of a layer of a
 small model on a machine without GPUs, whose dtype is float32.
 """
 
