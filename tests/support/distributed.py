@@ -6,19 +6,25 @@ import gc
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from engine3d import rendezvous
+from tests.support.warm import Forked
 
-_PRELOADED = ("tests.support.preloaded",)
+_ROOT = Path(__file__).parents[2]
+_ENVIRONMENT = dict(os.environ)
+"""Of every rank, whatever a test sets later: ranks are forked from one server."""
 
 
 class RankFailedError(AssertionError):
@@ -44,24 +50,19 @@ def run_distributed(
     Raises:
         RankFailedError: with the traceback of the first rank that failed, or the ranks that were late.
     """
-    # A process forked from one that has used CUDA cannot use it.
-    method: Any = "spawn" if torch.cuda.is_available() else "forkserver"
-    context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(list(_PRELOADED))
     store = rendezvous.serve(rendezvous.listen("127.0.0.1"))
-    processes: list[ForkServerProcess] = []
-    waiting: dict[Connection, int] = {}
+    ranks: list[_Rank] = []
     try:
-        for rank in range(world_size):
-            process, connection = _start(context, function, args, rank, world_size, store.port)
-            processes.append(process)
-            waiting[connection] = rank
-        return _collect(waiting, world_size, time.monotonic() + timeout_s, timeout_s, may_die)
+        with tempfile.TemporaryFile() as call:
+            call.write(pickle.dumps((function, args)))
+            call.flush()
+            for rank in range(world_size):
+                started = _Rank(call.fileno(), rank, world_size, store.port)
+                ranks.append(started)
+        return _collect(ranks, time.monotonic() + timeout_s, timeout_s, may_die)
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
+        for process in ranks:
+            process.end()
 
 
 def meet_others(device: str) -> dist.ProcessGroup:
@@ -74,20 +75,52 @@ def meet_others(device: str) -> dist.ProcessGroup:
     return group
 
 
-def _start(
-    context: ForkServerContext, function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, port: int
-) -> tuple[ForkServerProcess, Connection]:
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_rank, args=(sender, function, args, rank, size, port))
-    process.start()
-    sender.close()
-    return process, receiver
+class _Rank:
+    """A process that has not ended, and the connection on which it sends its result."""
+
+    def __init__(self, call: int, rank: int, size: int, port: int) -> None:
+        self.rank = rank
+        self.connection, sender = multiprocessing.Pipe(duplex=False)
+        arguments = ["-m", "tests.support.distributed", *map(str, (rank, size, port))]
+        with sender, open(os.devnull, "rb") as nothing:  # noqa: PTH123
+            descriptors = [nothing.fileno(), 1, 2, os.open(f"/proc/self/fd/{call}", os.O_RDONLY), sender.fileno()]
+            try:
+                self._process = _started(arguments, descriptors)
+            finally:
+                os.close(descriptors[3])
+
+    def end(self) -> None:
+        self._process.kill()
+        self.connection.close()
 
 
-def _collect(
-    waiting: dict[Connection, int], world_size: int, deadline: float, timeout_s: float, may_die: Collection[int]
-) -> list[Any]:
-    results: list[Any] = [None] * world_size
+def _started(arguments: list[str], descriptors: list[int]) -> Forked | _Spawned:
+    # A process forked from one that has used CUDA cannot use it.
+    if torch.cuda.is_available():
+        return _Spawned(arguments, descriptors)
+    return Forked("test_rank", arguments, _ENVIRONMENT, descriptors)
+
+
+class _Spawned:
+    """The same with an interpreter of its own."""
+
+    def __init__(self, arguments: list[str], descriptors: list[int]) -> None:
+        call, sender = descriptors[3:]
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments, str(call), str(sender)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(call, sender),
+            cwd=_ROOT,
+        )
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float, timeout_s: float, may_die: Collection[int]) -> list[Any]:
+    results: list[Any] = [None] * len(ranks)
+    waiting = {process.connection: process.rank for process in ranks}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -102,14 +135,12 @@ def _collect(
                     continue
                 raise RankFailedError(f"rank {rank} died") from None
             if not succeeded:
-                raise RankFailedError(f"rank {rank} of {world_size}:\n{result}")
+                raise RankFailedError(f"rank {rank} of {len(ranks)}:\n{result}")
             results[rank] = result
     return results
 
 
-def _rank(
-    connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int
-) -> None:
+def main(rank: int, world_size: int, port: int, call: int = 3, sender: int = 4) -> None:
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "RANK": str(rank),
@@ -125,9 +156,16 @@ def _rank(
     # again, for most of a second with each later engine. Frozen here, once, closed engines can go.
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+    connection = Connection(sender, readable=False)
     try:
+        with os.fdopen(call, "rb") as file:
+            function, args = pickle.load(file)
         # Bytes, because a tensor's own way through a pipe would need this process to outlive it.
         connection.send_bytes(pickle.dumps((True, function(*args))))
     except Exception:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     connection.close()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

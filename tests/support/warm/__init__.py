@@ -17,13 +17,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.warm import launcher
 
 _ROOT = Path(__file__).parents[3]
-_KINDS = ("driver", "head", "rank", "host")
+_KINDS = ("driver", "head", "rank", "host", "test_rank")
 _VARIABLE = "WARM_PYTHON"
 """Environment variable: the interpreter of the servers that all workers of a test session share."""
 
@@ -67,6 +67,34 @@ def warm_starts() -> Iterator[None]:
         yield
     finally:
         sys.executable = before
+
+
+class Forked:
+    """A process of a Python module, forked from the session's server of a kind.
+
+    Args:
+        kind: of the server.
+        arguments: of the interpreter, without it.
+        environment: of the process. All processes of a kind have the same variables that imports read.
+        descriptors: that the process gets, as 0, 1, 2 and so on.
+    """
+
+    def __init__(
+        self, kind: str, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+    ) -> None:
+        path = str(Path(warm_python()).with_name(kind))
+        numbers = list(range(len(descriptors)))
+        self._server, self.pid = launcher.ask(path, list(arguments), dict(environment), list(descriptors), numbers)
+        assert self.pid, "the server has imported in an environment that differs: see `refused_starts`"
+
+    def kill(self) -> None:
+        """Kill the process unless it has ended, and wait until it is gone."""
+        with contextlib.suppress(OSError):  # the server closes the connection of a process that has ended
+            self._server.shutdown(socket.SHUT_WR)
+        self._server.settimeout(60)
+        with contextlib.suppress(ConnectionError):
+            self._server.recv(4)
+        self._server.close()
 
 
 class WarmServers:

@@ -32,6 +32,43 @@ def kind_of(arguments: list[str]) -> str | None:
     return None
 
 
+def ask(
+    path: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    descriptors: list[int],
+    numbers: list[int] | None = None,
+) -> tuple[_socket.socket, int]:
+    """Let the server that listens at a path fork a process; the connection to it, and the process or 0 if it refuses.
+
+    Args:
+        path: of the server's socket.
+        arguments: of the interpreter.
+        environment: of the process.
+        descriptors: that the process gets.
+        numbers: of these descriptors in the process; those here if None.
+    """
+    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    server.connect(path)
+    request = {
+        "arguments": arguments,
+        "environment": environment,
+        "directory": os.getcwd(),  # noqa: PTH109
+        "descriptors": numbers or descriptors,
+        "launcher": os.getpid(),
+        "leads": os.getsid(0) == os.getpid(),
+        "umask": os.umask(0o022),
+    }
+    os.umask(request["umask"])
+    data = json.dumps(request).encode()
+    packed = b"".join(descriptor.to_bytes(4, "little") for descriptor in descriptors)
+    sent = server.sendmsg([len(data).to_bytes(4, "little")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
+    assert sent == 4
+    while data:
+        data = data[server.send(data) :]
+    return server, int.from_bytes(_exactly(server, 4), "little")
+
+
 def main(arguments: list[str]) -> None:
     interpreter = sys.executable
     kind = kind_of(arguments)
@@ -44,27 +81,10 @@ def main(arguments: list[str]) -> None:
         except OSError:
             continue  # of the directory itself
         descriptors.append(int(name))
-    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
-        server.connect(os.path.dirname(__file__) + "/" + kind)  # noqa: PTH120
+        server, process = ask(os.path.dirname(__file__) + "/" + kind, arguments, dict(os.environ), descriptors)  # noqa: PTH120
     except OSError:
         os.execv(interpreter, [interpreter, *arguments])
-    request = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "directory": os.getcwd(),  # noqa: PTH109
-        "descriptors": descriptors,
-        "launcher": os.getpid(),
-        "leads": os.getsid(0) == os.getpid(),
-        "umask": os.umask(0o022),
-    }
-    data = json.dumps(request).encode()
-    packed = b"".join(descriptor.to_bytes(4, "little") for descriptor in descriptors)
-    sent = server.sendmsg([len(data).to_bytes(4, "little")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
-    assert sent == 4
-    while data:
-        data = data[server.send(data) :]
-    process = int.from_bytes(_exactly(server, 4), "little")
     if process == 0:
         server.close()
         os.execv(interpreter, [interpreter, *arguments])

@@ -59,6 +59,7 @@ _MODULES = {
         *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
         "hybridflow.workers.rank_process",
     ),
+    "test_rank": ("tests.support.preloaded",),
     "host": ("transformers", "sglang.srt.entrypoints.engine", "engine3d.rollout.scheduler.plugin"),
 }
 
