@@ -50,6 +50,8 @@ def ask(
     """
     server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     server.connect(path)
+    mask = os.umask(0o022)
+    os.umask(mask)
     request = {
         "arguments": arguments,
         "environment": environment,
@@ -57,9 +59,8 @@ def ask(
         "descriptors": numbers or descriptors,
         "launcher": os.getpid(),
         "leads": os.getsid(0) == os.getpid(),
-        "umask": os.umask(0o022),
+        "umask": mask,
     }
-    os.umask(request["umask"])
     data = json.dumps(request).encode()
     packed = b"".join(descriptor.to_bytes(4, "little") for descriptor in descriptors)
     sent = server.sendmsg([len(data).to_bytes(4, "little")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
