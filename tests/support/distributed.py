@@ -24,7 +24,7 @@ from tests.support.warm import Forked
 
 _ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = dict(os.environ)
-"""Of every rank, whatever a test sets later: ranks are forked from one server."""
+"""Environment of every rank, whatever a test sets later: ranks are forked from one server."""
 
 
 class RankFailedError(AssertionError):
