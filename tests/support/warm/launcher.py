@@ -39,7 +39,7 @@ def ask(
     descriptors: list[int],
     numbers: list[int] | None = None,
 ) -> tuple[_socket.socket, int]:
-    """Let the server that listens at a path fork a process; the connection to it, and the process or 0 if it refuses.
+    """Ask the server that listens at a path for a process; the connection to it, and the process or 0 if it refuses.
 
     Args:
         path: of the server's socket.
