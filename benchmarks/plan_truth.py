@@ -4,7 +4,7 @@
 
 prints the table of `results/plan/README.md` and writes it. Predictions take the recipe, the mean tokens of prompts and
 the lengths of responses, the profile of the GPU, and nothing else of the run. Measured is the median of the steps after
-the first.
+the first; of a stream, whose steps wait or not, the mean of those while its engines are full.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ METRICS = {
 }
 CALIBRATED = {
     "cute-norms": "sparse_layer_s",
+    "h100-1and1-stream": "EngineShape.recomputes",
     "h100-judge-and-evaluation/eval-beside": "decode_host_s, update_s, scoring_s",
     "h200-1and1-one-step-apart/run": "transfer_share",
     "h200-4gpu-30b/five-steps-run": "transfer_s",
@@ -82,14 +83,33 @@ class MeasuredRun:
         return next((rate for name, rate in CALIBRATED.items() if self.name.startswith(name)), None)
 
     def measured(self) -> dict[str, float]:
-        """Seconds of each phase that was measured: medians of the steps after the first."""
-        later = self.steps[1:] or self.steps
-        medians = {}
+        """Seconds of each phase that was measured: medians of the later steps; in a stream means, as steps differ."""
+        centre = statistics.mean if self.is_stream else statistics.median
+        centres = {}
         for phase, name in METRICS.items():
-            values = [step[name] for step in later if name in step]
-            if values and statistics.median(values) / 1e3 >= _LEAST_S:
-                medians[phase] = statistics.median(values) / 1e3
-        return medians
+            values = [step[name] for step in self.later if name in step]
+            if values and centre(values) / 1e3 >= _LEAST_S:
+                centres[phase] = centre(values) / 1e3
+        return centres
+
+    @property
+    def is_stream(self) -> bool:
+        return self.recipe["rollout"].get("stream") is not None
+
+    @property
+    def later(self) -> list[dict[str, Any]]:
+        """Steps after the first; in a stream those while batches are drawn, without the first that fill the engines."""
+        if not self.is_stream:
+            return self.steps[1:] or self.steps
+        staleness = self.recipe["trainer"]["max_staleness"]
+        return self.steps[2 * staleness : len(self.steps) - staleness] or self.steps[1:]
+
+    def lengths(self) -> tuple[float, ...]:
+        """Tokens of responses: the recipe's kinds where it has some, with the mean that was measured; else the mean."""
+        centre = statistics.mean if self.is_stream else statistics.median
+        mean = centre(step["rollout/response_length_mean"] for step in self.later)
+        kinds = [kind["max_new_tokens"] for kind in self.recipe["rollout"].get("adaptive_sampling") or ()]
+        return tuple(mean * kind * len(kinds) / sum(kinds) for kind in kinds) or (mean,)
 
 
 def measured_runs() -> Iterator[MeasuredRun]:
@@ -140,10 +160,12 @@ def _workload(run: MeasuredRun, config: TrainConfig, ranks: int) -> Workload:
     recipe, trainer = run.recipe, run.recipe["trainer"]
     spec = model_spec(recipe["model"]["create"]["config"])
     samples, prompts = recipe["rollout"]["samples_per_prompt"], trainer["prompts_per_step"]
-    later = run.steps[1:] or run.steps
-    response = statistics.median(step["rollout/response_length_mean"] for step in later)
+    lengths = run.lengths()
     trained = 2 if recipe["algorithm"]["name"] == "ppo" else 1
-    prompt = statistics.median(_prompt_tokens(step, trained * prompts * samples, ranks) for step in later)
+    kinds = recipe["rollout"].get("adaptive_sampling") or ()
+    prompt = statistics.median(_prompt_tokens(step, trained * prompts * samples, ranks) for step in run.later)
+    if kinds:
+        prompt = statistics.mean(kind["prompt_tokens"] for kind in kinds)
     longest = recipe["rollout"]["sampling"]["max_new_tokens"]
     mini_batches, epochs = trainer["mini_batches"], trainer.get("epochs", 1)
     roles = [RoleWork("actor", spec, config, trained=True, passes=int(mini_batches * epochs > 1))]
@@ -151,7 +173,6 @@ def _workload(run: MeasuredRun, config: TrainConfig, ranks: int) -> Workload:
         roles.append(RoleWork("critic", replace(spec, value_head=True), config, trained=True, passes=1))
         if recipe["algorithm"].get("kl_coef", 0.0) > 0:
             roles.append(RoleWork("reference", spec, config, trained=False, passes=1))
-    lengths = (response,)
     return Workload(
         tuple(roles),
         prompts,
@@ -188,6 +209,7 @@ def _engines(recipe: dict[str, Any], ranks: int) -> EngineShape:
         local_experts_only=bool(engine.get("local_experts_only")),
         graphs=engine["cuda_graph"],
         dtype=engine["dtype"],
+        recomputes=(recipe["rollout"].get("stream") or {}).get("on_new_weights") == "recompute",
     )
 
 
@@ -207,6 +229,8 @@ def reason(run: MeasuredRun) -> str:
     create, sizes = run.recipe["model"]["create"], model_spec(run.recipe["model"]["create"]["config"]).sizes
     if run.on_earlier_code:
         return "earlier code, before fused experts"
+    if run.name.endswith("restart-only-engine"):
+        return "its engine is killed and starts again meanwhile"
     if run.recipe["placement"].get("judge"):
         return "a judge, whose time no model predicts"
     if sizes.layers >= 24 and create.get("embedding_std") is None and run.recipe["rollout"]["engine"]["tp"] > 2:
@@ -247,7 +271,8 @@ def page(compared: list[tuple[MeasuredRun, dict[str, tuple[float, float]]]]) -> 
         "",
         "Every run under `benchmarks/results` on GPUs that has a recipe and metrics, predicted from its recipe, the",
         "mean tokens of its prompts and responses, and the profile of its GPU (`hybridflow/planning/time/profiles`).",
-        f"Measured is the median of the steps after the first, in seconds. Phases below {_LEAST_S} s are left out.",
+        "Measured is the median of the steps after the first, in seconds; of a stream, whose steps wait for a batch or",
+        f"not, the mean of those while its engines are full. Phases below {_LEAST_S} s are left out.",
         "",
         "| phase | runs | median error | largest error | within 20 % |",
         "|---|---|---|---|---|",
@@ -281,9 +306,10 @@ def page(compared: list[tuple[MeasuredRun, dict[str, tuple[float, float]]]]) -> 
 _MISSES = (
     "## Misses",
     "",
-    "- `second-tiny-stream4`: a model of 4 layers with a staleness of 4 and short responses. A stream's step is the",
-    "  longer of generation and training, and both are calls and launches here.",
-    "- `first-8-layers-stream4`: the run kept no tokens of its updates, so that its prompts are a guess.",
+    "- `second-tiny-stream4`: a model of 4 layers with a staleness of 4, bounded by the engine's scheduler. Its steps",
+    "  take 0.4 s, or 3 to 8 s where the trainer waits for a batch: their median is 0.6 s, their mean 2 s. New weights",
+    "  come every step, and all 512 requests read their tokens again, counted with the seconds of their start. That",
+    "  term, and the wait for the longest response of a batch, were added after this run and its twin were compared.",
     "- `one-gpu-8-layers`: 11.6 ms a decoding step, where its twin of one GPU (`deepseek-like`) has 7. Not explained.",
     "- `two-gpus-30b`, `1and1-one-step-apart`: experts in Megatron-Core's own operations, whose launches bound the",
     "  first and not the second. One rate stands for both.",

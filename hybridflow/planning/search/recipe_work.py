@@ -118,6 +118,7 @@ def search_settings(
         fp8=engine.precision == "fp8",
         dtype=engine.dtype,
         graphs=engine.cuda_graph,
+        recomputes=recipe.rollout.stream is not None and recipe.rollout.stream.on_new_weights == "recompute",
     )
     plain = not (engine.deterministic or engine.token_versions or engine.release_weights or engine.precision)
     return SearchSettings(
@@ -229,6 +230,7 @@ def fixed_engines(recipe: Recipe, devices: int) -> EngineShape:
         fp8=engine.precision == "fp8",
         dtype=engine.dtype,
         graphs=engine.cuda_graph,
+        recomputes=recipe.rollout.stream is not None and recipe.rollout.stream.on_new_weights == "recompute",
     )
 
 

@@ -49,6 +49,7 @@ class EngineShape:
         fp8: weights are in fp8.
         dtype: of weights and KV cache.
         graphs: decoding is captured in CUDA graphs.
+        recomputes: requests of a stream read their tokens again whenever there are new weights.
     """
 
     tp: int = 1
@@ -63,6 +64,7 @@ class EngineShape:
     fp8: bool = False
     dtype: str = "bfloat16"
     graphs: bool = True
+    recomputes: bool = False
 
     @property
     def ranks(self) -> int:

@@ -77,21 +77,24 @@ def scoring_cost(work: Workload, role: RoleWork, hardware: Hardware, layout: Lay
 def rollout_costs(
     work: Workload, hardware: Hardware, engines: EngineShape, cache_tokens: float
 ) -> tuple[RolloutCost, float]:
-    """Predict the cost of a rollout, and its seconds in a stream, where all places are taken at all times."""
+    """Predict the cost of a rollout, and its seconds in a stream, where all slots are taken at all times."""
     model = GenerationModel(work.actor.spec, hardware)
     cost = model.rollout(engines, work.prompts, work.samples, work.prompt, work.lengths, cache_tokens)
-    if len(work.lengths) == 1:
-        return cost, cost.seconds
     of_engine = -(-work.prompts // engines.engines) * work.samples
     running = max(
         1.0, min(engines.requests, of_engine, cache_tokens // max(1.0, work.prompt / work.samples + work.response))
     )
     # A request that runs at some moment has made half of its tokens; long ones are seen more often.
     seen = sum(length**2 for length in work.lengths) / sum(work.lengths) / 2
+    again = 0.0
+    if engines.recomputes:
+        again = running * (model.prompt_s(engines, work.prompt + seen) + hardware.decode_start_s)
+    if len(work.lengths) == 1:
+        return cost, cost.seconds + again
     tokens = running * (work.prompt + seen)
     shared = running * work.prompt * (1 - 1 / work.samples)
     step = sum(model.step(engines, running, tokens, shared).values())
-    return cost, cost.prefill + of_engine * work.response / running * step
+    return cost, cost.prefill + of_engine * work.response / running * step + again
 
 
 def phase_costs(

@@ -5,8 +5,8 @@ updates, roles on other devices work at the same time, and those on the same dev
 
 With staleness s the engines, on devices of their own, begin the batch of step k once the update of step k - 1 - s is
 done, and the update of step k begins once its batch is complete: the recurrence below, on a clock that jumps from event
-to event. In a stream requests of later batches fill the places of ended ones, so that a batch takes as long as the
-engines need for its tokens, and its tail costs nothing.
+to event. In a stream requests of later batches fill the slots of ended ones: batches follow one another as fast as the
+engines make their tokens, and each is complete once its own tail has ended.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def step_seconds(
         "driver": seconds.driver,
     }
     total = sum(phases.values())
-    step = total if not staleness else _pipelined(phases, staleness)
+    latency = seconds.rollout if stream else rollout
+    step = total if not staleness else _pipelined(phases, staleness, latency)
     names = {"rollout": rollout, "training": scoring + update} if staleness else phases
     bottleneck = max(names, key=lambda name: names[name])
     return StepSeconds(step, phases, max(0.0, total - step), bottleneck)
@@ -88,13 +89,19 @@ def _together(of_role: Mapping[str, float], groups: Sequence[frozenset[str]]) ->
     return max((sum(of_role.get(role, 0.0) for role in group) for group in groups), default=0.0)
 
 
-def _pipelined(phases: Mapping[str, float], staleness: int) -> float:
-    """Predict the seconds of a step in a steady state."""
+def _pipelined(phases: Mapping[str, float], staleness: int, latency: float) -> float:
+    """Predict the seconds of a step in a steady state.
+
+    Args:
+        phases: seconds by phase; "rollout" are those between two batches of engines that never wait.
+        staleness: at least 1.
+        latency: seconds from the begin of a batch to its last response.
+    """
     training = phases["scoring"] + phases["update"] + phases["driver"]
     generated, trained = [0.0], [0.0]  # moments at which batches and updates are done; the first are there
     for number in range(1, _STEPS + 1):
         version = max(0, number - 1 - staleness)
-        begin = max(generated[-1], trained[version])
-        generated.append(begin + phases["rollout"] + phases["transfer"])
+        engines = max(generated[-1], trained[version]) + phases["rollout"]
+        generated.append(max(engines, trained[version] + latency) + phases["transfer"])
         trained.append(max(trained[-1], generated[-1]) + training + phases["transfer"])
     return (trained[-1] - trained[_STEPS // 2]) / (_STEPS - _STEPS // 2)

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from hybridflow.planning.time.generation import EngineShape
+from hybridflow.planning.time.hardware import load_profile
+from hybridflow.planning.time.phases import rollout_costs
 from hybridflow.planning.time.step import PhaseSeconds, step_seconds
 from hybridflow.planning.time.workload import drawn_lengths
+from tests.hybridflow.planning.search.test_placements import WORK
 
 SECONDS = PhaseSeconds(
     rollout=10.0, stream=7.0, scoring={"critic": 1.0, "reference": 2.0}, update={"actor": 5.0, "critic": 4.0},
@@ -32,6 +36,24 @@ def test_the_longer_of_generation_and_training_bounds_a_stale_step() -> None:
     assert step_seconds(slow, apart, staleness=2, stream=True).step == pytest.approx(15.5)
     assert step_seconds(slow, apart, stream=True).step == step_seconds(slow, apart).step
     assert one.hidden == pytest.approx(22.75 - one.step)
+
+
+def test_a_stream_waits_for_the_longest_response_of_a_batch() -> None:
+    """The batch of a step begins two updates earlier at most at staleness 1, and ends with its tail."""
+    apart = [frozenset({"actor", "critic", "reference"}), frozenset({"rollout"})]
+    tail = replace(SECONDS, rollout=40.0, stream=7.0)
+    after = 9 + 3 + 0.25 + 0.5  # training and transfer, after the batch
+    assert step_seconds(tail, apart, staleness=1, stream=True).step == pytest.approx((40.5 + after) / 2)
+    assert step_seconds(tail, apart, staleness=8, stream=True).step == pytest.approx(after)
+
+
+def test_a_stream_whose_weights_change_reads_the_tokens_in_flight_again() -> None:
+    engines = EngineShape(requests=256)
+    (cost, kept), (_, again) = (
+        rollout_costs(WORK, load_profile("h200").hardware, replace(engines, recomputes=recomputes), 1e9)
+        for recomputes in (False, True)
+    )
+    assert kept < again < kept + 1.5 * cost.prefill
 
 
 def test_lengths_have_the_mean_that_was_given() -> None:
