@@ -79,7 +79,7 @@ def serving_by_rank(
         config.attention_dp,
         config.precision,
     )
-    cache = cache_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)
+    cache = cache_of_a_token(spec.sizes, config.attention_tp, config.cache_itemsize)
     prefix = prefix_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)
     prompt = prompt_of_a_token(spec.sizes, config.tp, config.ep, dtype.itemsize)
     absorbed = absorbed_weights(spec.sizes, config.attention_tp, dtype.itemsize)

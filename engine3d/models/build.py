@@ -16,6 +16,7 @@ from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import ValueHead
 from engine3d.models.megatron_config import layer_spec, transformer_config
+from engine3d.models.precision import Precision
 
 # It warns at every build that GPTModel will give way to HybridModel; the version is pinned.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -32,6 +33,7 @@ def build_model(
     fused_experts: bool = False,
     copy_engine_timeout_s: float | None = None,
     fused_query_key: bool = False,
+    precision: Precision | None = None,
 ) -> torch.nn.Module:
     """Build this rank's part of the model. Its parameters hold nothing yet: `load_weights` fills them.
 
@@ -47,7 +49,7 @@ def build_model(
         pre_process: whether this rank embeds tokens, in its first chunk; the first pipeline stage unless given.
         post_process: whether this rank has the output layer, in its last chunk; the last pipeline stage unless given.
         overrides: arguments of Megatron's TransformerConfig.
-        fused_experts, copy_engine_timeout_s, fused_query_key: see `layer_spec`.
+        fused_experts, copy_engine_timeout_s, fused_query_key, precision: see `layer_spec`.
 
     Raises:
         UserError: the layout does not divide the model, Megatron refuses an argument, or `fused_query_key` cannot be.
@@ -67,6 +69,7 @@ def build_model(
                 fused_experts=fused_experts,
                 copy_engine_timeout_s=copy_engine_timeout_s,
                 fused_query_key=fused_query_key,
+                precision=precision,
             ),
             pre_process and chunk == 0,
             post_process and chunk == layout.vpp - 1,

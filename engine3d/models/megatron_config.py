@@ -25,6 +25,8 @@ from engine3d.models.experts.moe_layer import FusedMoELayer, SequenceMoELayer
 from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
+from engine3d.models.precision import Precision
+from engine3d.models.quantised_linear import with_quantised_linears
 from engine3d.models.sizes import Latent
 from engine3d.platform import platform
 
@@ -169,6 +171,7 @@ def layer_spec(
     fused_experts: bool = False,
     copy_engine_timeout_s: float | None = None,
     fused_query_key: bool = False,
+    precision: Precision | None = None,
 ) -> TransformerBlockSubmodules:
     """Megatron's layers for a model chunk of this rank: Transformer Engine where it is present, else Megatron's own.
 
@@ -182,6 +185,7 @@ def layer_spec(
         copy_engine_timeout_s: limit of each wait of the copy-engine dispatcher for another rank; None for Megatron-
             Core's dispatcher. Needs `fused_experts`.
         fused_query_key: fuse the computation of queries and keys, which passes `check_fused_query_key`.
+        precision: of the operands of GEMMs where there is no Transformer Engine, for which the configuration says it.
 
     Raises:
         UserError: they cannot be made in one.
@@ -205,6 +209,8 @@ def layer_spec(
         layers = [_with_lean_modules(layer, config, fused_experts, copy_engine_timeout_s) for layer in layers]
     else:
         layers = [_with_local_modules(layer) for layer in layers]
+        if precision is not None:
+            layers = [with_quantised_linears(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
     if spec.sizes.output_bias and not config.add_bias_linear:
         layers = [_with_output_bias(layer) for layer in layers]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
-from engine3d.models.rules import Box, Cut, ExpertNumbering, HFTensor, Shard, TensorSlice
+from engine3d.models.rules import Box, Cut, ExpertNumbering, HFTensor, Segment, Shard, TensorSlice
 from engine3d.startup.lazy_imports import torch
 
 Precision = Literal["fp8"]
@@ -94,6 +94,31 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         quantised[first : first + len(band)] = scaled[: len(band), :columns].to(torch.float8_e4m3fn)
         scales[first // BLOCK : first // BLOCK + len(blocks)] = scale.view(len(blocks), -1)
     return quantised, scales
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """Quantise a matrix in blocks, as `quantise` does, and dequantise it: exact in its dtype.
+
+    Args:
+        values: [rows, columns], of any floating-point dtype.
+    """
+    rows, columns = values.shape
+    return dequantise(*quantise(values), ((0, rows), (0, columns))).to(values.dtype)
+
+
+def rounded_rows(values: torch.Tensor) -> torch.Tensor:
+    """Quantise the last dimension in groups of 128 elements with a scale for each, and dequantise it.
+
+    The scale of a group is 2^ceil(log2(peak / 448)). Source: Transformer Engine's Float8BlockScaling, for activations.
+
+    Args:
+        values: [..., columns], of any floating-point dtype. Groups of its leading dimensions are independent.
+    """
+    columns = values.shape[-1]
+    groups = torch.nn.functional.pad(values.detach().float(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scale = _power_of_two(groups.abs().amax(dim=-1, keepdim=True) / LARGEST)
+    quantised = (groups * (1.0 / scale)).to(torch.float8_e4m3fn)
+    return (quantised.float() * scale).flatten(-2)[..., :columns].to(values.dtype)
 
 
 def quantiser(matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
@@ -218,6 +243,56 @@ def check_shards(spec: ModelSpec, layout: Layout, *, transformer_engine: bool) -
                 f"rank has {'columns' if cut.axis else 'rows'} {start} to {stop}), expected {key}="
                 f"{' or '.join(map(str, fit))}"
             )
+
+
+def check_trained_blocks(spec: ModelSpec, layout: Layout, *, transformer_engine: bool) -> None:
+    """Refuse models and layouts whose parameters have other blocks than the tensors that they are made of.
+
+    Training quantises parameters as they are on a rank, and engines get the blocks of tensors: with a head of 64 rows
+    a block would have rows of keys and of values. Transformer Engine also quantises kv_b_proj of latent attention.
+
+    Args:
+        spec: the model.
+        layout: of the trainer.
+        transformer_engine: True if the model is built from Transformer Engine's layers.
+
+    Raises:
+        UserError: names the tensor and its rows or columns.
+    """
+    if spec.sizes.latent is not None:
+        raise UserError(
+            f"precision=fp8: {spec.family.architecture} has latent attention, with which training in fp8 was not "
+            "tried; expected null"
+        )
+    for layer, rules in enumerate(spec.rules.layers):
+        for rule in rules:
+            count = layout.etp if rule.per_expert else layout.tp
+            cut = rule.local_cut(transformer_engine)
+            if not cut.tensors[0].fp8 or (segment := _moved_block(cut, count)) is None:
+                continue
+            what = "columns" if cut.axis else "rows"
+            first = segment.hf_start
+            raise UserError(
+                f"precision=fp8: {what} {first} to {first + segment.length} of {segment.tensor.at(layer, 0).name} are "
+                f"{what} {segment.local_start} to {segment.local_start + segment.length} of a parameter, expected "
+                f"multiples of {BLOCK}: by other sizes of heads and MLPs, or a smaller {_key(rule.per_expert)}"
+            )
+
+
+def _key(per_expert: bool) -> str:
+    return "etp" if per_expert else "tp"
+
+
+def _moved_block(cut: Cut, count: int) -> Segment | None:
+    """A segment that begins or ends within a block of the tensor or of the parameter; None if no rank has one."""
+    length = cut.local_length(count)
+    for rank in range(1 if cut.replicated else count):
+        for segment in cut.segments(Shard(rank, count, ExpertNumbering(1))):
+            stop = segment.hf_start + segment.length
+            ends = segment.local_start + segment.length == length and stop == segment.tensor.shape[cut.axis]
+            if segment.hf_start % BLOCK or segment.local_start % BLOCK or (segment.length % BLOCK and not ends):
+                return segment
+    return None
 
 
 def _divided_block(cut: Cut, count: int) -> tuple[HFTensor, tuple[int, int]] | None:

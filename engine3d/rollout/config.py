@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from engine3d.dtypes import ITEMSIZES
 from engine3d.models.precision import Precision
 from engine3d.rollout.server_arguments import check_attention_backend, check_server_arguments
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
@@ -29,6 +30,12 @@ _NOT_WITH_PRECISION = (
     "cascade_attention",
     "local_experts_only",
     "release_weights",
+)
+_NOT_WITH_KV_CACHE_DTYPE = (
+    "deterministic",
+    "peer_collectives",
+    "cascade_attention",
+    "memory_saver",
 )
 _WITH_PRECISION = {"load_format", "chunked_prefill_size", "max_prefill_tokens", _OTHER_GRAPHS}
 """SGLang's arguments that do not choose its kernels."""
@@ -56,10 +63,13 @@ class RolloutConfig(Settings):
     and output layer for requests of its own and has the KV cache of these alone; experts are cut over all ranks as
     without. A rank holds more weights then."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision of the weights and the KV cache."""
+    """Precision of the weights, and of the KV cache unless `kv_cache_dtype` is set."""
     precision: Precision | None = None
     """Precision of quantised weights: `fp8` for the matrices of attention and MLPs, in blocks of 128 x 128. The actor
     quantises them for each version. All weights are in `dtype` if null."""
+    kv_cache_dtype: Literal["fp8_e4m3", "fp8_e5m2"] | None = None
+    """Format of keys and values in the KV cache, by SGLang's names: a byte an element, without scales. They are in
+    `dtype` if null."""
     context_length: int | None = Field(None, ge=2, le=MOST_TOKENS)
     """Most tokens of prompt and response together; the model's own limit if null."""
     mem_fraction_static: float = Field(0.7, gt=0, lt=1)
@@ -137,6 +147,8 @@ class RolloutConfig(Settings):
             raise ValueError("local_experts_only=true was not tried with deterministic=true, expected one of them")
         if self.precision is not None:
             self._check_precision()
+        if self.kv_cache_dtype is not None:
+            self._check_kv_cache()
         if self.cascade_attention:
             self._check_cascade_attention()
         if self.release_weights and not self.memory_saver:
@@ -178,6 +190,27 @@ class RolloutConfig(Settings):
                 f"precision={self.precision} with server_args.load_format={given}: the actor quantises the weights, "
                 "expected dummy"
             )
+
+    def _check_kv_cache(self) -> None:
+        settings = {name: getattr(self, name) for name in _NOT_WITH_KV_CACHE_DTYPE}
+        settings["attention_dp"] = self.attention_dp > 1
+        for name, is_set in settings.items():
+            if is_set:
+                raise ValueError(
+                    f"kv_cache_dtype={self.kv_cache_dtype} was not tried with {name}={_text(getattr(self, name))}, "
+                    "expected one of them"
+                )
+
+    @property
+    def altered_policy(self) -> dict[str, str]:
+        """Settings by which the engine draws from another policy than that of its `dtype`, with their values."""
+        settings = {"precision": self.precision, "kv_cache_dtype": self.kv_cache_dtype}
+        return {name: value for name, value in settings.items() if value is not None}
+
+    @property
+    def cache_itemsize(self) -> int:
+        """Bytes of an element of the KV cache."""
+        return ITEMSIZES[self.dtype] if self.kv_cache_dtype is None else 1
 
     @property
     def loads_weights(self) -> bool:

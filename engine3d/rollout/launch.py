@@ -111,7 +111,7 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
     untried = (
         (groups > 1, f"attention_dp={groups}", "1"),
         (config.routes, "routes=true", "false"),
-        (config.precision is not None, f"precision={config.precision}", "null"),
+        *((True, f"{name}={value}", "null") for name, value in config.altered_policy.items()),
     )
     for used, setting, expected in untried:
         if used and shard.count > 1:
@@ -139,6 +139,8 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
     check_against_platform(config.server_args, config.attention_backend, fixed)
     check_device(config, on_gpu=platform.gpus > 0)
     arguments |= fixed
+    if config.kv_cache_dtype is not None:
+        arguments["kv_cache_dtype"] = config.kv_cache_dtype
     if config.has_own_graphs:
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_kernels is not None:

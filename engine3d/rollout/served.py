@@ -49,6 +49,11 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         raise UserError(
             f"rollout.engine.routes=true: expected false: SGLang records no routes of {spec.family.architecture}"
         )
+    if config.kv_cache_dtype is not None and sizes.latent is not None:
+        raise UserError(
+            f"rollout.engine.kv_cache_dtype={config.kv_cache_dtype}: expected null, because "
+            f"{spec.family.architecture} has latent attention, with which it was not tried"
+        )
     attention_tp = config.attention_tp
     if config.attention_dp > 1 < attention_tp and spec.vocab_size % (_VOCABULARY_ROWS * attention_tp):
         raise UserError(
@@ -137,7 +142,7 @@ def check_deterministic(spec: ModelSpec, config: RolloutConfig, *, on_gpu: bool)
 
 
 def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
-    """Refuse on a CPU what SGLang's functions for GPUs alone can do.
+    """Refuse on a CPU what SGLang's functions for GPUs alone can do, and on GPUs what was not tried there.
 
     Raises:
         UserError: names the setting.
@@ -151,6 +156,11 @@ def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
         raise UserError(
             "rollout.engine.local_experts_only=true on a CPU: SGLang computes experts there by other functions; "
             "expected false, or placement.rollout on GPUs"
+        )
+    if config.kv_cache_dtype is not None and on_gpu:
+        raise UserError(
+            f"rollout.engine.kv_cache_dtype={config.kv_cache_dtype} was not tried on GPUs; expected null, or "
+            "placement.rollout on a CPU"
         )
 
 

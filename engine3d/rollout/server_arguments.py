@@ -92,6 +92,7 @@ _OWNED = {
     "enable_dp_attention": "attention_dp",
     "enable_dp_lm_head": "attention_dp",
     "dtype": "dtype",
+    "kv_cache_dtype": "kv_cache_dtype",
     "context_length": "context_length",
     "mem_fraction_static": "mem_fraction_static",
     "max_running_requests": "max_running_requests",
@@ -121,7 +122,7 @@ _REASONS = {
         "the model is cut over ranks otherwise than by tp and ep, which is what the transfer was tried with"
     ),
     r"nnodes|node_rank|dist_init_addr|nccl_port|use_ray": "placement.rollout says on which hosts an engine is",
-    r"quantization.*|torchao_config|modelopt_.*|quantize_and_serve|rl_quant_profile|kv_cache_dtype|fp[48]_gemm_.*"
+    r"quantization.*|torchao_config|modelopt_.*|quantize_and_serve|rl_quant_profile|fp[48]_gemm_.*"
     r"|enable_quant_communications|flashinfer_mxfp4_.*": (
         "the engine computes in another precision than the log-probs that are learned from"
     ),

@@ -59,6 +59,7 @@ class BuiltModel:
                 overrides=megatron_settings(config, self.spec, layout),
                 fused_experts=config.has_fused_experts(spec.sizes, layout),
                 fused_query_key=config.fused_query_key,
+                precision=config.precision,
                 copy_engine_timeout_s=config.timeout_s
                 if config.has_copy_engine_dispatcher(spec.sizes, layout)
                 else None,

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.precision import Precision
 from engine3d.models.sizes import ROW_ELEMENTS, Sizes
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 from engine3d.training.megatron_options import refusals
@@ -122,6 +123,11 @@ class TrainConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="precision of weights and activations in forward and backward passes"
     )
+    precision: Precision | None = Field(
+        None,
+        description="precision of the GEMMs of attention, MLPs and experts: fp8 quantises their operands. Weights, "
+        "gradients and optimizer stay as they are; null: dtype",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(
         8192,
@@ -207,7 +213,8 @@ class TrainConfig(Settings):
         together = layout.ep == 1 or self.gathers_tokens(layout)
         unsplit = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
         rows = self.dtype == "bfloat16" and not (sizes.hidden % ROW_ELEMENTS or sizes.expert_ffn % ROW_ELEMENTS)
-        return self.fused_experts and together and unsplit and rows and not sizes.mlp_bias
+        unquantised = self.precision is None
+        return self.fused_experts and together and unsplit and rows and unquantised and not sizes.mlp_bias
 
     def shares_fused_experts(self, sizes: Sizes, layout: Layout) -> bool:
         """True if a model's experts are fused, and sharded over several ranks."""

@@ -8,6 +8,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.attention.requirements import check_flash_attention, check_fused_query_key
 from engine3d.models.family import ModelSpec
+from engine3d.models.precision import check_trained_blocks
 from engine3d.models.sizes import Sizes
 from engine3d.platform import platform
 from engine3d.training.config import TrainConfig
@@ -38,6 +39,8 @@ def megatron_settings(config: TrainConfig, spec: ModelSpec, layout: Layout) -> d
         if not platform.has_transformer_engine:
             raise UserError("recompute=selective needs Transformer Engine, which is absent here: use none or full")
         settings |= {"recompute_granularity": "selective", "recompute_modules": _cheap_modules(spec.sizes)}
+    if config.precision is not None and platform.has_transformer_engine:
+        settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     return settings | config.megatron | _attention(config)
 
 
@@ -73,6 +76,10 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     Raises:
         UserError: names the option.
     """
+    if config.precision is not None:
+        check_trained_blocks(spec, layout, transformer_engine=transformer_engine)
+        if config.fused_query_key:
+            raise UserError(f"fused_query_key=true was not tried with precision={config.precision}; expected false")
     if config.fused_query_key:
         check_fused_query_key(spec, tp=layout.tp)
     if layout.cp > 1:
@@ -91,7 +98,7 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         if not config.shares_fused_experts(spec.sizes, layout):
             raise UserError(
                 f"{setting}=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected fused "
-                "experts (fused_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
+                "experts (fused_experts=true, bfloat16, precision=null, etp=1) on several ranks that gather tokens "
                 "(megatron.moe_token_dispatcher_type=allgather), or false"
             )
     if config.has_predicted_capacity(spec.sizes, layout) and (config.deterministic or layout.pp > 1):

@@ -289,6 +289,10 @@ class TeacherModel(ModelRole):
         for name in ("release_weights", "memory_saver", "token_versions", "precision"):
             if self.engine is not None and getattr(self.engine, name):
                 raise ValueError(f"engine.{name} is set, and a teacher keeps its weights throughout; expected none")
+        if self.engine is not None and self.engine.kv_cache_dtype is not None:
+            raise ValueError(
+                f"engine.kv_cache_dtype={self.engine.kv_cache_dtype} was not tried with a teacher; expected null"
+            )
         if self.engine is not None and self.engine.routes:
             raise ValueError("engine.routes=true, and a teacher draws no tokens; expected false")
         return self

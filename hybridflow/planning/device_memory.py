@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Layout
 from engine3d.memory import (
     ResidentBytes,
@@ -58,6 +59,8 @@ class RoleMemory:
     """Bytes of a rank into which others copy."""
     quantised: dict[Device, int]
     """Bytes of weights that a rank quantises for engines."""
+    operands: dict[Device, int]
+    """Bytes of quantised weights that a rank keeps from a forward pass for its backward pass."""
 
     @classmethod
     def of(
@@ -89,6 +92,7 @@ class RoleMemory:
             update={},
             peers=peers,
             quantised={},
+            operands={},
         )
         transformer_engine = devices[0].kind == "cuda"
         first: dict[int, Device] = {}
@@ -99,14 +103,20 @@ class RoleMemory:
                 memory.resident[device] = resident_by_rank(
                     spec, layout, at, config, trainable=trained, transformer_engine=transformer_engine
                 )
-                if precision is not None:
-                    memory.quantised[device] = quantised_bytes(spec, layout, at, transformer_engine=transformer_engine)
+                if precision is not None or config.precision is not None:
+                    nbytes = quantised_bytes(spec, layout, at, transformer_engine=transformer_engine)
+                    if precision is not None:
+                        memory.quantised[device] = nbytes
+                    if config.precision is not None:
+                        # Transformer Engine has values and their transpose, a CPU the dequantised ones.
+                        memory.operands[device] = nbytes * (2 if transformer_engine else ITEMSIZES[config.dtype])
                 memory.inference[device] = inference_peak(spec, layout, at, config, tokens=tokens[0])
                 memory.update[device] = update_peak(spec, layout, at, config, tokens=tokens[1])
             else:  # the ranks of a stage hold as much as each other
                 memory.resident[device] = memory.resident[like]
-                if like in memory.quantised:
-                    memory.quantised[device] = memory.quantised[like]
+                for by_device in (memory.quantised, memory.operands):
+                    if like in by_device:
+                        by_device[device] = by_device[like]
                 memory.inference[device] = memory.inference[like]
                 memory.update[device] = memory.update[like]
         return memory
@@ -139,6 +149,8 @@ def device_memory(
         always[f"{role} copies of experts' tokens"] = memory.peers
         if device in memory.quantised:
             always[f"{role} weights in fp8"] = memory.quantised[device]
+        if device in memory.operands:
+            always[f"{role} operands in fp8"] = memory.operands[device]
         if alone:
             always[f"{role} gradients"] = resident.gradients
     staying = {

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 
 def precision_notes(engine: RolloutConfig, algorithm: AlgorithmSettings) -> list[str]:
-    """A line for engines in fp8 whose difference from the trained policy nothing corrects."""
+    """Lines for engines in fp8 whose difference from the trained policy nothing corrects."""
     exact = isinstance(algorithm, DistillationSettings) and algorithm.divergence_in == "loss"
-    if engine.precision is None or algorithm.correction is not None or exact:
+    if algorithm.correction is not None or exact:
         return []
     return [
-        f"rollout.engine.precision={engine.precision} without algorithm.correction: the engines draw from another "
-        "policy than the one that is trained; expected a correction such as {weights: token}"
+        f"rollout.engine.{name}={value} without algorithm.correction: the engines draw from another policy than the "
+        "one that is trained; expected a correction such as {weights: token}"
+        for name, value in engine.altered_policy.items()
     ]
 
 
@@ -65,7 +66,7 @@ def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device], routing_
         (rollout.lease, "rollout.lease=true", "false"),
         (settings.attention_dp > 1, f"rollout.engine.attention_dp={settings.attention_dp}", "1"),
         (settings.routes, "rollout.engine.routes=true", "false"),
-        (settings.precision is not None, f"rollout.engine.precision={settings.precision}", "null"),
+        *((True, f"rollout.engine.{name}={value}", "null") for name, value in settings.altered_policy.items()),
         (routing_replay == "rollout", "train.routing_replay=rollout", "update or none"),
         (rollout.weights.rolling, "rollout.weights.rolling=true", "false"),
     ]

@@ -229,6 +229,8 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
         errors.append(
             f"rollout.engine.precision={precision}: engines without an actor load the weights of files; expected null"
         )
+    if (cache := recipe.rollout.engine.kv_cache_dtype) is not None:
+        errors.append(f"rollout.engine.kv_cache_dtype={cache} was not tried with hybridflow evaluate; expected null")
     if devices is not None:
         checks.append(partial(check_engine_devices, recipe.rollout.engine, devices["rollout"]))
     if recipe.environment is not None:

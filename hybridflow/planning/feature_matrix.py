@@ -36,6 +36,7 @@ FEATURES = (
     "checkpoints",
     "resharding",
     "fp8",
+    "fp8_training",
 )
 ITEMS = (*FAMILIES, *LAYOUT, *FEATURES)
 DATA = Path(__file__).with_suffix(".yaml")
@@ -81,6 +82,8 @@ def used_items(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout) -> di
         items["critic"] = "a scalar head"
     if model.offload:
         items["offload"] = f"{role}.offload=true"
+    if config.precision is not None:
+        items["fp8_training"] = f"{setting}.precision={config.precision}"
     if model.trained:
         items |= _of_training(recipe, role, setting)
     if recipe.starts_engines:

@@ -50,6 +50,8 @@ def check_megatron(
         if trained is not None:
             check_effect(config, spec, trained=trained)
         check_options(config, spec, layout, transformer_engine=gpus)
+        if config.precision is not None and gpus:
+            raise UserError(f"precision={config.precision} was not tried on GPUs; expected null")
         if config.megatron and gpus == platform.has_transformer_engine:  # Megatron-Core takes seconds to import
             from engine3d.models.megatron_config import transformer_config
 

@@ -26,6 +26,9 @@ _SETTINGS = (
     ("Longest response, tokens", "rollout.sampling.max_new_tokens"),
     ("Learning rate", "train.optimizer.lr"),
     ("Training precision", "train.dtype"),
+    ("Quantised operands of training", "train.precision"),
+    ("Quantised weights of the engines", "rollout.engine.precision"),
+    ("KV cache of the engines", "rollout.engine.kv_cache_dtype"),
     ("KL coefficient", "algorithm.kl_coef"),
     ("Seed", "seed"),
 )

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine3d.errors import amount
 from engine3d.layout import Layout
 from engine3d.memory.serving import cache_of_a_token
@@ -326,8 +324,7 @@ class _Specs:
     def _cache_note(self, tokens: int) -> str:
         """The size of an engine's KV cache, which is much of what an engine takes."""
         engine, sizes = self._recipe.rollout.engine, load_model_spec(self._run.model_directory).sizes
-        itemsize = getattr(torch, engine.dtype).itemsize
-        cache = tokens // engine.attention_dp * cache_of_a_token(sizes, engine.attention_tp, itemsize)
+        cache = tokens // engine.attention_dp * cache_of_a_token(sizes, engine.attention_tp, engine.cache_itemsize)
         said = "rollout.engine.max_total_tokens" if engine.max_total_tokens is not None else "all that a step needs"
         return f"rollout: KV cache of {tokens:,} tokens ({said}), {amount(cache)} of each device"
 

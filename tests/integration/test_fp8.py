@@ -23,14 +23,16 @@ FEATURES = (
     "train.optimizer.offload=true",
     "train.routing_replay=update",
     "trainer.mini_batches=2",
+    "rollout.engine.kv_cache_dtype=fp8_e4m3",
 )
 
 
 @pytest.mark.parametrize(
-    "features",
+    ("recipe", "features"),
     [
-        pytest.param((), marks=proves("qwen3_moe", "ep dp padding checkpoints resharding fp8")),
+        pytest.param("fp8", (), marks=proves("qwen3_moe", "ep dp padding checkpoints resharding fp8")),
         pytest.param(
+            "fp8",
             FEATURES,
             marks=[
                 proves(
@@ -40,11 +42,18 @@ FEATURES = (
                 pytest.mark.long,
             ],
         ),
+        pytest.param(
+            "fp8-training",
+            (),
+            marks=[
+                proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 fp8_training"),
+                pytest.mark.long,
+            ],
+        ),
     ],
-    ids=["recipe", "features"],
+    ids=["recipe", "features", "training"],
 )
-def test_the_recipe_trains_with_engines_in_fp8(features: tuple[str, ...], tmp_path: Path) -> None:
-    recipe = str(ROOT / "launch/recipes/fp8.yaml")
+def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str, ...], tmp_path: Path) -> None:
     settings = [
         "rollout.engine.deterministic=false",
         "trainer.steps=2",
@@ -54,7 +63,8 @@ def test_the_recipe_trains_with_engines_in_fp8(features: tuple[str, ...], tmp_pa
         "checkpoint.save_interval=1",
         *features,
     ]
-    outcome = run_recipe(recipe, tmp_path, *settings, rewarded_by_length(tmp_path))
+    path = str(ROOT / f"launch/recipes/{recipe}.yaml")
+    outcome = run_recipe(path, tmp_path, *settings, rewarded_by_length(tmp_path))
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert "without algorithm.correction" not in outcome.stdout + outcome.stderr
     run = tmp_path / "small"
@@ -85,7 +95,7 @@ STREAMED = (
 )
 
 
-@proves("qwen3_moe", "ep dp padding routing_replay streams checkpoints resharding fp8")
+@proves("qwen3_moe", "ep dp padding routing_replay streams checkpoints resharding fp8 fp8_training")
 @pytest.mark.long
 def test_each_token_of_a_stream_was_drawn_with_the_quantised_weights_of_its_version(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -99,7 +109,9 @@ def test_each_token_of_a_stream_was_drawn_with_the_quantised_weights_of_its_vers
         "checkpoint.save_interval=1",
         *STREAMED,
     ]
-    outcome = run_recipe(str(ROOT / "launch/recipes/fp8.yaml"), tmp_path, *settings, rewarded_by_length(tmp_path))
+    outcome = run_recipe(
+        str(ROOT / "launch/recipes/fp8-training.yaml"), tmp_path, *settings, rewarded_by_length(tmp_path)
+    )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     train = records(tmp_path / "small", "train")
     assert len(train) == steps and max(record["stream/mixed_versions_share"] for record in train) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_OF_MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Names of files, by those of the model."""
+
 
 @dataclass
 class RoutedReference:
     """A model of transformers, one sample at a time.
 
     Args:
-        model: of qwen3_moe or deepseek_v3, in float32.
+        model: with experts, in float32.
 
     Attributes:
         chosen: by layer, (t, k) experts that the router chose for the tokens since the last `routed`.
@@ -31,8 +35,8 @@ class RoutedReference:
 
     @property
     def experts(self) -> int:
-        config = self.model.config
-        return int(config.n_routed_experts if config.model_type == "deepseek_v3" else config.num_experts)
+        keys = {"deepseek_v3": "n_routed_experts", "glm4_moe": "n_routed_experts", "mixtral": "num_local_experts"}
+        return int(getattr(self.model.config, keys.get(self.model.config.model_type, "num_experts")))
 
     @contextmanager
     def routed(self, routes: Tensor | None) -> Iterator[None]:
@@ -62,11 +66,12 @@ class RoutedReference:
     def _weights(self, mlp: Any, hidden: Tensor, experts: Tensor) -> Tensor:
         """(t, k) gating weights of these experts, from the live logits."""
         config, logits = self.model.config, hidden.float() @ mlp.gate.weight.float().T
-        if config.model_type == "deepseek_v3":
+        if config.model_type in ("deepseek_v3", "glm4_moe"):
             weights = logits.sigmoid().gather(1, experts)
             return config.routed_scaling_factor * weights / weights.sum(dim=-1, keepdim=True)
         weights = logits.softmax(dim=-1).gather(1, experts)
-        return weights / weights.sum(dim=-1, keepdim=True) if config.norm_topk_prob else weights
+        normed = config.model_type == "mixtral" or config.norm_topk_prob
+        return weights / weights.sum(dim=-1, keepdim=True) if normed else weights
 
     def logprobs(self, sample: list[int], routes: Tensor | None = None) -> Tensor:
         """(t,) log-probs of a sample's tokens, 0 for the first."""
@@ -95,4 +100,9 @@ class RoutedReference:
                 if kind == "gate_up_proj":
                     named = dict(zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True))
                 by_name |= {f"{prefix}.{expert}.{projection}.weight": value for projection, value in named.items()}
+        if self.model.config.model_type == "mixtral":
+            return {
+                re.sub("|".join(_OF_MIXTRAL), lambda match: _OF_MIXTRAL[match[0]], name): gradient
+                for name, gradient in by_name.items()
+            }
         return by_name

@@ -175,13 +175,38 @@ FP8_CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "n_shared_experts": 1,
     },
+    "qwen2_moe": {
+        **CONFIGS["qwen2_moe"],
+        **_BLOCKS,
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 256,
+    },
+    "mixtral": {
+        **CONFIGS["mixtral"],
+        **_BLOCKS,
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+    "glm4_moe": {**CONFIGS["glm4_moe"], **_BLOCKS, "num_key_value_heads": 2},
 }
 """Models whose matrices have several blocks of 128 x 128, so that two ranks cut them between blocks."""
+BLOCK_CONFIGS: dict[str, dict[str, Any]] = {
+    **{
+        f"{name}-blocks": {**CONFIGS[name], **_BLOCKS, "num_key_value_heads": 2}
+        for name in ("llama", "mistral", "qwen2-tied", "qwen3_moe")
+    },
+    **{f"{name}-blocks": FP8_CONFIGS[name] for name in ("qwen2_moe", "mixtral", "glm4_moe")},
+    "qwen3-biases-blocks": {**FP8_CONFIGS["qwen3"], "num_hidden_layers": 4},
+}
+"""Models that may train in fp8: blocks of parameters are those of tensors."""
 
 
 def family_of(name: str) -> str:
     """Family of a model."""
-    return str(CONFIGS[name]["model_type"])
+    return str((CONFIGS | BLOCK_CONFIGS)[name]["model_type"])
 
 
 def has_experts(name: str) -> bool:
@@ -194,8 +219,9 @@ def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    options = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(CONFIGS[name]["model_type"], **options)
+    given = (CONFIGS | BLOCK_CONFIGS)[name]
+    options = {key: value for key, value in given.items() if key not in ("architectures", "model_type")}
+    config = AutoConfig.for_model(given["model_type"], **options)
     torch.manual_seed(sum(name.encode()) + seed)
     if value_head:
         config.num_labels = 1

@@ -106,6 +106,9 @@ def search_settings(
     Raises:
         UserError: the recipe has what the search does not plan for.
     """
+    for role in recipe.megatron_roles.values():
+        if role.train.precision is not None:
+            raise UserError(f"plan: {role.setting}.precision={role.train.precision} is not planned for; expected null")
     if recipe.rollout.lease or recipe.asked_judge is not None or recipe.teacher_engine is not None:
         setting = "rollout.lease=true" if recipe.rollout.lease else "a model with engines of its own"
         raise UserError(f"plan: {setting} is not planned for; expected a recipe without")
@@ -117,6 +120,7 @@ def search_settings(
         local_experts_only=engine.local_experts_only,
         fp8=engine.precision == "fp8",
         dtype=engine.dtype,
+        cache_itemsize=engine.cache_itemsize,
         graphs=engine.cuda_graph,
         recomputes=recipe.rollout.stream is not None and recipe.rollout.stream.on_new_weights == "recompute",
     )
@@ -229,6 +233,7 @@ def fixed_engines(recipe: Recipe, devices: int) -> EngineShape:
         local_experts_only=engine.local_experts_only,
         fp8=engine.precision == "fp8",
         dtype=engine.dtype,
+        cache_itemsize=engine.cache_itemsize,
         graphs=engine.cuda_graph,
         recomputes=recipe.rollout.stream is not None and recipe.rollout.stream.on_new_weights == "recompute",
     )

@@ -47,7 +47,8 @@ class EngineShape:
         peers: exchanges by kernels that write into other ranks' memory.
         fused_sampling, local_experts_only: as in `rollout.engine`.
         fp8: weights are in fp8.
-        dtype: of weights and KV cache.
+        dtype: of weights.
+        cache_itemsize: bytes of an element of the KV cache.
         graphs: decoding is captured in CUDA graphs.
         recomputes: requests of a stream read their tokens again whenever there are new weights.
     """
@@ -63,6 +64,7 @@ class EngineShape:
     local_experts_only: bool = False
     fp8: bool = False
     dtype: str = "bfloat16"
+    cache_itemsize: int = 2
     graphs: bool = True
     recomputes: bool = False
 
@@ -129,7 +131,7 @@ class GenerationModel:
 
     def cache_of_a_token(self, shape: EngineShape) -> int:
         """Count the bytes of keys and values of a token on a rank that has it."""
-        return cache_of_a_token(self.spec.sizes, shape.attention_tp, ITEMSIZES[shape.dtype])
+        return cache_of_a_token(self.spec.sizes, shape.attention_tp, shape.cache_itemsize)
 
     def step(self, shape: EngineShape, requests: float, tokens: float, shared: float = 0.0) -> dict[str, float]:
         """Predict the seconds of a decoding step by kind.

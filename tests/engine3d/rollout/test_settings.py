@@ -20,7 +20,7 @@ from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, g
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
 from engine3d.rollout.host.generation import submission_order
 from engine3d.rollout.host.log import root_cause
-from engine3d.rollout.served import check_served
+from engine3d.rollout.served import check_device, check_served
 from engine3d.run_files import make_run_directory, segment_name
 from engine3d.sglang_source import sglang_directory
 from tests.support import tiny_families
@@ -68,7 +68,7 @@ def test_accepted_arguments_go_to_sglang_as_they_are() -> None:
         ("nnodes", 2, "is refused: placement.rollout says on which hosts an engine is"),
         ("quantization", "fp8", "is refused: the engine computes in another precision"),
         ("torchao_config", "int4wo-128", "is refused: the engine computes in another precision"),
-        ("kv_cache_dtype", "fp8_e5m2", "is refused: the engine computes in another precision"),
+        ("kv_cache_dtype", "fp8_e5m2", "is not set here; set kv_cache_dtype"),
         ("disaggregation_mode", "prefill", "is refused: a second engine reads the prompts"),
         ("cpu_offload_gb", 4, "is refused: weights lie in host memory"),
         ("enable_weights_cpu_backup", True, "is refused: weights lie in host memory"),
@@ -392,6 +392,29 @@ def test_quantised_weights_are_refused_where_they_were_not_tried(settings: dict[
     assert not RolloutConfig(precision="fp8", server_args={"chunked_prefill_size": 64}).loads_weights
     with pytest.raises(ValidationError, match=message):
         RolloutConfig(**{"precision": "fp8", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp": 4, "attention_dp": 2}, "kv_cache_dtype=fp8_e4m3 was not tried with attention_dp=2, expected one of"),
+        ({"deterministic": True}, "kv_cache_dtype=fp8_e4m3 was not tried with deterministic=true, expected one of"),
+        ({"memory_saver": True}, "kv_cache_dtype=fp8_e4m3 was not tried with memory_saver=true"),
+        ({"kv_cache_dtype": "fp4"}, "Input should be 'fp8_e4m3' or 'fp8_e5m2'"),
+    ],
+)
+def test_a_kv_cache_in_fp8_is_refused_where_it_was_not_tried(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RolloutConfig(**{"kv_cache_dtype": "fp8_e4m3", **settings})
+
+
+def test_a_kv_cache_in_fp8_is_refused_of_latents_and_on_gpus() -> None:
+    config = RolloutConfig(kv_cache_dtype="fp8_e4m3")
+    check_device(config, on_gpu=False)
+    with pytest.raises(UserError, match="kv_cache_dtype=fp8_e4m3 was not tried on GPUs; expected null"):
+        check_device(config, on_gpu=True)
+    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8_e4m3: expected null, because Deepseek.* latent attention"):
+        check_served(model_spec(tiny_families.CONFIGS["deepseek_v3"]), config)
 
 
 @pytest.mark.parametrize(

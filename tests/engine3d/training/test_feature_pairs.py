@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -35,6 +35,8 @@ class Case:
         sizes: of the layout.
         packing: True for packed rows, False for padded ones.
         critic: True for a model with a scalar head.
+
+    A model of `BLOCK_CONFIGS` trains in fp8.
     """
 
     ranks: int
@@ -42,6 +44,11 @@ class Case:
     sizes: dict[str, Any]
     packing: bool
     critic: bool = False
+
+    @property
+    def precision(self) -> Literal["fp8"] | None:
+        """Precision of the GEMMs."""
+        return "fp8" if self.model in tiny_families.BLOCK_CONFIGS else None
 
     @property
     def layout(self) -> Layout:
@@ -58,7 +65,7 @@ class Case:
     def marks(self) -> list[pytest.MarkDecorator]:
         """Marks of a test that runs the case."""
         features = ["packing" if self.packing else "padding", "recomputation offload optimizer_offload checkpoints"]
-        features += ["critic"] if self.critic else []
+        features += ["critic"] * self.critic + ["fp8_training"] * (self.precision is not None)
         proof = proves(tiny_families.family_of(self.model), run_of(self.layout, " ".join(features)))
         return [proof, pytest.mark.long] if self.ranks > 2 else [proof]
 
@@ -80,11 +87,21 @@ CASES = (
     Case(4, "mistral", {"tp": 2, "pp": 2}, packing=True),
     Case(4, "mistral", {"pp": 2, "vpp": 2}, packing=False, critic=True),
     Case(4, "qwen2_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
-    Case(4, "qwen2_moe", {"pp": 2, "vpp": 2, "ep": 2}, packing=False, critic=True),
+    Case(4, "qwen2_moe", {"pp": 2, "vpp": 2, "stages": (1, 1, 1, 1), "ep": 2}, packing=False, critic=True),
     Case(4, "glm4_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
     Case(4, "glm4_moe", {"pp": 2, "stages": (1, 3), "ep": 2}, packing=False, critic=True),
     Case(4, "mixtral", {"tp": 2, "ep": 2}, packing=False),
-    Case(4, "mixtral", {"pp": 2, "stages": (3, 1), "ep": 2}, packing=True, critic=True),
+    Case(4, "mixtral", {"pp": 2, "vpp": 2, "stages": (1, 1, 1, 1), "ep": 2}, packing=True, critic=True),
+    Case(2, "qwen3_moe-blocks", {"tp": 2, "ep": 2}, packing=True),
+    Case(4, "qwen3_moe-blocks", {"cp": 2, "ep": 2}, packing=True),
+    Case(4, "qwen3_moe-blocks", {"pp": 2, "ep": 2}, packing=False, critic=True),
+    Case(4, "qwen3-biases-blocks", {"tp": 2, "pp": 2, "vpp": 2}, packing=True),
+    Case(4, "llama-blocks", {"tp": 2}, packing=False, critic=True),
+    Case(4, "qwen2-tied-blocks", {"pp": 2, "stages": (1, 1)}, packing=False),
+    Case(4, "mistral-blocks", {"tp": 2, "pp": 2}, packing=True),
+    Case(4, "qwen2_moe-blocks", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
+    Case(4, "mixtral-blocks", {"tp": 2, "ep": 2}, packing=False),
+    Case(4, "glm4_moe-blocks", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
 )
 
 
@@ -139,7 +156,7 @@ def train(model: Path, layout: Layout, config: TrainConfig, *, critic: bool, che
         result = engine.update(sequences, _loss)
         loss = torch.stack([torch.zeros((), device=engine.device), *result.loss_outputs]).sum()
         dist.all_reduce(loss)
-        losses.append(float(loss) / layout.tp)
+        losses.append(float(loss) / (layout.tp * layout.cp))
         norms.append(result.grad_norm)
         if checkpoint is not None and number == 0:
             engine = _resumed(engine, checkpoint, built, EngineCheckpoint)
@@ -174,7 +191,16 @@ def _resumed(engine: Any, directory: Path, built: Any, checkpoint: Any) -> Any:
 
 def _plain(root: Path, cases: list[Case]) -> list[Outcome]:
     config = TrainConfig(dtype="float32", micro_batch_tokens=10_000, packing=False, optimizer=SETTINGS)
-    return [train(root / case.model, Layout(), config, critic=case.critic, checkpoint=None) for case in cases]
+    return [
+        train(
+            root / case.model,
+            Layout(),
+            config.model_copy(update={"precision": case.precision}),
+            critic=case.critic,
+            checkpoint=None,
+        )
+        for case in cases
+    ]
 
 
 def _together(root: Path, cases: list[Case]) -> list[Outcome]:
@@ -184,6 +210,7 @@ def _together(root: Path, cases: list[Case]) -> list[Outcome]:
             layout=LayoutConfig(**case.sizes),
             dtype="float32",
             micro_batch_tokens=48,
+            precision=case.precision,
             packing=case.packing,
             recompute="full",
             optimizer=SETTINGS.model_copy(update={"offload": True}),
@@ -219,10 +246,19 @@ def test_all_together_update_as_one_rank_without(root: Path, ranks: int, name: s
     expected, together = outcomes(root, ranks)[name]
     columns: dict[int, torch.Tensor] = {}
     assert abs(expected.losses[2] / expected.losses[0] - 1) > 1e-3 and expected.columns is not None
+    # An input between two values of fp8 may round to the other one, by the last bit of a sum. Weights change in the
+    # second update for the first time.
+    in_fp8 = name.partition("-blocks")[1] != ""
+    looser = [1, 1, 250 if in_fp8 else 1]
     for outcome in together:
-        assert outcome.losses == pytest.approx(expected.losses, rel=2e-5)
-        assert outcome.norms == pytest.approx(expected.norms, rel=2e-4)
+        for number in range(UPDATES):
+            assert outcome.losses[number] == pytest.approx(expected.losses[number], rel=2e-5 * looser[number])
+            assert outcome.norms[number] == pytest.approx(expected.norms[number], rel=2e-4 * looser[number])
         columns |= outcome.columns or {}
     assert columns.keys() == expected.columns.keys()
+    if in_fp8:  # by which a token may also have another expert
+        distances = [columns[index] - column for index, column in expected.columns.items()]
+        assert torch.cat(distances).abs().mean() < 0.2
+        return
     for index, column in expected.columns.items():
         torch.testing.assert_close(columns[index], column, atol=2e-4, rtol=1e-3)

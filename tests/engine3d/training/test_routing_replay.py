@@ -25,7 +25,6 @@ from tests.support.proves import proves, run_of
 from tests.support.routed_reference import RoutedReference
 
 LENGTHS = (5, 9, 16, 2, 12, 7, 14)
-SPARSE_LAYERS = 3
 STILL = OptimizerConfig(lr=1e-30, clip_grad=0)
 """Gradients are looked at, weights stay."""
 SOME: dict[str, Any] = {"sizes": {}, "micro_batch_tokens": 30}
@@ -53,6 +52,9 @@ WAYS: dict[int, list[dict[str, Any]]] = {
         {"sizes": {"cp": 2, "tp": 2}, "micro_batch_tokens": 30, "recompute": "full"},
         {"sizes": {"cp": 2, "pp": 2}, "micro_batch_tokens": 30, "family": "deepseek_v3"},
         {"sizes": {"cp": 2, "ep": 4}, "micro_batch_tokens": 30},
+        {"sizes": {"tp": 2, "pp": 2, "ep": 2}, "micro_batch_tokens": 30, "family": "qwen2_moe"},
+        {"sizes": {"pp": 2, "vpp": 2, "ep": 2}, "micro_batch_tokens": 30, "family": "mixtral", "recompute": "full"},
+        {"sizes": {"cp": 2, "etp": 2}, "micro_batch_tokens": 30, "family": "glm4_moe"},
     ],
 }
 
@@ -167,13 +169,14 @@ class _Expected:
     forced: dict[str, Tensor]
     live: dict[str, Tensor]
     stats: ReplayStats
+    topk: int
 
 
 def _expected(model: Any, directory: Path) -> _Expected:
     from engine3d.models import load_model_spec
 
     routes, reference = RouteFormat.of(load_model_spec(directory).sizes), RoutedReference(model.float())
-    assert list(routes.layers) == reference.layers and len(routes.layers) == SPARSE_LAYERS
+    assert list(routes.layers) == reference.layers
     live, live_routes = torch.zeros(()), []
     for sample in _samples():
         live = live - reference.logprobs(sample).sum() / sum(LENGTHS)
@@ -184,33 +187,49 @@ def _expected(model: Any, directory: Path) -> _Expected:
     for sample, forced in zip(_samples(), _forced(routes), strict=True):
         logprobs.append(reference.logprobs(sample, forced))
         total = total - logprobs[-1].sum() / sum(LENGTHS)
-        given, chosen = (_sets(rows)[:-1] for rows in (forced, reference.live_routes()))
+        given, chosen = (_sets(rows, routes.topk)[:-1] for rows in (forced, reference.live_routes()))
         known = (given != routes.missing).all(dim=2)
         same = (given == chosen).all(dim=2)
         counted = (known.numel(), int((~known).sum()), int((known & ~same).sum()))
         counts = [sum(pair) for pair in zip(counts, counted, strict=True)]
     total.backward()
     return _Expected(
-        [row.detach() for row in logprobs], live_routes, reference.gradients(), of_live, ReplayStats(*counts)
+        [row.detach() for row in logprobs],
+        live_routes,
+        reference.gradients(),
+        of_live,
+        ReplayStats(*counts),
+        routes.topk,
     )
 
 
+class _Models(dict[str, tuple[Path, _Expected]]):
+    """Directories by family, each with the expected results of the model in it, which is made when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def __missing__(self, name: str) -> tuple[Path, _Expected]:
+        model = tiny_families.make(name, path := self._directory / name)
+        self[name] = (path, _expected(model, path))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, _Expected]]:
-    """Directories by family, each with the expected results of the model in it."""
-    directory = tmp_path_factory.mktemp("models")
-    made = {
-        name: (directory / name, tiny_families.make(name, directory / name)) for name in ("qwen3_moe", "deepseek_v3")
-    }
-    return {name: (path, _expected(model, path)) for name, (path, model) in made.items()}
+def models(tmp_path_factory: pytest.TempPathFactory) -> _Models:
+    return _Models(tmp_path_factory.mktemp("models"))
 
 
 @proves("qwen3_moe", *_runs("qwen3_moe"))
 @proves("deepseek_v3", *_runs("deepseek_v3"))
+@proves("qwen2_moe", *_runs("qwen2_moe"))
+@proves("mixtral", *_runs("mixtral"))
+@proves("glm4_moe", *_runs("glm4_moe"))
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_routes_are_replayed_and_recorded_on_every_layout(models: Any, world_size: int) -> None:
-    directories = {name: directory for name, (directory, _) in models.items()}
+    directories = {name: models[name][0] for name in {way.get("family", "qwen3_moe") for way in WAYS[world_size]}}
     ranks = run_distributed(_replay, world_size, directories, WAYS[world_size], timeout_s=300)
     for number, way in enumerate(WAYS[world_size]):
         _, expected = models[way.get("family", "qwen3_moe")]
@@ -225,7 +244,8 @@ def test_routes_are_replayed_and_recorded_on_every_layout(models: Any, world_siz
             if result.recorded is not None:
                 recorders += 1
                 for index, rows in zip(result.mine, result.recorded.split(lengths), strict=True):
-                    assert torch.equal(_sets(rows), _sets(expected.live_routes[index])) or not exact, way
+                    sets = [_sets(routes, expected.topk) for routes in (rows, expected.live_routes[index])]
+                    assert torch.equal(*sets) or not exact, way
             if exact:
                 _compare(result.forced, expected.forced, f"{way} forced")
                 _compare(result.live, expected.live, f"{way} live")
@@ -240,9 +260,9 @@ def _model_size(way: dict[str, Any]) -> int:
     return prod(way["sizes"].get(name, 1) for name in ("tp", "cp", "pp"))
 
 
-def _sets(rows: Tensor) -> Tensor:
+def _sets(rows: Tensor, topk: int) -> Tensor:
     """(t, layers, k) experts of each token and layer, in ascending order."""
-    return rows.long().unflatten(1, (SPARSE_LAYERS, -1)).sort().values
+    return rows.long().unflatten(1, (-1, topk)).sort().values
 
 
 def _compare(actual: list[tuple[TensorSlice, Tensor]], expected: dict[str, Tensor], way: str) -> None:

@@ -250,6 +250,9 @@ def test_engines_in_fp8_are_recommended_a_correction() -> None:
     )
     assert line not in check_recipe(load_recipe(FP8))
     assert line in check_recipe(load_recipe(FP8, ["algorithm.correction=null"]))
+    cache = ["algorithm.correction=null", "rollout.engine={precision: null, kv_cache_dtype: fp8_e5m2}"]
+    line = line.replace("precision=fp8", "kv_cache_dtype=fp8_e5m2")
+    assert [note for note in check_recipe(load_recipe(FP8, cache)) if "without algorithm" in note] == [line]
 
 
 @pytest.mark.parametrize(
