@@ -18,7 +18,7 @@ from hybridflow.report.expert_loads import rows_table
 from hybridflow.report.held_out_sets import responses_side_by_side, set_table
 from hybridflow.report.plots import HeatPlot, LinePlot, Plot
 from hybridflow.report.run_data import RunData, read_run
-from hybridflow.report.tables import Table, host_table, sample_table, summary
+from hybridflow.report.tables import Table, host_table, prediction_table, sample_table, summary
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import REPORT
 
@@ -72,6 +72,7 @@ def render(run: RunData, steps: tuple[int, int] | None = None) -> str:
         sets=set_table(run),
         sections=[(section.title, list(map(_figure, section.plots))) for section in sections(run, steps)],
         unplotted=unplotted(run),
+        predicted=prediction_table(run),
         hosts=host_table(run),
         responses=responses_side_by_side(run, steps),
         samples=sample_table(run),

@@ -24,6 +24,7 @@ from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, EXPERT_LOADS, MET
 from hybridflow.rundir.first_failure import read_failure
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
+from hybridflow.rundir.predicted_seconds import PredictedSeconds, read_predicted_seconds
 from hybridflow.rundir.run_record import RunRecord, read_run_record
 from hybridflow.rundir.stored_samples import has_store
 from hybridflow.rundir.watching import RunPosition, goes_on, read_position
@@ -80,6 +81,7 @@ class RunData:
         record: every start of the run and its result; None if the run wrote none.
         outcome: one sentence; empty if the run has not written its phase.
         recipe_text: the recipe's file; empty where there is none.
+        predicted: seconds of a step when the run started; None where no profile fitted.
     """
 
     name: str
@@ -95,6 +97,7 @@ class RunData:
     record: RunRecord | None = None
     outcome: str = ""
     recipe_text: str = ""
+    predicted: PredictedSeconds | None = None
 
     @property
     def on_cpus(self) -> bool:
@@ -146,6 +149,7 @@ def read_run(directory: Path) -> RunData:
             record=record,
             outcome=_outcome(directory, record, kept_setting(recipe, "trainer.steps")),
             recipe_text=read_text(path, MOST_CONFIG_BYTES) if path.exists() else "",
+            predicted=read_predicted_seconds(directory),
         )
     except OSError as error:
         raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None

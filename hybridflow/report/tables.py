@@ -32,6 +32,14 @@ _SETTINGS = (
     ("KL coefficient", "algorithm.kl_coef"),
     ("Seed", "seed"),
 )
+_PHASES = {
+    "rollout": metrics.ROLLOUT_TIME,
+    "scoring": metrics.INFERENCE_TIME,
+    "update": metrics.TRAIN_UPDATE_TIME,
+    "transfer": metrics.SYNC_TIME,
+    "step": metrics.TRAIN_STEP_TIME,
+}
+"""Metric of each phase that is predicted."""
 _MOST_CHARACTERS = 600
 _TEXTS = ("prompt", "response", "answer")
 _SAMPLE_COLUMNS = (
@@ -268,6 +276,25 @@ def _stored_sample(text: StoredText, texts: Sequence[Mapping[str, Any]]) -> dict
 def _with_verdicts(sample: StoredSample, name: str) -> dict[str, float]:
     """Score of a function, and its metrics and counts that are not 0."""
     return {name: sample.by_name[name]} | {f"{name}/{key}": value for key, value in sample.verdicts(name).items()}
+
+
+def prediction_table(run: RunData) -> Table | None:
+    """Tabulate predicted against measured seconds of a step by phase, medians; None where nothing was predicted."""
+    if run.predicted is None:
+        return None
+    rows = []
+    for phase, metric in _PHASES.items():
+        seconds, measured = run.predicted.seconds.get(phase), median(run.series(metric)) / 1000
+        if seconds is not None and not math.isnan(measured):
+            width = run.predicted.intervals.get(phase, 0.0)
+            interval = f"{max(0.0, seconds * (1 - width)):.3g} to {seconds * (1 + width):.3g}"
+            rows.append((phase, f"{seconds:.3g}", interval, f"{measured:.3g}", f"{seconds / measured - 1:+.0%}"))
+    tokens = median(run.series(metrics.ROLLOUT_RESPONSE_LENGTH))
+    if rows and not math.isnan(tokens):
+        assumed = run.predicted.response_tokens
+        rows.append(("tokens of a response", f"{assumed:,.0f}", "", f"{tokens:,.0f}", f"{assumed / tokens - 1:+.0%}"))
+    columns = ("", f"predicted, s ({run.predicted.profile})", "interval, s", "measured, s", "predicted too long by")
+    return Table(columns, tuple(tuple(map(Cell, row)) for row in rows)) if rows else None
 
 
 def host_table(run: RunData) -> Table | None:

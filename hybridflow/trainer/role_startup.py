@@ -24,6 +24,7 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.planning.model_check import check_judge_devices
 from hybridflow.planning.placement_check import check_apart, check_reward_devices, leased_engines
+from hybridflow.planning.step_prediction import record_prediction
 from hybridflow.rewards.config import JudgeServers
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
@@ -204,6 +205,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
     The roles build their models and engines at the same time; `wait_for` says when one is ready.
     """
     with _begun(recipe, run) as start:
+        record_prediction(recipe, start.devices, run.train.tokens, run.directory)
         yield start.roles()
 
 
@@ -303,7 +305,7 @@ class _Start:
         log: _StartLog,
     ) -> None:
         self._recipe, self._run, self._stack, self._waiters = recipe, run, stack, waiters
-        self._log, self._devices, self._resources = log, devices, resources
+        self._log, self.devices, self._resources = log, devices, resources
         self._specs = role_specs(recipe, run, devices, nodes)
         self._entering = threading.Lock()
         self._one_by_one = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="start"))
@@ -313,7 +315,7 @@ class _Start:
         """Every role; their processes are there, and their models and engines are being built."""
         keep_logs(
             self._run.log_directory.resolve().parent,
-            processes_by_host(self._specs, self._devices),
+            processes_by_host(self._specs, self.devices),
             in_place=self._run.resumption is not None and self._run.resumption.in_place,
         )
         building = {spec.role: self._waiters.submit(self._build, spec) for spec in self._specs}
@@ -355,8 +357,8 @@ class _Start:
             judge=self._judge(groups),
             starting=self._starting,
             trained=self._recipe.trained_roles,
-            devices=len({device for role, of_role in self._devices.items() if role != "reward" for device in of_role}),
-            leased=leased_engines(self._recipe.rollout, ("actor", *self._recipe.models), self._devices),
+            devices=len({device for role, of_role in self.devices.items() if role != "reward" for device in of_role}),
+            leased=leased_engines(self._recipe.rollout, ("actor", *self._recipe.models), self.devices),
         )
 
     def _build(self, spec: RoleSpec) -> RoleGroup:

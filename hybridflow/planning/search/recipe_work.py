@@ -106,12 +106,7 @@ def search_settings(
     Raises:
         UserError: the recipe has what the search does not plan for.
     """
-    for role in recipe.megatron_roles.values():
-        if role.train.precision is not None:
-            raise UserError(f"plan: {role.setting}.precision={role.train.precision} is not planned for; expected null")
-    if recipe.rollout.lease or recipe.asked_judge is not None or recipe.teacher_engine is not None:
-        setting = "rollout.lease=true" if recipe.rollout.lease else "a model with engines of its own"
-        raise UserError(f"plan: {setting} is not planned for; expected a recipe without")
+    check_planned_for(recipe)
     engine = recipe.rollout.engine
     base = EngineShape(
         cascade=engine.cascade_attention,
@@ -134,6 +129,20 @@ def search_settings(
         attention_dp=plain and recipe.rollout.stream is None,
         accepts=_Accepted(recipe, specs, gpus_per_node, gpus=gpus),
     )
+
+
+def check_planned_for(recipe: Recipe) -> None:
+    """Refuse a recipe whose step no model predicts.
+
+    Raises:
+        UserError: names what the recipe has.
+    """
+    for role in recipe.megatron_roles.values():
+        if role.train.precision is not None:
+            raise UserError(f"plan: {role.setting}.precision={role.train.precision} is not planned for; expected null")
+    if recipe.rollout.lease or recipe.asked_judge is not None or recipe.teacher_engine is not None:
+        setting = "rollout.lease=true" if recipe.rollout.lease else "a model with engines of its own"
+        raise UserError(f"plan: {setting} is not planned for; expected a recipe without")
 
 
 class _Accepted:

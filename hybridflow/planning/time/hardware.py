@@ -17,7 +17,7 @@ from typing import Any
 
 from engine3d.errors import UserError, shortened
 from engine3d.platform import platform
-from engine3d.startup.lazy_imports import torch
+from hybridflow.cluster.hosts.checks.facts import visible_gpus
 from hybridflow.rundir.yaml_reader import read_yaml_file
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -188,7 +188,8 @@ def shipped_profiles() -> list[str]:
 def this_machine() -> dict[str, str | int]:
     """Describe this machine: "gpu", as the driver has it, or "cpu"; without GPUs its processor and their number."""
     if platform.gpus:
-        return {"gpu": torch.cuda.get_device_name(0)}
+        gpus = visible_gpus()  # CUDA's own name would take memory of the GPU
+        return {"gpu": gpus[0].name if gpus else "unknown"}
     try:
         names = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
         processor = next(names, "").partition(":")[2].strip()

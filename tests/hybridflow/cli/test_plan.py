@@ -50,6 +50,30 @@ def test_the_recipe_that_is_written_passes_the_checks(tmp_path: Path, capsys: py
     assert code == 2 and f"--write {path}: exists, expected a new file" in err
 
 
+@pytest.mark.parametrize("name", ["ppo", "safe_rlhf", "algorithms/dpo_online", "algorithms/rloo", "stream", "game"])
+def test_a_written_recipe_of_any_algorithm_passes_the_checks(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "planned.yaml"
+    code, _, err = _run(capsys, f"launch/recipes/{name}.yaml", "--gpus", "cpu:4", "--count", "1", "--write", str(path))
+    assert (code, err) == (0, "")
+    assert "placement:" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stream-lease", "plan: rollout.lease=true is not planned for; expected a recipe without"),
+        ("algorithms/ippo", "plan with several actors: expected --actor with one of "),
+    ],
+)
+def test_a_recipe_that_is_not_planned_for_is_refused_by_name(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = _run(capsys, f"launch/recipes/{name}.yaml", "--gpus", "cpu:4")
+    assert (code, out) == (2, "") and message in err
+
+
 def test_auto_is_resolved_into_the_recipe_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["check", DEMO, "placement=auto", "--print"]) == 0
     printed = capsys.readouterr()

@@ -368,6 +368,11 @@ def _git(root: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this host that CUDA_VISIBLE_DEVICES leaves, as NVML has them: no process is opened on one."""
+    return _devices()[2]
+
+
 def _devices() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
     """Versions of the driver and of the CUDA that it knows, and the GPUs; nothing of a host that has none."""
     try:
