@@ -10,6 +10,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from engine3d.platform.cpu import gloo_groups
 from engine3d.platform.cpu import sglang_attention as sglang_cpu_attention
 from engine3d.platform.cpu import sglang_fp8 as sglang_cpu_fp8
 from engine3d.platform.cpu.sglang_sampling import murmur_hash32
@@ -58,6 +59,10 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
         sglang_cpu_fp8.install()
         elementwise.fused_gate_sigmoid_mul_add = _add_gated
+
+    def get_torch_distributed_backend_str(self) -> str:
+        gloo_groups.register()
+        return gloo_groups.BACKEND
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"
