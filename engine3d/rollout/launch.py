@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from engine3d.models.safetensors_files import read_header
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.host.log import temporary_log
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.scheduler.plugin import (
     CASCADE_VARIABLE,
@@ -264,7 +264,7 @@ def start_host(
     return HostProcess(
         server_arguments(config, model, shard),
         environment(config, model, devices, weight_sources, shard),
-        log_path or Path(tempfile.mkstemp(prefix="rollout-", suffix=".log")[1]),
+        log_path or temporary_log("rollout"),
     )
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -22,7 +21,7 @@ from typing import IO, Any, Self
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
-from engine3d.rollout.host.log import describe_death
+from engine3d.rollout.host.log import describe_death, temporary_log
 from engine3d.rollout.host.run_environment import run_environment
 from engine3d.rollout.launch import server_environment
 from engine3d.rollout.scheduler.plugin import ALONE_VARIABLE
@@ -99,7 +98,7 @@ class CompletionServer:
                 self._reserved_port = _reserve_port(self._address)
                 self._port = self._reserved_port.getsockname()[1]
             if self._log_path is None:
-                self._log_path = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
+                self._log_path = temporary_log("server")
             process = self._process = self._launch(self._log_path)
         try:
             self._wait_until_up(process)

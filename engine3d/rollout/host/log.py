@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
+import tempfile
 import textwrap
 import traceback
 from pathlib import Path
@@ -30,6 +32,13 @@ _CONSEQUENCE = re.compile(
     r"|gloo.*Connection (?:closed|reset) by peer|remote process exited or there was a network error"
 )
 _LOST_NEIGHBOUR = re.compile(r"gloo.*Connection|NCCL|remote process exited|DistNetworkError", re.IGNORECASE)
+
+
+def temporary_log(kind: str) -> Path:
+    """Make an empty log in the temporary directory; `kind` begins its name."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{kind}-", suffix=".log")
+    os.close(descriptor)  # processes of the engine open it by its name
+    return Path(name)
 
 
 def log_answered() -> None:

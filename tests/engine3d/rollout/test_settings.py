@@ -19,7 +19,7 @@ from engine3d.models import model_spec
 from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, graph_batch_sizes
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
 from engine3d.rollout.host.generation import submission_order
-from engine3d.rollout.host.log import root_cause
+from engine3d.rollout.host.log import root_cause, temporary_log
 from engine3d.rollout.served import check_device, check_served
 from engine3d.run_files import make_run_directory, segment_name
 from engine3d.sglang_source import sglang_directory
@@ -445,3 +445,11 @@ def test_experts_and_latent_attention_have_complete_blocks_on_every_rank() -> No
         check_served(model_spec(latent | {"q_lora_rank": 192}), RolloutConfig(precision="fp8"))
     with pytest.raises(UserError, match="SGLang loads no scales of blocks into LlamaForCausalLM; expected null"):
         check_served(model_spec(tiny_families.CONFIGS["llama"]), RolloutConfig(precision="fp8"))
+
+
+def test_a_temporary_log_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    log = temporary_log("rollout")
+    assert log.parent == tmp_path and log.read_bytes() == b""
+    opened = [file.readlink() for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert log not in opened
