@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import plan_truth
 
 
+@pytest.mark.slow
 def test_errors_are_not_larger_than_those_that_are_published() -> None:
     compared = plan_truth.comparisons()
     published = json.loads((plan_truth.README.parent / "truth.json").read_text())

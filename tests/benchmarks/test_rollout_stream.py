@@ -49,6 +49,7 @@ def test_a_synchronous_stream_has_the_responses_of_the_batch_call_and_running_ah
     assert steps["staleness 1"].busy > batch.busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_rolling_transfers_keep_engines_at_work_and_samples_as_fresh(staleness: int) -> None:
     limits, by_transfer = StreamLimits(_SMALL.groups, staleness), {}

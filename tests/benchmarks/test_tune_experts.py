@@ -32,6 +32,7 @@ def test_tiles_fit_a_processor() -> None:
     } in candidates
 
 
+@pytest.mark.slow
 def test_the_best_of_both_products_have_one_block_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config"
     monkeypatch.setattr(f"{config}.get_device_name", lambda: "NVIDIA H200")

@@ -13,6 +13,8 @@ from engine3d.models import FAMILIES, load_model_spec, sglang_overrides
 from engine3d.reshard.describe.simulate import trace_engine_layout
 from engine3d.rollout import RolloutConfig, launch
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,

@@ -176,6 +176,7 @@ def test_descending_experts_follow_their_router_rows() -> None:
             assert expert == f"model.layers.0.mlp.experts.{rows[coordinates.ep * 4 + local]}.down_proj.weight"
 
 
+@pytest.mark.slow
 def test_a_large_model_on_many_ranks_is_planned() -> None:
     spec = model_spec(QWEN3_30B)
     assert spec.parameter_count() == 30_532_122_624

@@ -135,6 +135,7 @@ def test_groups_that_lost_samples_are_what_is_left_of_them() -> None:
     assert step.values[metrics.SAMPLING_FAILED] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", ["expected", "missing"])
 def test_any_rewards_are_accounted_for(draw: str) -> None:
     for seed in range(40):

@@ -121,6 +121,7 @@ print(settings.shift, function.__name__, function.__module__ == type(settings)._
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_has_not_loaded_it_unpickles_it(path: Path) -> None:
     settings = build(name=f"{path}:ALGORITHM", shift=0.5)
     function = load(settings.name).with_advantages

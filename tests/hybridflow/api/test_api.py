@@ -363,6 +363,7 @@ def test_a_trainer_says_what_is_wrong_before_it_starts(model: Path, tmp_path: Pa
     assert refusal(trainer.rollout) == "the trainer is closed, expected a new one"
 
 
+@pytest.mark.slow
 def test_a_trainer_falls_back_to_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

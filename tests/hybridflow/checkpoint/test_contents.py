@@ -132,6 +132,7 @@ EDITS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_what_was_edited_is_a_line_of_verify_and_not_resumed_from(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

@@ -19,6 +19,8 @@ from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeStart, EpisodeTurn
 from tests.support.runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 TOOLS = ROOT / "launch/recipes/data/tools.jinja"
 SOURCE = """
 import asyncio, json, os, time, urllib.request

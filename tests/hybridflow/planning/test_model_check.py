@@ -161,6 +161,7 @@ def test_what_an_engine_cannot_do_for_a_teacher_is_refused(overrides: list[str],
     assert line in str(caught.value)
 
 
+@pytest.mark.slow
 def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) -> None:
     path = a_model(tmp_path, "name=dense")
     given = [f"teacher.path={path}", f"run_dir={tmp_path}", *TEACHER_ENGINE]

@@ -19,6 +19,8 @@ from engine3d.reshard.describe.simulate import build_model, engine_rank
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, refresh_derived, trace_load
 from tests.support.sglang_models import CASES, MODELS, hf_tensors, random_tensors, write_holdings
 
+pytestmark = pytest.mark.slow
+
 POISON = 77.0
 
 

@@ -37,6 +37,7 @@ def test_what_is_proposed_is_the_fastest_of_what_fits() -> None:
             assert max(1, tokens) == proposal.batch.together  # a recipe of the plan has these micro-batches
 
 
+@pytest.mark.slow
 def test_a_sequence_that_no_rank_can_keep_is_split() -> None:
     short = SEARCH.best(16, Batch(sequences=512, tokens=4096))
     long = SEARCH.best(16, Batch(sequences=16, tokens=131072))
@@ -49,6 +50,7 @@ def test_a_sequence_that_no_rank_can_keep_is_split() -> None:
     assert min(unsplit) > USED_SHARE * 141e9
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_few_micro_batches_has_virtual_stages() -> None:
     search = LayoutSearch(named_model("qwen3-235b-a22b"), CONFIG, HARDWARE)
     proposal = search.best(1024, Batch(sequences=256, tokens=131072))
