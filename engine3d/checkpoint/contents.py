@@ -12,9 +12,8 @@ from pathlib import Path
 from engine3d.checkpoint.chunk_checksums import ChunkChecksums
 from engine3d.checkpoint.hf import MODEL, model_files
 from engine3d.checkpoint.manifest import MANIFEST, Manifest, is_step_directory, step_directory
-from engine3d.checkpoint.metadata import METADATA, Metadata, difference, read_metadata
+from engine3d.checkpoint.metadata import METADATA, Metadata, difference, read_metadata, stored_spec
 from engine3d.errors import UserError
-from engine3d.models import load_model_spec
 
 
 def contradictions_within(directory: Path, manifest: Manifest) -> Iterator[str]:
@@ -47,7 +46,7 @@ def _of_role(directory: Path, manifest: Manifest, role: str) -> Iterator[str]:
     if not (model / "config.json").is_file():
         yield f"{model.name}/config.json is missing"
         return
-    spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
+    spec = stored_spec(model, manifest.roles[role])
     if mismatch := difference(spec, {name: tensor.shape for name, tensor in described.weights.items()}):
         yield f"{role}/ does not fit {model.name}/config.json: {mismatch}"
 

@@ -99,13 +99,15 @@ def export_checkpoint(
     if role not in manifest.roles:
         accepted = ", ".join(sorted(manifest.roles))
         raise UserError(f"export: {checkpoint} has no role {role}; expected one of {accepted}")
+    if manifest.roles[role].adapters is not None:
+        raise UserError(f"export: {checkpoint} has adapters and no weights of a model; expected --adapter or --merged")
     if verify:
         check_described(checkpoint, role)
     model = model_files(checkpoint, role)
     if not model.is_dir():
         model = checkpoint / MODEL
     spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
-    saved = _SavedTensors(checkpoint, manifest, role, verify=verify)
+    saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
     plan = plan_model_export(spec, written, max_shard_bytes, precision)
@@ -226,7 +228,7 @@ def model_files(checkpoint: Path, role: str) -> Path:
     return checkpoint / f"{role}-{MODEL}"
 
 
-class _SavedTensors:
+class RoleWeights:
     """Weights of a role in a checkpoint, as its ranks wrote them: each tensor in chunks.
 
     Raises:

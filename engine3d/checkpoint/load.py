@@ -119,7 +119,7 @@ def check_stored(directory: Path, engine: TrainEngine, stored: dict[str, tuple[i
         UserError: names a tensor that is missing or has another shape.
     """
     weights = {key.removeprefix("weight/"): shape for key, shape in stored.items() if key.startswith("weight/")}
-    if mismatch := difference(engine.spec, weights):
+    if mismatch := difference(engine.trained, weights):
         raise UserError(f"checkpoint {directory} is not of this model: {mismatch}")
 
 
@@ -156,7 +156,7 @@ def _load_batch(
                 weights.append((shard, target))
             for chunk in chunks:
                 values = target[chunk.offset : chunk.offset + chunk.length].view(extents(chunk.box))
-                shape = engine.spec.hf_tensors[chunk.hf_name].shape
+                shape = engine.trained.hf_tensors[chunk.hf_name].shape
                 state[str(len(state))] = sharded_tensor(key_of(kind, chunk.hf_name), values, chunk.box, shape)
     with torch.no_grad():
         if state:

@@ -90,6 +90,24 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class StoredAdapters:
+    """Adapters that a checkpoint holds in place of a model's weights.
+
+    Args:
+        rank, alpha: of `LoraConfig`.
+        targets: names of the linear layers with adapters.
+        base: `TensorFiles.fingerprint` of the model that they belong to.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    targets: tuple[str, ...]
+    base: str
+
+
+@dataclass(frozen=True)
 class RoleSummary:
     """State of one role in a checkpoint.
 
@@ -98,8 +116,9 @@ class RoleSummary:
         world_size: ranks of that layout.
         dtype: of the model in training.
         value_head: the model ends in one value a token, and not in logits.
-        parameters: elements of the complete model.
+        parameters: elements of the complete model, or of its adapters.
         optimizer_step: None if there is no state of an optimizer.
+        adapters: None where the weights of the model are stored.
     """
 
     __pydantic_config__ = _STRICT
@@ -110,6 +129,7 @@ class RoleSummary:
     value_head: bool
     parameters: Annotated[int, Field(ge=0)]
     optimizer_step: Annotated[int, Field(ge=0)] | None
+    adapters: StoredAdapters | None = None
 
 
 @dataclass(frozen=True)

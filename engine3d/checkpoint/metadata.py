@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine3d.checkpoint.manifest import Hash, Manifest
+from engine3d.checkpoint.manifest import Hash, Manifest, RoleSummary
 from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError
 from engine3d.input_files import FileError, is_file_name, read_bytes
+from engine3d.models import load_model_spec
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
@@ -166,6 +169,22 @@ def read_metadata(checkpoint: Path, manifest: Manifest, role: str) -> Metadata:
     for stored in metadata.stored:
         _check_file(stored.file, where)
     return metadata
+
+
+def stored_spec(model: Path, summary: RoleSummary) -> ModelSpec:
+    """Read the specification of the weights that a checkpoint has of a role: of a model, or of its adapters.
+
+    Args:
+        model: directory of the config of the role's model.
+        summary: of the role.
+
+    Raises:
+        UserError: as `load_model_spec`; or the adapters do not fit the model.
+    """
+    spec = load_model_spec(model, value_head=summary.value_head)
+    if (adapters := summary.adapters) is None:
+        return spec
+    return AdapterSpec.of(spec, LoraConfig(rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets))
 
 
 def difference(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine3d.checkpoint.chunks import MAX_CHUNK_BYTES, FlatChunk, extents, flat_chunks
-from engine3d.checkpoint.manifest import FileEntry, RoleSummary
+from engine3d.checkpoint.manifest import FileEntry, RoleSummary, StoredAdapters
 from engine3d.checkpoint.staging import Staging
 from engine3d.checkpoint.state import (
     RANDOM_KEY,
@@ -30,6 +30,8 @@ from engine3d.checkpoint.state import (
 )
 from engine3d.collectives import all_reduce
 from engine3d.errors import EngineError
+from engine3d.models.lora.spec import AdapterSpec, target_names
+from engine3d.models.safetensors_files import TensorFiles
 from engine3d.platform import platform
 
 if TYPE_CHECKING:
@@ -105,9 +107,23 @@ class EngineCheckpoint:
             world_size=engine.layout.world_size,
             dtype=engine.config.dtype,
             value_head=engine.value_head,
-            parameters=engine.spec.parameter_count(),
+            parameters=engine.trained.parameter_count(),
             optimizer_step=self._agreed_step() if engine.optimizer is not None else None,
+            adapters=self._adapters,
         )
+
+    @cached_property
+    def _adapters(self) -> StoredAdapters | None:
+        """Adapters of the model, if it has any. Only the first rank, whose summary is stored, reads the model again."""
+        spec = self._engine.trained
+        if not isinstance(spec, AdapterSpec) or spec.directory is None:
+            return None
+        base = ""
+        if dist.get_rank() == 0:
+            with TensorFiles(spec.directory) as files:
+                base = files.fingerprint()
+        targets = spec.lora.targets or target_names(self._engine.spec)
+        return StoredAdapters(spec.lora.rank, spec.lora.alpha, targets, base)
 
     def prepare(self) -> None:
         """Begin to take the host memory that saves in the background need, so that the first need not wait for it.
@@ -254,7 +270,7 @@ class EngineCheckpoint:
         state: dict[str, Any] = dict(common)
         for flat in flats:
             for chunk in flat.chunks:
-                key, shape = key_of(flat.kind, chunk.hf_name), self._engine.spec.hf_tensors[chunk.hf_name].shape
+                key, shape = key_of(flat.kind, chunk.hf_name), self._engine.trained.hf_tensors[chunk.hf_name].shape
                 state[str(len(state))] = planned_tensor(key, chunk.box, shape, flat.dtype)
         state[RANDOM_KEY] = _random_object()
         self._strategy.plan(state, directory)

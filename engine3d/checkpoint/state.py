@@ -167,7 +167,7 @@ def parameter_shards(engine: TrainEngine) -> list[ParameterShard]:
     for optimizer in _optimizers(engine):
         owners |= dict.fromkeys(optimizer.model_param_gbuf_map, optimizer)
     shards = []
-    for local, parameter in rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates):
+    for local, parameter in rank_parameters(engine.module, engine.trained, engine.layout, engine.coordinates):
         optimizer = owners.get(parameter)
         if optimizer is not None:
             owned = optimizer._get_model_param_range_map(parameter)["param"]

@@ -8,6 +8,8 @@ from math import prod
 from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec
 from engine3d.models.precision import joined_slices, scale_box
 from engine3d.models.rules import Box, local_parameters
 from engine3d.reshard.describe.source import buffer_rules, parameter_buffers, tied_stages
@@ -100,6 +102,8 @@ def resident_by_rank(
         trainable: false for a model without gradients and optimizer.
         transformer_engine: true if the model is built from Transformer Engine's layers.
     """
+    if config.lora is not None and trainable:
+        return _with_adapters(spec, layout, at, config, config.lora, transformer_engine=transformer_engine)
     itemsize = ITEMSIZES[config.dtype]
     of_element = element_bytes(config)
     dense, experts = buffer_rules(spec.rules, layout)
@@ -135,6 +139,53 @@ def resident_by_rank(
             }  # experts are multiplied without
             resident += ResidentBytes(dummy_gradients=sum(map(prod, shapes)) * itemsize)
     return replace(resident, staged=resident.offloaded) if config.optimizer.overlap_offload else resident
+
+
+def merged_bytes(
+    spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, transformer_engine: bool = True
+) -> int:
+    """Predict the memory of a rank's weights with their adapters next to its parameters (`reshard.transport.merged`).
+
+    Args:
+        spec: the model.
+        layout: must pass the model's `check_layout`.
+        at: the rank.
+        config: dtype and adapters; 0 without adapters.
+        transformer_engine: true if the model is built from Transformer Engine's layers.
+    """
+    if config.lora is None:
+        return 0
+    adapters = AdapterSpec.of(spec, config.lora)
+    options = {"transformer_engine": transformer_engine}
+    adapted = {local.name.rpartition(".")[0] for local in adapters.local_parameters(layout, at, **options)}
+    merged = [
+        local
+        for local in spec.local_parameters(layout, at, **options)
+        if local.name.endswith(".weight") and local.name.removesuffix(".weight") in adapted
+    ]
+    return ITEMSIZES[config.dtype] * sum(prod(local.shape) for local in merged)
+
+
+def _with_adapters(
+    spec: ModelSpec,
+    layout: Layout,
+    at: Coordinates,
+    config: TrainConfig,
+    lora: LoraConfig,
+    *,
+    transformer_engine: bool,
+) -> ResidentBytes:
+    """Predict the frozen model and its trained adapters."""
+    model = spec.local_parameters(layout, at, transformer_engine=transformer_engine)
+    weights = sum(prod(local.shape) * (_FLOAT32 if local.buffer else ITEMSIZES[config.dtype]) for local in model)
+    adapters = resident_by_rank(
+        AdapterSpec.of(spec, lora),
+        layout,
+        at,
+        config.model_copy(update={"lora": None}),
+        transformer_engine=transformer_engine,
+    )
+    return adapters + ResidentBytes(weights=weights)
 
 
 def _elements(box: Box) -> int:

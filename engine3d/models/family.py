@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
@@ -93,6 +93,8 @@ class ModelSpec:
     directory: Path | None = None
     value_head: bool = False
     expert_order: ExpertOrder = "ascending"
+    adapters: ClassVar[bool] = False
+    """True of a specification of a model's adapters."""
 
     @property
     def hf_config(self) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from typing import ClassVar, Literal
 
 from engine3d.layout import Coordinates, Layout, balanced_stages
 
+ADAPTER_PREFIX = "lora_"
+"""Beginning of the last name of an adapter's parameter."""
+
 Box = tuple[tuple[int, int], ...]
 """A range (start, stop) for each dimension of a tensor."""
 
@@ -197,6 +200,11 @@ class Vocabulary(ColumnParallel):
 
     def local_length(self, count: int) -> int:
         return padded_vocabulary(self.tensor.shape[0], count) // count
+
+
+def is_adapter(parameter: str) -> bool:
+    """True if a parameter of a Megatron-Core model is an adapter's, by its name."""
+    return parameter.rpartition(".")[2].startswith(ADAPTER_PREFIX)
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:

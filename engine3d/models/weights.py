@@ -27,7 +27,7 @@ from engine3d.models.precision import (
     stored_tensors,
 )
 from engine3d.models.quantised import QUANTISATION_KEY, QUANTISATION_KEYS, check_quantisation, fp8_tensors, named_method
-from engine3d.models.rules import Box, LocalParameter
+from engine3d.models.rules import Box, LocalParameter, is_adapter
 from engine3d.models.safetensors_files import DTYPES, INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
 from engine3d.platform import platform
 from engine3d.startup.lazy_imports import dist, torch
@@ -200,6 +200,7 @@ def export_weights(
     precision: Precision | None = None,
     max_shard_bytes: float = 5e9,
     group: dist.ProcessGroup | None = None,
+    merged: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Write the model as a HuggingFace directory; every rank of the layout calls this together.
 
@@ -216,6 +217,7 @@ def export_weights(
         precision: fp8 quantises the tensors of the contract (`precision`).
         max_shard_bytes: largest file, unless a single tensor is larger.
         group: the ranks of the layout, if they are not all ranks.
+        merged: gives a parameter with its adapter (`Adapters.merged`), if there are adapters.
 
     Raises:
         UserError: the directory exists already, or the layout divides blocks of fp8.
@@ -237,7 +239,7 @@ def export_weights(
     def write() -> None:
         for local, parameter in rank_parameters(model, spec, layout, coordinates):
             for name, (box, slices) in joined_slices(local.slices if local.owner else ()).items():
-                values = joined_values(parameter.data, box, slices)
+                values = joined_values(parameter.data if merged is None else merged(parameter), box, slices)
                 for stored in stored_tensors(spec.hf_tensors[name], box, values, dtype, precision):
                     files.write(*stored)
         files.close()
@@ -265,7 +267,8 @@ def rank_parameters(
         model = inner
     expected = spec.local_parameters(layout, coordinates, transformer_engine=platform.has_transformer_engine)
     buffers = {local.name for local in expected if local.buffer}
-    built: dict[str, torch.Tensor] = dict(model.named_parameters())
+    named = model.named_parameters()
+    built: dict[str, torch.Tensor] = {name: tensor for name, tensor in named if is_adapter(name) == spec.adapters}
     built |= {name: buffer for name, buffer in model.named_buffers() if name in buffers}
     if difference := sorted(built.keys() ^ {local.name for local in expected}):
         raise EngineError(f"model {spec.family.name}: the rules and the built model differ in {', '.join(difference)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,16 @@ from torch import Tensor
 from engine3d.layout import Layout
 from engine3d.models import build_model, load_model_spec, load_weights
 from engine3d.models.build import model_chunks
+from engine3d.models.family import ModelSpec
+from engine3d.models.lora.spec import AdapterSpec
 from engine3d.platform import platform
 from engine3d.training import parallel
 from engine3d.training.config import TrainConfig
 from engine3d.training.megatron_settings import check_options, megatron_settings
 from engine3d.training.offload import Offload, OffloadStats
+
+if TYPE_CHECKING:
+    from engine3d.models.lora.modules import Adapters
 
 
 class BuiltModel:
@@ -64,8 +69,17 @@ class BuiltModel:
                 if config.has_copy_engine_dispatcher(spec.sizes, layout)
                 else None,
             )
-        if load:
+        if load or (config.lora is not None and trainable):  # no checkpoint has the weights under adapters
             load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
+        self.trained: ModelSpec = self.spec
+        """Specification of the weights that training changes and checkpoints hold: the model's, or its adapters'."""
+        self.adapters: Adapters | None = None
+        if config.lora is not None and trainable:
+            from engine3d.models.lora.modules import Adapters
+
+            adapters = AdapterSpec.of(self.spec, config.lora)
+            self.adapters = Adapters(module, adapters, layout, self.coordinates, seed=seed)
+            self.trained = adapters
         self.device = next(module.parameters()).device
         self._offload = Offload(self.device, constant=not trainable) if offload else None
         self.module: Any = module

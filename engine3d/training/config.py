@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import Precision
 from engine3d.models.sizes import ROW_ELEMENTS, Sizes
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
@@ -129,6 +130,9 @@ class TrainConfig(Settings):
         "gradients and optimizer stay as they are; null: dtype",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = Field(
+        None, description="train low-rank adapters and leave the model as it is; null: train all weights"
+    )
     micro_batch_tokens: int = Field(
         8192,
         ge=1,

@@ -133,7 +133,10 @@ class TrainEngine(TrainedModel):
                 self.optimizer.reload_model_params()
 
     def export(self, directory: Path, *, dtype: torch.dtype | None = None, precision: Precision | None = None) -> None:
-        """Write the weights as a HuggingFace directory; every rank writes its own part, nothing is gathered."""
+        """Write the weights as a HuggingFace directory; every rank writes its own part, nothing is gathered.
+
+        Adapters are merged into them.
+        """
         with self._onloaded():
             export_weights(
                 self.module,
@@ -143,6 +146,7 @@ class TrainEngine(TrainedModel):
                 Path(directory),
                 dtype=dtype or self.dtype,
                 precision=precision,
+                merged=self.adapters.merged if self.adapters is not None else None,
             )
 
     def weight_sender(
@@ -164,14 +168,20 @@ class TrainEngine(TrainedModel):
         from engine3d.reshard.describe.source import model_shards
         from engine3d.reshard.transport.sender import WeightSender
 
-        parameters = [
-            (local, tensor.data)
-            for local, tensor in rank_parameters(self.module, self.spec, self.layout, self.coordinates)
-        ]
+        parameters = rank_parameters(self.module, self.spec, self.layout, self.coordinates)
+        update = None
+        if self.adapters is not None:
+            from engine3d.reshard.transport.merged import MergedWeights
+
+            merged = MergedWeights(parameters, self.adapters)
+            parameters, update = merged.parameters, merged.merge
+        parameters = [(local, tensor.data) for local, tensor in parameters]
         if precision is None:
-            return WeightSender(*model_shards(parameters, name, rank, location))
+            return WeightSender(*model_shards(parameters, name, rank, location), update)
         from engine3d.reshard.transport.quantised import QuantisedWeights
 
+        if update is not None:
+            raise UserError(f"lora with engines of precision={precision} was not tried; expected null")
         check_shards(self.spec, self.layout, transformer_engine=platform.has_transformer_engine)
         weights = QuantisedWeights(parameters, self.spec.hf_tensors, name, rank, location)
         return WeightSender(weights.shards, weights.storages, weights.quantise)

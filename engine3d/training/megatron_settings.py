@@ -8,6 +8,8 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.attention.requirements import check_flash_attention, check_fused_query_key
 from engine3d.models.family import ModelSpec
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec
 from engine3d.models.precision import check_trained_blocks
 from engine3d.models.sizes import Sizes
 from engine3d.platform import platform
@@ -84,6 +86,8 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         check_fused_query_key(spec, tp=layout.tp)
     if layout.cp > 1:
         _check_context_parallel(config, spec, layout)
+    if config.lora is not None:
+        _check_lora(config, config.lora, spec, layout, transformer_engine=transformer_engine)
     options = config.megatron
     if config.routing_replay != "none" and options.get("moe_router_fusion"):
         raise UserError(
@@ -178,3 +182,29 @@ def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None
         biased = spec.family.megatron(spec.sizes).get("moe_router_enable_expert_bias")
         if name == "moe_router_bias_update_rate" and value and not biased:
             raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no bias of experts")
+
+
+def _check_lora(
+    config: TrainConfig, lora: LoraConfig, spec: ModelSpec, layout: Layout, *, transformer_engine: bool
+) -> None:
+    """Refuse adapters with settings that they were not tried with."""
+    AdapterSpec.of(spec, lora)
+    if lora.dropout:
+        raise UserError(
+            f"lora.dropout={lora.dropout:g}: random numbers would differ between layouts, and the log-probs from those "
+            "of the engines; expected 0"
+        )
+    if spec.value_head:
+        raise UserError("lora with a scalar head was not tried; expected null")
+    if transformer_engine:
+        raise UserError("lora was tried with Megatron-Core's own layers alone, on a CPU; expected null on GPUs")
+    if config.precision is not None:
+        raise UserError(f"lora with precision={config.precision} was not tried; expected precision=null, or lora=null")
+    if layout.cp > 1:
+        raise UserError(f"lora with cp={layout.cp} was not tried; expected cp=1, or lora=null")
+    rate = config.megatron.get("moe_router_bias_update_rate", 0.0)
+    if rate:
+        raise UserError(
+            f"lora with megatron.moe_router_bias_update_rate={rate:g}, which changes biases of the model itself; "
+            "expected 0, or lora=null"
+        )

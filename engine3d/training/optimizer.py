@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from engine3d.startup.lazy_imports import torch
 from engine3d.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from engine3d.models.lora.modules import Adapters
 
 _FLOAT32, _BFLOAT16 = 4, 2
 
@@ -44,8 +47,14 @@ def buffer_optimizers(optimizer: Any) -> list[Any]:
     return [inner for inner in chained if not inner.is_stub_optimizer]
 
 
-def wrap_for_training(module: Any, config: TrainConfig) -> list[Any]:
-    """The model's chunks in Megatron-Core's DistributedDataParallel: gradients in buffers, summed over dp."""
+def wrap_for_training(module: Any, config: TrainConfig, adapters: Adapters | None = None) -> list[Any]:
+    """The model's chunks in Megatron-Core's DistributedDataParallel: gradients in buffers, summed over dp.
+
+    Args:
+        module: the model.
+        config: the settings.
+        adapters: of the model, whose gradients are summed over the ranks that share them.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -67,6 +76,8 @@ def wrap_for_training(module: Any, config: TrainConfig) -> list[Any]:
     def finalise(chunks: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
         # The loss carries its own weights: no division by a number of tokens.
         finalize_model_grads(chunks, None, **arguments)
+        if adapters is not None:
+            adapters.reduce_gradients()
 
     modules[0].config.finalize_model_grads_func = finalise
     return chunks

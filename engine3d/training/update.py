@@ -100,7 +100,7 @@ class TrainedModel(ForwardModel):
                 if self.megatron.moe_router_enable_expert_bias:
                     self._bias_rate = self.megatron.moe_router_bias_update_rate
             with platform.shareable_memory():
-                self.chunks = wrap_for_training(self.module, self.config)
+                self.chunks = wrap_for_training(self.module, self.config, self.adapters)
             self._start_optimizer()
         else:
             self.module.eval().requires_grad_(False)

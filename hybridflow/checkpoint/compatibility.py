@@ -38,8 +38,12 @@ _SINCE_INPUTS = (*_FILES_OF_PAIRS, "data.pairs.chat.template")
 _SOURCES = ("data.files.train", "data.files.sft")
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
+_ADAPTERS = "train.lora"
+"""Settings by which a checkpoint holds adapters."""
+
 _SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
+    "train.lora": None,
     "data.files": None,
     "data.pairs": None,
     **{f"data.pairs.chat.{name}": value for name, value in ChatConfig().model_dump(mode="json").items()},
@@ -229,7 +233,7 @@ def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _without_paths(value) if name in _SOURCES else value
         for name, value in (_SINCE | _flat(settings)).items()
-        if name in _MADE_BY or (name.startswith("data.") and name not in _FILES_OF_DATA)
+        if name in _MADE_BY or name.startswith(_ADAPTERS) or (name.startswith("data.") and name not in _FILES_OF_DATA)
     }
 
 

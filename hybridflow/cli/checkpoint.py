@@ -47,6 +47,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="largest file, 1e9 bytes (5)"
     )
 
+    adapters = export.add_mutually_exclusive_group()
+    adapters.add_argument("--adapter", action="store_true", help="write the adapters as a directory of PEFT")
+    adapters.add_argument("--merged", action="store_true", help="write the model with the adapters merged")
+    export.add_argument("--base", metavar="MODEL", type=Path, help="with --merged: the model (that of the run)")
     export.add_argument("--no-verify", action="store_true", help="export what is there, whatever the checksums say")
 
     imported = commands.add_parser("import", help="make a checkpoint of a HuggingFace directory, to start from")
@@ -94,17 +98,28 @@ def _unused_root(root: Path) -> Iterator[None]:
 
 
 def _export(parsed: argparse.Namespace) -> None:
+    from engine3d.checkpoint.adapters import export_adapter, export_merged
     from engine3d.checkpoint.hf import export_checkpoint
 
-    exported = export_checkpoint(
-        _checkpoint(parsed.directory),
-        parsed.out,
-        role=parsed.role,
-        dtype=parsed.dtype,
-        precision=parsed.precision,
-        max_shard_bytes=parsed.max_shard_gb * 1e9,
-        verify=not parsed.no_verify,
-    )
+    if parsed.base is not None and not parsed.merged:
+        raise UserError("export: --base is the model of --merged; expected both, or neither")
+    if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.precision):
+        raise UserError("export: --dtype and --precision were not tried with adapters; expected neither")
+    checkpoint, verify = _checkpoint(parsed.directory), not parsed.no_verify
+    if parsed.adapter:
+        exported = export_adapter(checkpoint, parsed.out, role=parsed.role, verify=verify)
+    elif parsed.merged:
+        exported = export_merged(checkpoint, parsed.out, parsed.base, role=parsed.role, verify=verify)
+    else:
+        exported = export_checkpoint(
+            checkpoint,
+            parsed.out,
+            role=parsed.role,
+            dtype=parsed.dtype,
+            precision=parsed.precision,
+            max_shard_bytes=parsed.max_shard_gb * 1e9,
+            verify=verify,
+        )
     size = amount(exported.nbytes)
     print(f"exported the {parsed.role} to {parsed.out}: {exported.dtype}, {size}")
 

@@ -120,6 +120,7 @@ class Recipe(Settings):
             *self._of_engines(),
             *self._of_episodes(),
             *self._of_sets(),
+            *self._of_adapters(),
         ]
         if errors := [*self._missing(), *fitting, *self._unused()]:
             raise ValueError("; ".join(errors))
@@ -279,11 +280,28 @@ class Recipe(Settings):
             if role not in (*runs, *self._costs) and getattr(self, role) != default:
                 yield f"{role} is set, and there is no such role with {self._why_not(role)}"
 
+    def _of_adapters(self) -> Iterator[str]:
+        """Yield what does not go with adapters."""
+        for role, model in self.models.items():
+            if model.train is not None and model.train.lora is not None:
+                yield f"{role}.train.lora is set, and adapters are of the actor alone; expected null"
+            elif self.train.lora is not None and role in self.trained_roles and model.train is None:
+                yield f"train.lora is of the actor alone, and {role}.train is null; expected settings of {role}.train"
+        if self.train.lora is None:
+            return
+        if self.algorithm.needs_reference and self.reference_is_base and self.warmup is not None:
+            yield (
+                "train.lora with warmup, which trains the adapters, and a reference, which is the actor without them; "
+                "expected warmup=null, or a reference.path"
+            )
+
     @property
     def _costs(self) -> tuple[str, ...]:
         return ("cost", "cost_model") if self.algorithm.needs_cost else ()
 
     def _why_not(self, role: str) -> str:
+        if role == "reference" and self.algorithm.needs_reference:
+            return "train.lora, where the reference is the actor without its adapters"
         if role == "reference" and "kl_coef" not in self.algorithm.not_used:
             return "algorithm.kl_coef=0"
         return (
@@ -295,7 +313,7 @@ class Recipe(Settings):
         """Megatron-Core models of the run but the actor, by role."""
         algorithm = self.algorithm
         models = {
-            "reference": self.reference if algorithm.needs_reference else None,
+            "reference": self.reference if algorithm.needs_reference and not self.reference_is_base else None,
             "teacher": self.teacher if algorithm.needs_teacher and self.teacher_engine is None else None,
             "critic": self.critic if algorithm.needs_critic else None,
             "cost_critic": self.cost_critic if algorithm.needs_cost else None,
@@ -394,6 +412,11 @@ class Recipe(Settings):
         return tuple(role for role, model in self.models.items() if model.offload)
 
     @property
+    def reference_is_base(self) -> bool:
+        """True if the reference policy, where there is one, is the actor without its adapters."""
+        return self.train.lora is not None and self.reference.path is None
+
+    @property
     def reference_is_warmed_up(self) -> bool:
         """True if the reference policy is the model after the warm-up."""
         return self.warmup is not None and "reference" in self.models and self.reference.path is None
@@ -429,8 +452,8 @@ class Recipe(Settings):
         """Return the layout and training settings of a role's model."""
         if role == "actor":
             return self.train
-        # Routes are of the actor's samples and weights.
-        return self.models[role].train or self.train.model_copy(update={"routing_replay": "none"})
+        # Routes are of the actor's samples and weights, adapters of the actor.
+        return self.models[role].train or self.train.model_copy(update={"routing_replay": "none", "lora": None})
 
     def train_setting(self, role: str) -> str:
         """The name of the setting that says so."""

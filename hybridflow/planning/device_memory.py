@@ -13,6 +13,7 @@ from engine3d.memory import (
     ServingBytes,
     WorkingBytes,
     inference_peak,
+    merged_bytes,
     peer_memory,
     quantised_bytes,
     resident_by_rank,
@@ -61,6 +62,8 @@ class RoleMemory:
     """Bytes of weights that a rank quantises for engines."""
     operands: dict[Device, int]
     """Bytes of quantised weights that a rank keeps from a forward pass for its backward pass."""
+    merged: dict[Device, int]
+    """Bytes of weights that a rank merges with their adapters for engines."""
 
     @classmethod
     def of(
@@ -74,6 +77,7 @@ class RoleMemory:
         sequence_tokens: int,
         fused_experts: bool,
         precision: Precision | None = None,
+        serves: bool = False,
     ) -> RoleMemory:
         if not fused_experts:
             role = replace(role, train=role.train.model_copy(update={"fused_experts": False}))
@@ -93,6 +97,7 @@ class RoleMemory:
             peers=peers,
             quantised={},
             operands={},
+            merged={},
         )
         transformer_engine = devices[0].kind == "cuda"
         first: dict[int, Device] = {}
@@ -110,11 +115,15 @@ class RoleMemory:
                     if config.precision is not None:
                         # Transformer Engine has values and their transpose, a CPU the dequantised ones.
                         memory.operands[device] = nbytes * (2 if transformer_engine else ITEMSIZES[config.dtype])
+                if serves and config.lora is not None:
+                    memory.merged[device] = merged_bytes(
+                        spec, layout, at, config, transformer_engine=transformer_engine
+                    )
                 memory.inference[device] = inference_peak(spec, layout, at, config, tokens=tokens[0])
                 memory.update[device] = update_peak(spec, layout, at, config, tokens=tokens[1])
             else:  # the ranks of a stage hold as much as each other
                 memory.resident[device] = memory.resident[like]
-                for by_device in (memory.quantised, memory.operands):
+                for by_device in (memory.quantised, memory.operands, memory.merged):
                     if like in by_device:
                         by_device[device] = by_device[like]
                 memory.inference[device] = memory.inference[like]
@@ -151,6 +160,8 @@ def device_memory(
             always[f"{role} weights in fp8"] = memory.quantised[device]
         if device in memory.operands:
             always[f"{role} operands in fp8"] = memory.operands[device]
+        if device in memory.merged:
+            always[f"{role} weights with adapters"] = memory.merged[device]
         if alone:
             always[f"{role} gradients"] = resident.gradients
     staying = {
@@ -314,6 +325,7 @@ def _cache_tokens(
         memory.resident[device].dummy_gradients
         + (0 if memory.role.offload else memory.resident[device].weights)
         + memory.quantised.get(device, 0)
+        + memory.merged.get(device, 0)
         for memory in here.values()
     )
     others = DRIVER_BYTES + CONTEXT_BYTES * (len(here) + 1) if device.kind == "cuda" else 0

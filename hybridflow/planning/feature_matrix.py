@@ -37,6 +37,7 @@ FEATURES = (
     "resharding",
     "fp8",
     "fp8_training",
+    "lora",
 )
 ITEMS = (*FAMILIES, *LAYOUT, *FEATURES)
 DATA = Path(__file__).with_suffix(".yaml")
@@ -112,6 +113,8 @@ def _of_training(recipe: Recipe, role: str, setting: str) -> dict[str, str]:
         items["optimizer_offload"] = f"{setting}.optimizer.offload=true"
     if (routes := getattr(config, "routing_replay", "none")) != "none":
         items["routing_replay"] = f"{setting}.routing_replay={routes}"
+    if config.lora is not None:
+        items["lora"] = f"{setting}.lora"
     if recipe.checkpoint.save_interval is not None:
         items["checkpoints"] = f"checkpoint.save_interval={recipe.checkpoint.save_interval}"
     return items

@@ -70,6 +70,7 @@ def foresee(
             sequence_tokens=sequence_tokens,
             fused_experts=fused_experts,
             precision=recipe.rollout.engine.precision if role == "actor" and recipe.starts_engines else None,
+            serves=role == "actor" and recipe.starts_engines,
         )
         for role, settings in recipe.megatron_roles.items()
         if role in specs

@@ -43,6 +43,7 @@ class PolicyGroup(ModelGroup):
     """The ranks of an actor or a reference policy."""
 
     logprobs = PolicyWorker.logprobs
+    base_logprobs = PolicyWorker.base_logprobs
     actor_logprobs = PolicyWorker.actor_logprobs
     top_tokens = PolicyWorker.top_tokens
     update = PolicyWorker.update

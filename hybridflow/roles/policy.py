@@ -53,6 +53,13 @@ class PolicyWorker(ModelWorker):
         return Columns({"logprobs": of_responses(batch, outputs.logprobs, f"{self._name}: the log-prob")})
 
     @register(THREE_D_PROTO, exclusive=True, routes=True)
+    def base_logprobs(self, batch: SampleBatch, *, temperature: float) -> Columns | None:
+        """Compute column `logprobs`, as `logprobs` does, of the model without its adapters."""
+        assert self._engine.adapters is not None
+        with self._engine.adapters.disabled():
+            return self.logprobs(batch, temperature=temperature)
+
+    @register(THREE_D_PROTO, exclusive=True, routes=True)
     def actor_logprobs(
         self, batch: SampleBatch, *, temperature: float, column: str, records_routes: bool
     ) -> Columns | None:

@@ -52,6 +52,7 @@ from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_store import TrainedSamples
 from hybridflow.trainer.step_record import StepRecord
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
+from hybridflow.workers.future import Future
 
 _VALUES = {"critic": "values", "cost_critic": "cost_values"}
 """Column of each critic."""
@@ -103,7 +104,7 @@ class TrainerStep(Step[Any]):
         values = {_VALUES[role]: group for role, group in critics.items()}
         self._columns = ModelColumns(
             roles.actor,
-            roles.reference,
+            self._reference,
             roles.teacher,
             values,
             temperature,
@@ -112,6 +113,15 @@ class TrainerStep(Step[Any]):
         )
         self._models = ModelUpdates(roles.actor, critics)
         self._scores = StepScores(self.scoring, self.source, self.run, self.record, self.phases, self.number, settings)
+
+    @property
+    def _reference(self) -> Callable[..., Future[Columns]] | None:
+        """The call that computes log-probs of the reference; None without one."""
+        if self.roles.reference is not None:
+            return self.roles.reference.logprobs
+        return (
+            self.roles.actor.base_logprobs if self.settings.reference_is_base and self.config.needs_reference else None
+        )
 
     @property
     def config(self) -> Any:

@@ -18,7 +18,7 @@ def gradients(engine: Any) -> list[tuple[TensorSlice, Tensor]]:
         for bucket in buffer.buckets:
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    parameters: Any = rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates)
+    parameters: Any = rank_parameters(engine.module, engine.trained, engine.layout, engine.coordinates)
     return [
         (tensor_slice, parameter.main_grad[slices(tensor_slice.local_box)].clone())
         for local, parameter in parameters

@@ -26,6 +26,8 @@ _REGISTERED = (
     "weight",
     "bias",
     "gate_weight",
+    "lora_A",
+    "lora_B",
     "embedding",
     "word_embeddings",
     "decoder",

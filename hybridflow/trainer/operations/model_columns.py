@@ -20,7 +20,7 @@ class ModelColumns:
 
     Args:
         actor: of the run.
-        reference: None without one.
+        reference: computes the log-probs of the reference; None without one.
         teacher: None without one.
         critics: by the column of their values.
         temperature: of the log-probs.
@@ -31,7 +31,7 @@ class ModelColumns:
     def __init__(
         self,
         actor: PolicyGroup,
-        reference: PolicyGroup | None,
+        reference: Callable[..., Future[Columns]] | None,
         teacher: TeacherGroup | TeacherEngineGroup | None,
         critics: Mapping[str, ValueGroup],
         temperature: float,
@@ -54,7 +54,7 @@ class ModelColumns:
         """
         columns, of_actor, generated = {}, list[Future[Columns]](), batch.as_generated()
         if self._reference is not None:
-            columns["ref_logprobs"] = self._reference.logprobs(generated, temperature=self._temperature)
+            columns["ref_logprobs"] = self._reference(generated, temperature=self._temperature)
         if old or self._records_routes:
             of_actor = [self._of_actor(generated, "old_logprobs", records_routes=self._records_routes)]
         return self._added(batch, columns, *of_actor)

@@ -21,6 +21,7 @@ class StepSettings:
         texts: samples of a step that are written as texts, and most characters of each.
         stores_samples: True if a step's samples are stored.
         records_routes: True if updates give tokens to the experts of the pass that computes old log-probs.
+        reference_is_base: True if the reference, where there is one, is the actor without its adapters.
     """
 
     seed: int
@@ -30,6 +31,7 @@ class StepSettings:
     texts: tuple[int, int]
     stores_samples: bool
     records_routes: bool
+    reference_is_base: bool
 
     @classmethod
     def of(cls, recipe: Recipe) -> StepSettings:
@@ -43,4 +45,5 @@ class StepSettings:
             (shown.samples_per_step, shown.sample_characters),
             recipe.samples.store,
             recipe.train.routing_replay == "update",
+            recipe.reference_is_base,
         )

@@ -22,6 +22,7 @@ from engine3d.memory.serving import (
     prompt_tokens,
 )
 from engine3d.models import ModelSpec, load_model_spec, model_spec
+from engine3d.models.lora.config import LoraConfig
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import planned_shards
 from engine3d.rollout.config import RolloutConfig
@@ -33,9 +34,11 @@ from tests.support.distributed import run_distributed
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
-def _measure_engine(directory: Path, sizes: dict[str, int]) -> tuple[ResidentBytes, ResidentBytes]:
+def _measure_engine(
+    directory: Path, sizes: dict[str, int], lora: LoraConfig | None
+) -> tuple[ResidentBytes, ResidentBytes]:
     """Resident and predicted memory of an engine's rank after an update."""
-    engine = build_engine(directory, sizes)
+    engine = build_engine(directory, sizes, lora=lora)
     update(engine, 1)
     buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parameters = {id(parameter) for buffer in buffers for parameter in buffer.params}
@@ -53,7 +56,7 @@ def _measure_engine(directory: Path, sizes: dict[str, int]) -> tuple[ResidentByt
         gradients=_nbytes([buffer.grad_data for buffer in buffers]),
         optimizer=_nbytes(state),
     )
-    config = TrainConfig(dtype="float32")
+    config = TrainConfig(dtype="float32", lora=lora)
     predicted = resident_by_rank(engine.spec, engine.layout, engine.coordinates, config, transformer_engine=False)
     engine.close()
     return resident, predicted
@@ -64,13 +67,16 @@ def _nbytes(tensors: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["qwen2_moe", "qwen2-tied", "deepseek_v3"])
-def test_resident_bytes_of_an_engine_are_predicted(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("qwen2_moe", None), ("qwen2-tied", None), ("deepseek_v3", None), ("deepseek_v3", LoraConfig(rank=8))],
+)
+def test_resident_bytes_of_an_engine_are_predicted(name: str, lora: LoraConfig | None, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     tiny_families.make(name, directory)
     layouts: list[dict[str, int]] = [{"tp": 2, "pp": 2}] if name == "qwen2-tied" else [{"tp": 2, "ep": 4, "etp": 1}]
     for sizes in layouts:
-        for resident, predicted in run_distributed(_measure_engine, 4, directory, sizes, timeout_s=200):
+        for resident, predicted in run_distributed(_measure_engine, 4, directory, sizes, lora, timeout_s=200):
             assert (resident.weights, resident.gradients) == (predicted.weights, predicted.gradients)
             # The optimizer's shard of a buffer has its share of the padding, which has no state.
             assert 0.95 * predicted.optimizer <= resident.optimizer <= predicted.optimizer

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine3d.layout import Layout
+from engine3d.models.lora.config import LoraConfig
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
 from tests.support import tiny_families
@@ -21,6 +22,7 @@ from tests.support.proves import proves, run_of
 pytestmark = pytest.mark.processes
 
 SETTINGS = OptimizerConfig(lr=2e-3, min_lr=1e-4, schedule="cosine", warmup_steps=1, decay_steps=8, clip_grad=0.5)
+LORA = LoraConfig(rank=4, alpha=16)
 UPDATES = 3
 _BARE = str.maketrans({"(": None, ")": None, " ": None, ",": "+"})
 
@@ -35,6 +37,7 @@ class Case:
         sizes: of the layout.
         packing: True for packed rows, False for padded ones.
         critic: True for a model with a scalar head.
+        adapters: True to train low-rank adapters alone.
 
     A model of `BLOCK_CONFIGS` trains in fp8.
     """
@@ -44,6 +47,7 @@ class Case:
     sizes: dict[str, Any]
     packing: bool
     critic: bool = False
+    adapters: bool = False
 
     @property
     def precision(self) -> Literal["fp8"] | None:
@@ -59,13 +63,14 @@ class Case:
     def name(self) -> str:
         """Name of the case, and of the folder of its checkpoint."""
         sizes = [f"{name}{size}".translate(_BARE) for name, size in self.sizes.items()]
-        return "-".join([self.model, *sizes, *(["critic"] * self.critic)])
+        return "-".join([self.model, *sizes, *(["critic"] * self.critic), *(["lora"] * self.adapters)])
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Marks of a test that runs the case."""
         features = ["packing" if self.packing else "padding", "recomputation offload optimizer_offload checkpoints"]
         features += ["critic"] * self.critic + ["fp8_training"] * (self.precision is not None)
+        features += ["lora"] * self.adapters
         proof = proves(tiny_families.family_of(self.model), run_of(self.layout, " ".join(features)))
         return [proof, pytest.mark.long] if self.ranks > 2 else [proof]
 
@@ -75,6 +80,11 @@ CASES = (
     Case(2, "deepseek_v3-queries", {"tp": 2, "etp": 2}, packing=False),
     Case(2, "qwen3_moe-biases", {"pp": 2, "stages": (1, 3)}, packing=True, critic=True),
     Case(2, "qwen2-tied", {"tp": 2}, packing=True),
+    Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True, adapters=True),
+    Case(2, "deepseek_v3", {"tp": 2, "etp": 2}, packing=False, adapters=True),
+    Case(2, "qwen3_moe", {"pp": 2, "stages": (1, 3)}, packing=False, adapters=True),
+    Case(2, "qwen3-biases", {"tp": 2}, packing=True, adapters=True),
+    Case(2, "qwen2-tied", {"pp": 2}, packing=False, adapters=True),
     Case(4, "llama", {"tp": 2, "pp": 2}, packing=True),
     Case(4, "qwen3-tied", {"pp": 2}, packing=False),
     Case(4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
@@ -142,7 +152,9 @@ def train(model: Path, layout: Layout, config: TrainConfig, *, critic: bool, che
 
     def built(*, load: bool) -> Any:
         offload = checkpoint is not None
-        return TrainEngine(model, config, layout, seed=1, load=load, value_head=critic, offload=offload)
+        # With another seed adapters begin with other weights than those of the checkpoint.
+        seed = 1 if load else 2
+        return TrainEngine(model, config, layout, seed=seed, load=load, value_head=critic, offload=offload)
 
     engine, samples = built(load=True), _samples()
     mine = list(range(engine.coordinates.dp, len(samples), layout.dp))
@@ -190,17 +202,18 @@ def _resumed(engine: Any, directory: Path, built: Any, checkpoint: Any) -> Any:
 
 
 def _plain(root: Path, cases: list[Case]) -> list[Outcome]:
-    config = TrainConfig(dtype="float32", micro_batch_tokens=10_000, packing=False, optimizer=SETTINGS)
-    return [
-        train(
-            root / case.model,
-            Layout(),
-            config.model_copy(update={"precision": case.precision}),
-            critic=case.critic,
-            checkpoint=None,
+    outcomes = []
+    for case in cases:
+        config = TrainConfig(
+            dtype="float32",
+            micro_batch_tokens=10_000,
+            precision=case.precision,
+            packing=False,
+            optimizer=SETTINGS,
+            lora=LORA if case.adapters else None,
         )
-        for case in cases
-    ]
+        outcomes.append(train(root / case.model, Layout(), config, critic=case.critic, checkpoint=None))
+    return outcomes
 
 
 def _together(root: Path, cases: list[Case]) -> list[Outcome]:
@@ -213,6 +226,7 @@ def _together(root: Path, cases: list[Case]) -> list[Outcome]:
             precision=case.precision,
             packing=case.packing,
             recompute="full",
+            lora=LORA if case.adapters else None,
             optimizer=SETTINGS.model_copy(update={"offload": True}),
         )
         checkpoint = root / "checkpoints" / case.name

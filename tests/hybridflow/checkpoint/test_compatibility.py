@@ -88,3 +88,12 @@ def test_a_checkpoint_of_conversations_is_read_with_the_name_that_train_on_had_b
     saved = _identity({"data": {group: {"chat": {"learn": "last"}}}})
     assert saved[f"data.{group}.chat.train_on"] == "last"
     assert f"data.{group}.chat.learn" not in saved
+
+
+def test_a_checkpoint_of_adapters_is_of_their_settings_alone(tmp_path: Path) -> None:
+    def identity(*overrides: str) -> dict[str, object]:
+        recipe = load_recipe(DPO.parents[1] / "lora.yaml", [f"run_dir={tmp_path}", *overrides])
+        return _identity(public_settings(recipe))
+
+    for other in ("train.lora.rank=8", "train.lora.alpha=8", "train.lora.targets=[q_proj]", "train.lora=null"):
+        assert identity() != identity(other)

@@ -1,0 +1,159 @@
+"""Adapters of a checkpoint as files: a directory of PEFT, or merged into the model that they belong to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from engine3d.checkpoint.hf import MODEL, Exported, RoleWeights
+from engine3d.checkpoint.manifest import RoleSummary, StoredAdapters, read_complete
+from engine3d.checkpoint.metadata import stored_spec
+from engine3d.checkpoint.verify import check_described
+from engine3d.durable import bring_to_disk
+from engine3d.errors import EngineError, UserError
+from engine3d.models import check_weights, load_model_spec
+from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
+from engine3d.models.rules import HFTensor
+from engine3d.models.safetensors_files import ExportFiles, TensorFiles
+from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
+from engine3d.startup.lazy_imports import torch
+
+PREFIX = "base_model.model."
+"""Beginning of a tensor's name in PEFT's files, before its name in the model."""
+_INITIAL = "initial"
+"""The folder of a run with a model that the recipe made."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def export_adapter(checkpoint: Path, out: Path, *, role: str = "actor", verify: bool = True) -> Exported:
+    """Write the adapters of a checkpoint as a directory that PEFT and transformers load.
+
+    Args:
+        checkpoint: the directory of one step.
+        out: where to write; must not exist.
+        role: whose adapters.
+        verify: false exports what is there, whatever the checksums say.
+
+    Raises:
+        UserError: the checkpoint has no adapters or is damaged, or `out` exists.
+        EngineError: writing failed.
+    """
+    from safetensors.torch import save_file
+
+    spec, adapters, summary, saved, base = _opened(checkpoint, role, verify=verify)
+    dtype = getattr(torch, summary.dtype)
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        begin_export(out, partial)
+        tensors = {
+            PREFIX + name: saved.complete(tensor)[2].to(dtype).contiguous() for name, tensor in spec.hf_tensors.items()
+        }
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt", "base": adapters.base})
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(adapters, base), indent=2) + "\n")
+        for path in (*partial.iterdir(), partial):
+            bring_to_disk(path)
+        partial.rename(out)
+    except OSError as error:
+        raise EngineError(f"export: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(summary.dtype, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def export_merged(
+    checkpoint: Path, out: Path, base: Path | None = None, *, role: str = "actor", verify: bool = True
+) -> Exported:
+    """Write a model with the adapters of a checkpoint merged, W + alpha / rank * B A, as engines get it.
+
+    One weight is in memory at a time, and all adapters of the checkpoint.
+
+    Args:
+        checkpoint: the directory of one step.
+        out: where to write; must not exist.
+        base: HuggingFace directory of the model; None for that of the run.
+        role: whose adapters.
+        verify: false exports what is there, whatever the checksums say.
+
+    Raises:
+        UserError: as `export_adapter`; or `base` is not the model that the adapters belong to.
+        EngineError: writing failed.
+    """
+    spec, adapters, summary, saved, of_run = _opened(checkpoint, role, verify=verify)
+    base = base or of_run
+    model = load_model_spec(base)
+    check_weights(model, base)
+    dtype = getattr(torch, summary.dtype)
+    plan = plan_model_export(model, dtype, 5e9)
+    partial = out.with_name(f".{out.name}.partial")
+    files = ExportFiles(plan, partial)
+    try:
+        with TensorFiles(base) as stored:
+            if (fingerprint := stored.fingerprint()) != adapters.base:
+                raise UserError(
+                    f"export: {base} is not the model of the adapters of {checkpoint} ({fingerprint}, expected "
+                    f"{adapters.base}); expected --base of that model"
+                )
+            begin_export(out, partial)
+            files.create()
+            for name, tensor in model.hf_tensors.items():
+                box = tuple((0, size) for size in tensor.shape)
+                values = stored.read(name, box).to(torch.float32 if tensor.buffer else dtype)
+                files.write(name, box, _merged(values, name, spec, saved))
+        files.close()
+        write_index(plan, partial)
+        finish_export(model, dtype, partial, out)
+    except OSError as error:
+        raise EngineError(f"export: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(summary.dtype, sum(file.size for file in plan.files))
+
+
+def _opened(
+    checkpoint: Path, role: str, *, verify: bool
+) -> tuple[AdapterSpec, StoredAdapters, RoleSummary, RoleWeights, Path]:
+    """The adapters' specification, how they are stored, the role, its tensors, and the run's model."""
+    manifest = read_complete(checkpoint)
+    if role not in manifest.roles:
+        raise UserError(f"export: {checkpoint} has no role {role}; expected one of {', '.join(sorted(manifest.roles))}")
+    summary = manifest.roles[role]
+    if summary.adapters is None:
+        raise UserError(f"export: {checkpoint} has weights of a model and no adapters; expected neither option")
+    if verify:
+        check_described(checkpoint, role)
+    spec = stored_spec(checkpoint / MODEL, summary)
+    assert isinstance(spec, AdapterSpec)
+    saved = RoleWeights(checkpoint, manifest, role, verify=verify)
+    saved.check(spec, MODEL)
+    given = manifest.recipe.get("model", {}).get("path")
+    return spec, summary.adapters, summary, saved, Path(given) if given else checkpoint.parent.parent / _INITIAL
+
+
+def _merged(values: torch.Tensor, name: str, spec: AdapterSpec, saved: RoleWeights) -> torch.Tensor:
+    """A weight with its adapter, if it has one."""
+    factors: list[HFTensor] = []
+    for kind in (B, A):
+        tensor = spec.hf_tensors.get(f"{module_name(name)}.{kind}.weight")
+        if tensor is not None and name.endswith(".weight"):
+            factors.append(tensor)
+    if not factors:
+        return values
+    second, first = (saved.complete(tensor)[2].to(values.dtype).float() for tensor in factors)
+    return (values.float() + spec.lora.scale * (second @ first)).to(values.dtype)
+
+
+def _peft_config(adapters: StoredAdapters, base: Path) -> dict[str, object]:
+    alpha = int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": adapters.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapters.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

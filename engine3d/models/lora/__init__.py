@@ -1,0 +1,1 @@
+"""Low-rank adapters of a model's linear layers (LoRA)."""

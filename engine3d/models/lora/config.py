@@ -1,0 +1,30 @@
+"""Settings of low-rank adapters."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from engine3d.settings import Settings
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): they alone are trained, the model stays as it is.
+
+    A linear layer's output is W x + alpha / rank * B A x. A has `rank` rows, B as many columns. B starts at 0. Each
+    expert has adapters of its own. Routers, embedding and output layer have none.
+    """
+
+    rank: int = Field(16, ge=1, le=4096, description="rows of A and columns of B")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="alpha / rank scales the output of an adapter")
+    targets: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="linear layers with adapters, by the last name of HuggingFace's modules, such as q_proj; null: all "
+        "of attention, MLP and experts",
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of an adapter's input; only 0 is supported")
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's output."""
+        return self.alpha / self.rank

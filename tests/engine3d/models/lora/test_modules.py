@@ -1,0 +1,197 @@
+"""Adapters on all layouts against the peft library: losses, gradients and updated adapters."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from engine3d.layout import Layout
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.weights import rank_parameters
+from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
+from engine3d.training.sequences import Sequences
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+from tests.support.gradients import gradients, slices
+from tests.support.peft_models import adapter_tensors, filled, with_adapters
+from tests.support.proves import proves, runs_of
+
+pytestmark = pytest.mark.processes
+
+MODELS = {
+    "qwen3_moe": LoraConfig(rank=4, alpha=6),
+    "llama": LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj")),
+    "deepseek_v3": LoraConfig(rank=4, alpha=4),
+}
+DENSE: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"tp": 2}, {"pp": 2}, {}],
+    4: [{"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2}],
+}
+EXPERTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"ep": 2}, {"tp": 2, "etp": 2}, {"tp": 2, "ep": 2}],
+    4: [{"tp": 2, "ep": 2, "etp": 2}, {"pp": 2, "ep": 2}, {"tp": 4, "ep": 2, "etp": 2}],
+}
+UPDATES = 2
+SETTINGS = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+TOLERANCE = 1e-5
+
+
+def _samples() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 20, (9,), generator=generator).tolist()
+    return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _weight() -> float:
+    return 1 / sum(len(sample) - 1 for sample in _samples())
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with every model, and beside each the updates of peft."""
+    root = tmp_path_factory.mktemp("models")
+    for name, lora in MODELS.items():
+        model = with_adapters(tiny_families.make(name, root / name), name, lora)
+        torch.save(_peft_updates(model), root / name / "reference.pt")
+    return root
+
+
+def _peft_updates(model: Any) -> dict[str, Any]:
+    tensors = adapter_tensors(model)
+    optimizer = torch.optim.AdamW(
+        tensors.values(),
+        lr=SETTINGS.lr,
+        betas=(SETTINGS.beta1, SETTINGS.beta2),
+        eps=SETTINGS.eps,
+        weight_decay=SETTINGS.weight_decay,
+    )
+    result: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for sample in _samples():
+            tokens = torch.tensor(sample)
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+            loss = loss - _weight() * logprobs.gather(1, tokens[1:, None]).sum()
+        loss.backward()
+        result["losses"].append(float(loss.detach()))
+        result["gradients"].append(
+            {
+                name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+                for name, tensor in tensors.items()
+            }
+        )
+        result["norms"].append(float(clip_grad_norm_(list(tensors.values()), SETTINGS.clip_grad)))
+        optimizer.step()
+    return result | {"adapters": {name: tensor.detach() for name, tensor in tensors.items()}}
+
+
+def _layouts(name: str) -> dict[int, list[dict[str, Any]]]:
+    return EXPERTS if tiny_families.has_experts(name) else DENSE
+
+
+def on_all_layouts(test: Any) -> Any:
+    """Mark a test that runs each model on each of its layouts."""
+    for name in MODELS:
+        test = proves(tiny_families.family_of(name), *runs_of(_layouts(name), "packing lora"))(test)
+    return test
+
+
+@on_all_layouts
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_updates_equal_those_of_peft(references: Path, world_size: int) -> None:
+    results = run_distributed(compare_all, world_size, references, timeout_s=300)
+    for name in MODELS:
+        for sizes in _layouts(name)[world_size]:
+            seen: set[str] = set()
+            for rank, result in enumerate(results):
+                differences, names = result[name, str(sizes)]
+                seen |= names
+                for kind, difference in differences.items():
+                    assert difference < TOLERANCE, f"rank {rank}, {sizes}, {name}: {kind} differ by {difference}"
+            assert seen == set(torch.load(references / name / "reference.pt")["adapters"]), (name, sizes)
+
+
+def compare_all(references: Path) -> dict[tuple[str, str], tuple[dict[str, float], set[str]]]:
+    """Compare each model on each layout of these ranks. Returns differences and the names of this rank's tensors."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    results = {}
+    for name, lora in MODELS.items():
+        for sizes in _layouts(name)[world_size]:
+            results[name, str(sizes)] = _compare(references / name, lora, sizes, Layout.of_world(world_size, **sizes))
+    return results
+
+
+def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = -(outputs.logprobs * columns["weights"]).sum()
+    return loss, loss.detach()
+
+
+def _compare(model: Path, lora: LoraConfig, sizes: dict[str, Any], layout: Layout) -> tuple[dict[str, float], set[str]]:
+    from engine3d.training.engine import TrainEngine
+
+    config = TrainConfig(
+        layout=LayoutConfig(**sizes), dtype="float32", lora=lora, optimizer=SETTINGS, micro_batch_tokens=24
+    )
+    engine = TrainEngine(model, config, layout, seed=1)
+    differences = dict.fromkeys(("initial", "loss", "gradients", "norm", "adapters", "base"), 0.0)
+    adapters = rank_parameters(engine.module, engine.trained, layout, engine.coordinates)
+    base = [
+        (tensor, tensor.clone())
+        for _, tensor in rank_parameters(engine.module, engine.spec, layout, engine.coordinates)
+    ]
+    samples = _samples()
+    mine = list(range(engine.coordinates.dp, len(samples), layout.dp))
+    weights = [weight for index in mine for weight in [0.0] + [_weight()] * (len(samples[index]) - 1)]
+    sequences = Sequences.of([samples[index] for index in mine], weights=torch.tensor(weights))
+    initial = engine.logprobs(sequences)
+    with torch.no_grad():
+        for local, tensor in adapters:
+            for region in local.slices:
+                full = filled(region.hf_name, engine.trained.hf_shape(region.hf_name))
+                tensor[slices(region.local_box)].copy_(full[slices(region.hf_box)])
+    assert engine.adapters is not None
+    with engine.adapters.disabled():
+        disabled = engine.logprobs(sequences)
+    if initial is not None and disabled is not None:  # B is 0 at first
+        assert initial.logprobs is not None and disabled.logprobs is not None
+        assert torch.equal(initial.logprobs, disabled.logprobs)
+    expected = torch.load(model / "reference.pt")
+    names: set[str] = set()
+    for number in range(UPDATES):
+        result = engine.update(sequences, _loss)
+        loss = torch.stack([torch.zeros((), device=engine.device), *result.loss_outputs]).sum()
+        dist.all_reduce(loss)
+        _widen(differences, "loss", abs(float(loss) / layout.tp - expected["losses"][number]))
+        _widen(differences, "norm", abs(result.grad_norm - expected["norms"][number]))
+        clip = min(1.0, SETTINGS.clip_grad / (expected["norms"][number] + 1e-6))
+        for region, gradient in gradients(engine):
+            names.add(region.hf_name)
+            values = clip * expected["gradients"][number][region.hf_name][slices(region.hf_box)]
+            _widen(differences, "gradients", _most(gradient, values))
+    for local, tensor in adapters:
+        for region in local.slices:
+            values = expected["adapters"][region.hf_name][slices(region.hf_box)]
+            _widen(differences, "adapters", _most(tensor[slices(region.local_box)], values))
+    for tensor, earlier in base:
+        assert torch.equal(tensor, earlier) and not tensor.requires_grad
+    trained = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
+    assert trained == sum(tensor.numel() for _, tensor in adapters)
+    engine.close()
+    return differences, names
+
+
+def _most(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max()) if one.numel() else 0.0
+
+
+def _widen(differences: dict[str, float], name: str, value: float) -> None:
+    differences[name] = max(differences[name], value)

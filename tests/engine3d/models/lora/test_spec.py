@@ -1,0 +1,61 @@
+"""Refusals of adapters, and their tensors, from shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import model_spec
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec, target_names
+from engine3d.training.config import TrainConfig
+from engine3d.training.megatron_settings import check_options
+from tests.support.tiny_families import CONFIGS
+
+SPEC = model_spec(CONFIGS["deepseek_v3"])
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"targets": ("gate",)}, r"lora.targets: gate matches no linear layer of DeepseekV3ForCausalLM"),
+        ({"targets": ("lm_head",)}, r"lora.targets: lm_head matches no linear layer"),
+        ({"rank": 20}, r"lora.rank=20: expected at most 16, the smaller side of kv_b_proj \(\d+ x 16\)"),
+        ({"rank": 4, "dropout": 0.1}, r"lora.dropout=0.1: .*; expected 0"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(lora: dict[str, Any], message: str) -> None:
+    config = TrainConfig(lora=LoraConfig(**lora))
+    with pytest.raises(UserError, match=message):
+        check_options(config, SPEC, Layout(), transformer_engine=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "transformer_engine", "message"),
+    [
+        (Layout(), {}, True, "expected null on GPUs"),
+        (Layout(cp=2), {}, False, "lora with cp=2"),
+        (Layout(), {"megatron": {"moe_router_bias_update_rate": 0.1}}, False, "changes biases of the model"),
+    ],
+)
+def test_settings_that_adapters_were_not_tried_with_are_refused(
+    layout: Layout, settings: dict[str, Any], transformer_engine: bool, message: str
+) -> None:
+    config = TrainConfig(lora=LoraConfig(rank=4), **settings)
+    with pytest.raises(UserError, match=message):
+        check_options(config, SPEC, layout, transformer_engine=transformer_engine)
+
+
+def test_tensors_have_the_names_of_peft() -> None:
+    assert target_names(SPEC) == (
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    adapters = AdapterSpec.of(SPEC, LoraConfig(rank=4, targets=("up_proj",)))
+    experts, layers = SPEC.sizes.experts, SPEC.sizes.layers
+    assert len(adapters.hf_tensors) == 2 * (1 + (layers - 1) * (experts + 1))  # one dense layer, shared experts
+    assert adapters.hf_shape("model.layers.1.mlp.experts.7.up_proj.lora_A.weight") == (4, SPEC.sizes.hidden)
+    assert adapters.hf_shape("model.layers.1.mlp.experts.7.up_proj.lora_B.weight") == (SPEC.sizes.expert_ffn, 4)
