@@ -223,7 +223,7 @@ def test_an_imported_checkpoint_is_whole(imported: Path) -> None:
 
 @pytest.mark.processes
 def test_a_run_starts_from_an_imported_checkpoint(model: Path, imported: Path, tmp_path: Path) -> None:
-    run_distributed(_load_and_export, 2, model, imported / "actor", tmp_path / "export", timeout_s=120)
+    run_distributed(_load_and_export, 2, model, imported / "actor", tmp_path / "export", timeout_s=300)
     exported, original = _tensors(tmp_path / "export"), _tensors(model)
     assert exported.keys() == original.keys()
     assert all(torch.equal(value, original[key]) for key, value in exported.items())

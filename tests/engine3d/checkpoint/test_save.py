@@ -328,7 +328,7 @@ def test_what_goes_wrong_is_said_on_every_rank_and_the_next_save_is_whole(tmp_pa
     model, other, root = tmp_path / "model", tmp_path / "other", tmp_path / "checkpoints"
     tiny_families.make("llama", model)
     tiny_families.make("qwen3-biases", other)
-    first, second = run_distributed(_refused, 2, model, other, root, timeout_s=120)
+    first, second = run_distributed(_refused, 2, model, other, root, timeout_s=300)
     in_flight, fresh, failed, damaged, stranger = first
     assert in_flight == f"save to {root}/second: the one to {root}/fresh is still in flight"
     assert fresh == "None"

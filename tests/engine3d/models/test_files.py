@@ -441,7 +441,7 @@ def new_value_head(directory: Path, layout: Layout) -> dict[str, Any]:
 
 
 def test_a_critic_of_a_language_model_starts_with_a_new_head(sound: Path) -> None:
-    (result,) = run_distributed(new_value_head, 1, sound, Layout(), timeout_s=60)
+    (result,) = run_distributed(new_value_head, 1, sound, Layout(), timeout_s=300)
     assert result["initialised"] == ("score.weight",)
     assert result["dtype"] == "torch.bfloat16" and not result["weight"].any()
 
@@ -476,7 +476,7 @@ def failing_export(directory: Path, export: Path, layout: Layout) -> list[str]:
 
 
 def test_an_export_that_fails_on_one_rank_fails_on_all(sound: Path, tmp_path: Path) -> None:
-    first, second = run_distributed(failing_export, 2, sound, tmp_path / "export", Layout(tp=2), timeout_s=120)
+    first, second = run_distributed(failing_export, 2, sound, tmp_path / "export", Layout(tp=2), timeout_s=300)
     assert first[0] == f"export: rank 1 failed: {second[0]}"
     assert second[0] == ("parameter decoder.final_layernorm.weight: the rules say shape [32], the model has [5]")
     assert all("exists already; expected a new directory" in said[1] for said in (first, second))
@@ -501,7 +501,7 @@ def test_ranks_refuse_bad_weights_too(sound: Path, tmp_path: Path) -> None:
     lacking, spoiled = (Path(shutil.copytree(sound, tmp_path / name)) for name in ("lacking", "spoiled"))
     forget(lacking)
     change_tensor(spoiled, Q_PROJ, lambda tensor: tensor.fill_(torch.nan))
-    for missing, no_number in run_distributed(refusals_on_ranks, 2, [lacking, spoiled], timeout_s=60):
+    for missing, no_number in run_distributed(refusals_on_ranks, 2, [lacking, spoiled], timeout_s=300):
         assert missing.startswith(f"tensor {Q_PROJ}: missing in ")
         assert no_number.startswith(f"tensor {Q_PROJ} in ")
         assert no_number.endswith(": a weight is nan or infinite as float32, expected finite weights")
@@ -524,7 +524,7 @@ def test_the_helper_ends_ranks_that_hang_or_die() -> None:
     with pytest.raises(RankFailedError, match=r"ranks \[1\] were not done after 10 s"):
         run_distributed(hang_on_rank_one, 2, timeout_s=10)
     with pytest.raises(RankFailedError, match="rank 1 died"):
-        run_distributed(die_on_rank_one, 2, timeout_s=60)
+        run_distributed(die_on_rank_one, 2, timeout_s=300)
 
 
 def test_configs_without_value_head_name(tmp_path: Path) -> None:

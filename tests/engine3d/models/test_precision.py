@@ -214,7 +214,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A model in bf16, and its export in fp8 by two ranks."""
     root = tmp_path_factory.mktemp("fp8")
     initialise_random(model_spec(FP8_CONFIGS[request.param]), root / "bf16", seed=2, dtype=torch.bfloat16)
-    run_distributed(export_in_fp8, 2, root / "bf16", root / "fp8", timeout_s=120)
+    run_distributed(export_in_fp8, 2, root / "bf16", root / "fp8", timeout_s=300)
     return root / "bf16", root / "fp8"
 
 
@@ -254,7 +254,7 @@ def test_a_directory_in_fp8_is_trained_as_its_dequantised_values(exported: tuple
     assert {key: config[key] for key in QUANTISATION_CONFIG} == QUANTISATION_CONFIG
     assert "lm_head" in config["modules_to_not_convert"] or spec.sizes.tied
 
-    run_distributed(load_and_export, 2, directory, tmp_path, timeout_s=120)
+    run_distributed(load_and_export, 2, directory, tmp_path, timeout_s=300)
     again = load_model_spec(tmp_path / "bf16")
     assert "quantization_config" not in again.hf_config
     with (

@@ -69,7 +69,7 @@ def _operations(device: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_exchange_tokens(world: int) -> None:
-    run_distributed(_operations, world, "cpu", timeout_s=120)
+    run_distributed(_operations, world, "cpu", timeout_s=300)
 
 
 @pytest.mark.gpu

@@ -114,7 +114,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(directory: Path) -> dict[str, Any]:
     """The reference: one rank, one micro-batch, padded rows."""
-    [result] = run_distributed(_train_alone, 1, directory, timeout_s=120)
+    [result] = run_distributed(_train_alone, 1, directory, timeout_s=300)
     return result
 
 
@@ -232,11 +232,11 @@ def _gradients(engine: Any) -> dict[str, torch.Tensor]:
 @proves("qwen3_moe", "packing", "padding", "dp packing", "dp padding")
 def test_gradients_do_not_depend_on_how_samples_are_cut(directory: Path) -> None:
     """Packed into even micro-batches and dealt over ranks, as of each sample alone."""
-    [updates] = run_distributed(_cut_all, 1, directory, 1, timeout_s=120)
+    [updates] = run_distributed(_cut_all, 1, directory, 1, timeout_s=300)
     reference = updates[0]
     assert reference.micro_batches == 11
     assert [gradients.micro_batches for gradients in updates[2:4]] == [4, 2]
-    dealt = run_distributed(_cut_all, 2, directory, 2, timeout_s=120)
+    dealt = run_distributed(_cut_all, 2, directory, 2, timeout_s=300)
     for first, second in zip(*dealt, strict=True):
         assert first.micro_batches == second.micro_batches  # ranks that share experts wait for each other in each
     for rank in (updates[1:], *dealt):
@@ -258,7 +258,7 @@ def _micro_batches(directory: Path) -> list[list[int]]:
 
 
 def test_micro_batches_are_weighed_by_their_operations(directory: Path) -> None:
-    [batches] = run_distributed(_micro_batches, 1, directory, timeout_s=120)
+    [batches] = run_distributed(_micro_batches, 1, directory, timeout_s=300)
     assert batches == [[2], [1, 3]]  # the most costly first: a token less, and more attention
 
 
@@ -280,7 +280,7 @@ def _not_finite(directory: Path) -> tuple[bool, bool, list[float]]:
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(directory: Path) -> None:
-    [(applied, untouched, rates)] = run_distributed(_not_finite, 1, directory, timeout_s=120)
+    [(applied, untouched, rates)] = run_distributed(_not_finite, 1, directory, timeout_s=300)
     assert not applied and untouched
     assert rates == pytest.approx([0.005])  # the schedule did not count the refused step
 
@@ -292,7 +292,7 @@ def _wrong_world(directory: Path) -> str:
 
 
 def test_a_layout_of_another_world_is_refused(directory: Path) -> None:
-    [message] = run_distributed(_wrong_world, 1, directory, timeout_s=120)
+    [message] = run_distributed(_wrong_world, 1, directory, timeout_s=300)
     assert message == "layout: tp=2 has 2 ranks, the world has 1"
 
 
@@ -322,10 +322,10 @@ def _gradient_bytes(engine: Any) -> int:
 
 
 def test_gradients_have_memory_only_from_an_update_until_it_is_given_back(directory: Path) -> None:
-    [(nbytes, expected)] = run_distributed(_gives_back, 1, directory, False, timeout_s=120)
+    [(nbytes, expected)] = run_distributed(_gives_back, 1, directory, False, timeout_s=300)
     size = nbytes[0]
     assert size > 0 and nbytes == [size] * 5
-    [(nbytes, actual)] = run_distributed(_gives_back, 1, directory, True, timeout_s=120)
+    [(nbytes, actual)] = run_distributed(_gives_back, 1, directory, True, timeout_s=300)
     assert nbytes == [size, 0, size, 0, size, 0, size, 0]
     assert actual == expected
 
@@ -596,5 +596,5 @@ def _fails_while_traced(directory: Path, traces: Path) -> None:
 
 
 def test_an_update_that_fails_leaves_no_trace(directory: Path, tmp_path: Path) -> None:
-    run_distributed(_fails_while_traced, 1, directory, tmp_path, timeout_s=120)
+    run_distributed(_fails_while_traced, 1, directory, tmp_path, timeout_s=300)
     assert not list(tmp_path.iterdir())

@@ -62,7 +62,7 @@ def _count(name: str, value_head: bool, layout: Layout) -> tuple[int, int, int]:
 
 @pytest.mark.processes
 def test_every_family_multiplies_what_is_counted() -> None:
-    [counted] = run_distributed(_count_all, 1, timeout_s=120)
+    [counted] = run_distributed(_count_all, 1, timeout_s=400)
     for (name, value_head), (outside, attention, training) in counted.items():
         spec = model_spec(CONFIGS[name], value_head=value_head)
         assert outside == sum(LENGTHS) * token_flops(spec), (name, value_head)

@@ -89,14 +89,14 @@ def _on_a_rank(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_and_gradients_are_those_of_whole_logits(world_size: int) -> None:
-    run_distributed(_on_a_rank, world_size, world_size, timeout_s=120)
+    run_distributed(_on_a_rank, world_size, world_size, timeout_s=300)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(platform.gpus == 0, reason="needs a GPU")
 @pytest.mark.parametrize("accumulated", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_the_gradient_takes_no_room_of_its_own(accumulated: torch.dtype) -> None:
-    run_distributed(_on_a_gpu, 1, accumulated, timeout_s=120)
+    run_distributed(_on_a_gpu, 1, accumulated, timeout_s=300)
 
 
 def _on_a_gpu(accumulated: torch.dtype) -> None:

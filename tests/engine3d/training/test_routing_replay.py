@@ -315,7 +315,7 @@ def _kept(directory: Path, scratch: Path) -> dict[str, list[float]]:
 @pytest.mark.processes
 def test_replay_with_models_that_leave_the_device_and_checkpoints(models: Any, tmp_path: Path) -> None:
     directory, _ = models["qwen3_moe"]
-    [norms] = run_distributed(_kept, 1, directory, tmp_path, timeout_s=120)
+    [norms] = run_distributed(_kept, 1, directory, tmp_path, timeout_s=300)
     first, second = norms["plain"]
     assert first != second
     assert norms == {name: [first, second] for name in norms}

@@ -60,7 +60,7 @@ def test_equals_log_softmax_and_its_gradient(world_size: int, temperature: float
     (logprobs * slopes[:, 0] + entropy * slopes[:, 1]).sum().backward()
     assert reference.grad is not None and not reference.grad.isnan().any()
 
-    results = run_distributed(_on_a_rank, world_size, world_size, temperature, piece_bytes, timeout_s=120)
+    results = run_distributed(_on_a_rank, world_size, world_size, temperature, piece_bytes, timeout_s=300)
     for rank_logprobs, rank_entropy, _ in results:
         torch.testing.assert_close(rank_logprobs, logprobs.detach().float(), atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(rank_entropy, entropy.detach().float(), atol=2e-6, rtol=1e-5)
@@ -119,7 +119,7 @@ def test_log_probs_of_chosen_tokens_and_their_gradient(world_size: int, temperat
     (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + used.sum(dim=1)).sum().backward()
     assert reference.grad is not None and not reference.grad.isnan().any()
 
-    results = run_distributed(_choices_on_a_rank, world_size, world_size, temperature, dtype, timeout_s=120)
+    results = run_distributed(_choices_on_a_rank, world_size, world_size, temperature, dtype, timeout_s=300)
     for result in results:
         for first in (0, 4):
             torch.testing.assert_close(result[first], logprobs.detach().float(), atol=2e-6, rtol=1e-5)
@@ -154,7 +154,7 @@ def test_the_most_likely_tokens_are_those_of_the_whole_vocabulary(world_size: in
     logits = logits[:, :VOCABULARY]
     logits[4] = 1.0
     expected = logits.sort(dim=1, descending=True).values[:, :count]
-    for top in run_distributed(_top_on_a_rank, world_size, world_size, count, timeout_s=120):
+    for top in run_distributed(_top_on_a_rank, world_size, world_size, count, timeout_s=300):
         assert top.dtype == torch.int64 and top.shape == (TOKENS, count)
         assert all(len(set(row)) == count for row in top.tolist())
         torch.testing.assert_close(logits.gather(1, top), expected, atol=0, rtol=0)

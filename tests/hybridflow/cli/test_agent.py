@@ -100,12 +100,12 @@ def test_the_token_then_signals_then_the_end(number: signal.Signals) -> None:
         assert process.stdout.readline() == f"{number.name}\n"
         process.stdin.close()
         assert process.stdout.readline() == "SIGTERM\n"
-        assert process.wait(10) == 0
+        assert process.wait(200) == 0
 
 
 @pytest.mark.parametrize("given", ["", "half a line"])
 def test_no_token(given: str) -> None:
     with started(0) as process:
-        _, said = process.communicate(given, timeout=10)
+        _, said = process.communicate(given, timeout=200)
     assert process.returncode == 1
     assert said == "--stdin: standard input has ended; expected the run's token on its first line\n"

@@ -200,7 +200,7 @@ def _routed(directory: Path, dtype: str) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_replay_routes_of_old_logprobs_or_of_engines(tmp_path: Path, dtype: str) -> None:
     tiny_families.make("qwen3_moe", tmp_path / "moe")
-    [seen] = run_distributed(_routed, 1, tmp_path / "moe", dtype, timeout_s=120)
+    [seen] = run_distributed(_routed, 1, tmp_path / "moe", dtype, timeout_s=300)
     assert set(seen["none"]) == set(seen["rollout"]) == {"old_logprobs"}
     assert set(seen["update"]) == {"old_logprobs", "routes"}
     plain = seen["none"]["old_logprobs"]

@@ -194,7 +194,7 @@ def _ways_apart(directory: Path) -> None:
 @pytest.mark.processes
 def test_other_calls_take_megatron_cores_steps(tmp_path: Path) -> None:
     tiny_families.make("qwen3-biases", tmp_path / "model")
-    run_distributed(_ways_apart, 1, tmp_path / "model", timeout_s=120)
+    run_distributed(_ways_apart, 1, tmp_path / "model", timeout_s=300)
 
 
 def test_positions_of_packed_sequences_are_found_once() -> None:
@@ -255,7 +255,7 @@ def _refused(directory: Path) -> list[str]:
 @pytest.mark.processes
 def test_no_engine_is_built_of_a_model_without_norms(tmp_path: Path) -> None:
     tiny_families.make("llama", tmp_path / "model")
-    [messages] = run_distributed(_refused, 1, tmp_path / "model", timeout_s=120)
+    [messages] = run_distributed(_refused, 1, tmp_path / "model", timeout_s=300)
     for message in messages:
         assert message.startswith("fused_query_key=true: LlamaForCausalLM has no norms of queries and keys")
 

@@ -187,7 +187,7 @@ def _all_cases(device: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2])
 def test_fused_experts_equal_experts_one_by_one(world: int) -> None:
-    run_distributed(_all_cases, world, "cpu", timeout_s=120)
+    run_distributed(_all_cases, world, "cpu", timeout_s=300)
 
 
 @pytest.mark.gpu
@@ -263,7 +263,7 @@ def _compare_dispatchers(device: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 3])
 def test_copies_are_collective_operations(world: int) -> None:
-    run_distributed(_compare_dispatchers, world, "cpu", timeout_s=120)
+    run_distributed(_compare_dispatchers, world, "cpu", timeout_s=300)
 
 
 @pytest.mark.gpu
@@ -324,7 +324,7 @@ def _queue_ahead() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_rank_with_all_experts_does_not_wait_for_its_gpu() -> None:
-    run_distributed(_queue_ahead, 1, timeout_s=120)
+    run_distributed(_queue_ahead, 1, timeout_s=300)
 
 
 def _refuse_two_hosts() -> None:
@@ -337,7 +337,7 @@ def _refuse_two_hosts() -> None:
 
 @pytest.mark.processes
 def test_copies_need_one_host() -> None:
-    run_distributed(_refuse_two_hosts, 2, timeout_s=60)
+    run_distributed(_refuse_two_hosts, 2, timeout_s=300)
 
 
 def test_overflow_is_reported_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +493,7 @@ def _all_layers(directory: Path, ep: int, settings: list[dict[str, Any]]) -> Non
 def test_layers_are_megatron_cores(name: str, ranks: int, tmp_path: Path) -> None:
     tiny_families.make(name, tmp_path / "model")
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    run_distributed(_all_layers, ranks, tmp_path / "model", ranks, [{}, again], timeout_s=120)
+    run_distributed(_all_layers, ranks, tmp_path / "model", ranks, [{}, again], timeout_s=300)
 
 
 def test_layers_that_are_not_fused() -> None:

@@ -154,7 +154,7 @@ def test_routers_with_a_sigmoid_and_groups_of_experts(models: Any) -> None:
     """Their choices in balance losses are without groups and without the bias."""
     directory, expected = models["deepseek_v3"]
     ways = [{"sizes": {}, "micro_batch_tokens": 30}]
-    _compare(run_distributed(_updates, 1, directory, ways, timeout_s=120), ways, (1, 2, 3), *expected, loads=False)
+    _compare(run_distributed(_updates, 1, directory, ways, timeout_s=300), ways, (1, 2, 3), *expected, loads=False)
 
 
 def _compare(
@@ -278,7 +278,7 @@ def test_expert_biases_move_with_updates_that_are_made(models: Any, tmp_path: Pa
     assert torch.equal(seen["loaded"], seen["after"])
 
     padded = {"sizes": {"ep": 2}, "micro_batch_tokens": 40, "packing": False}
-    ranks = run_distributed(_moves, 2, directory, tmp_path / "two", padded, timeout_s=120)
+    ranks = run_distributed(_moves, 2, directory, tmp_path / "two", padded, timeout_s=300)
     for rank in ranks:
         assert torch.equal(rank["left"], seen["before"]) and torch.equal(rank["loaded"], rank["after"])
         torch.testing.assert_close(rank["after"], seen["after"], rtol=0, atol=1e-7)

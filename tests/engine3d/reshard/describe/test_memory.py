@@ -51,7 +51,7 @@ def _share_or_map(directory: str) -> list[float]:
 def test_another_process_writes_into_a_parameter(tmp_path: Path) -> None:
     for name in ("there", "back"):
         os.mkfifo(tmp_path / name)
-    owner, writer = run_distributed(_share_or_map, 2, str(tmp_path), timeout_s=120)
+    owner, writer = run_distributed(_share_or_map, 2, str(tmp_path), timeout_s=300)
     assert writer == [0, 1, 2, 3]
     assert owner == [0, -1, -2, 3] * 2
 
