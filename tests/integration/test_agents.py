@@ -91,6 +91,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
         "rollout.sampling.max_new_tokens=150",
         "rollout.engine.max_running_requests=8",
         "rollout.stream={engine_restarts: 1, dynamic_batching: true}",
+        "evaluation.prices={data: {path: launch/recipes/data/tools-train.parquet, prompt: messages, answer: answer},"
+        " prompts: 4, samples: 2, temperature: 1.0}",
         "placement.rollout=cpu:2-3",
         "trainer.max_staleness=0",
         "trainer.export=false",
@@ -126,6 +128,15 @@ def test_every_session_is_trained_on_once_but_for_those_whose_agent_failed(
     assert all(record["stream/request_limit_mean"] <= 8 for record in train)
     # Each request but the first of a session begins with tokens that its engine has drawn.
     assert max(record["stream/prefix_hit_share"] for record in train) > 0.3
+
+
+@pytest.mark.long
+def test_an_evaluation_is_played_by_the_agent(run: KilledRun) -> None:
+    first, last = records(run.run_directory, "eval")
+    assert (first["step"], last["step"]) == (0, STEPS)
+    for record in (first, last):
+        assert (record["eval/prices/prompts"], record["eval/prices/samples"]) == (4, 8)
+        assert record["eval/prices/reward/environment/requests"] >= 8
 
 
 @pytest.mark.long
