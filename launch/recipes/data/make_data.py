@@ -34,8 +34,8 @@ LARGEST_OPERAND = 49
 DENOMINATORS = range(2, 10)
 LARGEST_NUMERATOR = 29
 LARGEST_FACTOR, LARGEST_SUMMAND = 9, 199
-SHOWN, TESTED = (0, 1), (4, 9)
-"""Arguments of the functions of code.yaml whose values a problem shows, and those of its test cases."""
+TESTED, WRONG_PROGRAMS = (4, 9), 0.5
+"""Arguments of the functions of code.yaml in test cases, and the share of its supervised expressions that are wrong."""
 LETTERS, GUESSING = "abcdefghijklmnopqrstuvwxyz", 0.6
 """Letters of articles in tools.yaml, and the share of its supervised conversations that guess a price."""
 NUMBERS, GUESSES, HEEDING = range(1, 8), 3, 0.5
@@ -123,7 +123,7 @@ def _math_row(draw: random.Random, a: int, b: int, denominator: int, *, supervis
 
 
 def code_files() -> dict[str, list[Row]]:
-    """Linear functions by two of their values, with expressions and test cases, by file."""
+    """Linear functions by their value at 0 and their step, with expressions and test cases, by file."""
     draw = random.Random(0)
     functions = [(a, b) for a in range(1, LARGEST_FACTOR + 1) for b in range(LARGEST_SUMMAND + 1)]
     files = {}
@@ -134,9 +134,9 @@ def code_files() -> dict[str, list[Row]]:
 
 
 def _code_row(draw: random.Random, a: int, b: int, *, supervised: bool) -> Row:
-    row: Row = {"problem": ", ".join(f"f({x})={a * x + b}" for x in SHOWN)}
+    row: Row = {"problem": f"f(0)={b}, step {a}"}
     if supervised:
-        return row | {"solution": f"{_perhaps_wrong(draw, a)}*x+{b}"}
+        return row | {"solution": f"{_perhaps_wrong(draw, a, WRONG_PROGRAMS)}*x+{b}"}
     return row | {"tests": [f"assert f({x}) == {a * x + b}" for x in TESTED]}
 
 
@@ -196,9 +196,9 @@ def _splits[T](draw: random.Random, problems: Sequence[T], *sizes: int) -> list[
     return [chosen[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def _perhaps_wrong(draw: random.Random, answer: int) -> int:
-    """The answer, or one that is off by one or by ten."""
-    if draw.random() >= WRONG:
+def _perhaps_wrong(draw: random.Random, answer: int, share: float = WRONG) -> int:
+    """The answer, or one that is off by one or by ten, in this share of cases."""
+    if draw.random() >= share:
         return answer
     return draw.choice([other for by in (1, 10) for other in (answer - by, answer + by) if other >= 0])
 
