@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     run = KilledRun(directory / "run", recipe, interpreter=warm_python())
     outcome = run.run(Kill("driver", "rollout", 2, 0.1))
     assert outcome.killed and not outcome.left_over, run.output
-    outcome = run.run(Kill("engine", "rollout", 3, 0.0), limit_s=400.0)
+    outcome = run.run(Kill("engine", "rollout", 2, 0.0), limit_s=400.0)
     assert outcome.killed and outcome.exit_code == 0 and not outcome.left_over, run.output
     assert "is lost and is started again" in run.output
     return run
