@@ -288,11 +288,11 @@ def _engines(
 
 
 def _parsing_nodes(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> list[int]:
-    """The node of each rank that reads calls of tools."""
+    """The node of each rank that reads calls of tools; none in a replay, which starts neither these nor engines."""
     environment = recipe.environment
     if environment is None or (environment.tools is None and environment.agent is None):
         return []
-    return [device.node for device in devices.get("reward") or devices["rollout"][:1]]
+    return [device.node for device in devices.get("reward") or devices.get("rollout", ())[:1]]
 
 
 def _hosts(

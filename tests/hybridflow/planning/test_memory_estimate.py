@@ -503,3 +503,4 @@ def test_ranks_that_read_calls_of_tools_have_memory_for_their_parsers() -> None:
     assert host.items["parsers of tool calls"] == 2 * CALL_PARSER_BYTES
     slot = Device(0, "cpu", 0)
     assert [len(_parsing_nodes(_recipe(name), {"rollout": [slot]})) for name in ("tools.yaml", "game.yaml")] == [1, 0]
+    assert _parsing_nodes(_recipe("tools.yaml"), {"actor": [slot]}) == []
