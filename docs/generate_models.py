@@ -31,6 +31,7 @@ _NAMES = {
     "mixtral": "Mixtral",
     "deepseek_v3": "DeepSeek-V3",
     "glm4_moe": "GLM-4.5",
+    "minimax_m2": "MiniMax-M2",
 }
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
 _OF_ACTOR, _OF_OTHERS = ("fp8", "episodes"), ("critic", "offload")
@@ -56,6 +57,12 @@ _MODELS = _rows(
     ("Mixtral", "Mixtral-8x7B, 8x22B", "default", "tied embeddings, `sliding_window`, routes of the engine"),
     ("DeepSeek-V3", "DeepSeek-V3, R1, Kimi-K2 (`model_type: kimi_k2`)", "default, yarn", ""),
     ("GLM-4.5", "GLM-4.5, GLM-4.6 and their Air models", "default, of a part of each head", ""),
+    (
+        "MiniMax-M2",
+        "MiniMax-M2",
+        "default, of a part of each head",
+        "tied embeddings, `tp` above `num_key_value_heads`",
+    ),
 )
 _SHOWN_OTHERWISE = _rows(
     "family, Transformer Engine compared with `transformers`, balance losses of routers, "
@@ -65,7 +72,7 @@ _SHOWN_OTHERWISE = _rows(
     ("Qwen3-MoE", "yes", "yes", "no such bias", "Qwen3-30B-A3B with all 48 layers"),
     ("DeepSeek-V3", "yes", "yes", "yes", "8 layers of its kind"),
     ("Mistral and Qwen2", "-", "no experts", "no experts", "none"),
-    ("GLM-4.5", "-", "the router of DeepSeek-V3", "yes", "none"),
+    ("GLM-4.5 and MiniMax-M2", "-", "the router of DeepSeek-V3", "yes", "none"),
     ("Qwen2-MoE and Mixtral", "-", "the router of Qwen3-MoE", "no such bias", "none"),
 )
 

@@ -175,7 +175,8 @@ def _grouped(sizes: Sizes, tp: int, heads: float) -> float:
     """Elements of queries, keys and values as attention takes them, and before their norms."""
     groups = max(1, sizes.groups / tp)
     turned = (heads + groups) * sizes.head_dim
-    before = turned if sizes.qk_norm else 0
+    # A norm over all heads is not fused: its input is kept in float32, and its result before the weight.
+    before = 3 * turned if sizes.norm_over_heads else turned if sizes.qk_norm else 0
     return turned + before + groups * sizes.head_dim
 
 

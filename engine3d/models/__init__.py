@@ -10,6 +10,7 @@ from engine3d.errors import UserError, shortened
 from engine3d.models.families.deepseek_v3 import DEEPSEEK_V3
 from engine3d.models.families.glm4_moe import GLM4_MOE
 from engine3d.models.families.llama import LLAMA
+from engine3d.models.families.minimax_m2 import MINIMAX_M2
 from engine3d.models.families.mistral import MISTRAL
 from engine3d.models.families.mixtral import MIXTRAL
 from engine3d.models.families.qwen2 import QWEN2
@@ -75,7 +76,7 @@ def __getattr__(name: str) -> Any:
 _MOST_EXPERTS = 131_072
 """Experts over all layers, five times those of the largest models, because each adds tensors to every pass."""
 
-FAMILIES = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3, GLM4_MOE)
+FAMILIES = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, MINIMAX_M2)
 
 
 def load_model_spec(directory: str | Path, *, value_head: bool = False) -> ModelSpec:
@@ -122,8 +123,15 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
         if named or (not architectures and config.get("model_type") in family.model_types):
             config.require("model_type", family.model_types)  # by which transformers and SGLang read the config
             config.check_others()
-            rope = read_rope(config, family.ropes, family.rope_base, family.rotary_share)
+            share = family.rotary_share
+            known_share = share if isinstance(share, float) else share(config)
+            rope = read_rope(config, family.ropes, family.rope_base, known_share)
             sizes = family.sizes(config)
+            if not isinstance(share, float) and rope.rotary_share != known_share:
+                raise UserError(
+                    f"{config.source}: partial_rotary_factor={rope.rotary_share:g}: expected {known_share:g}, as "
+                    "rotary_dim says, or nothing"
+                )
             if sizes.latent is None and (rotary := rope.rotary_share * sizes.head_dim) % 2:
                 raise UserError(
                     f"{config.source}: partial_rotary_factor={rope.rotary_share}: expected an even number of rotary "

@@ -95,7 +95,11 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
     if sizes.output_bias:
         replicated = Replicated(HFTensor(hf + "o_proj.bias", (sizes.hidden,), "zeros"))
         rules.append(Rule(megatron + "linear_proj.bias", replicated))
-    if sizes.qk_norm:
+    if sizes.norm_over_heads:
+        for name, hf_name, length in (("query_norm", "q_norm", queries), ("key_norm", "k_norm", keys)):
+            weight = HFTensor(f"{hf}{hf_name}.weight", (length,), "ones")
+            rules.append(Rule(f"{megatron}{name}.weight", ColumnParallel(weight)))
+    elif sizes.qk_norm:
         rules.append(norm(megatron + "q_layernorm.weight", hf + "q_norm.weight", sizes.head_dim))
         rules.append(norm(megatron + "k_layernorm.weight", hf + "k_norm.weight", sizes.head_dim))
     return tuple(rules)
@@ -182,9 +186,14 @@ def routed_experts(
     )
 
 
-def expert_bias(sizes: Sizes) -> tuple[Rule, ...]:
-    """Expert bias (auxiliary-loss-free load balancing), added to the scores that choose experts alone."""
-    bias = HFTensor(HF + "mlp.gate.e_score_correction_bias", (sizes.experts,), buffer=True)
+def expert_bias(sizes: Sizes, name: str = "mlp.gate.e_score_correction_bias") -> tuple[Rule, ...]:
+    """Expert bias (auxiliary-loss-free load balancing), added to the scores that choose experts alone.
+
+    Args:
+        sizes: of the model.
+        name: of the bias in a layer of the HuggingFace model.
+    """
+    bias = HFTensor(HF + name, (sizes.experts,), buffer=True)
     return (Rule(MEGATRON + "mlp.router.expert_bias", ExpertRows(bias)),)
 
 

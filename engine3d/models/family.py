@@ -39,7 +39,8 @@ class Family:
         megatron: further arguments of Megatron's TransformerConfig.
         ropes: the kinds of rotary embeddings that it may have.
         rope_base: base of their frequencies where the config has none.
-        rotary_share: share of a head that turns with the position where the config says none; 1.0 allows no other.
+        rotary_share: share of a head that turns with the position where the config says none; 1.0 allows no other. A
+            function reads it from a config that says it in a way of its own, which no other key may contradict.
         published: keys of published configs, and their only value here, which SGLang needs and transformers leaves out
             of what it saves.
         other_names: further values of model_type of the same layers, of which transformers has no class.
@@ -52,7 +53,7 @@ class Family:
     megatron: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     ropes: tuple[str, ...] = KINDS
     rope_base: float = 10000.0
-    rotary_share: float = 1.0
+    rotary_share: float | Callable[[HFConfig], float] = 1.0
     published: Mapping[str, Any] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
 
@@ -171,6 +172,8 @@ class ModelSpec:
             raise UserError(
                 f"layout: tp={layout.tp}: expected a divisor or a multiple of num_key_value_heads={sizes.groups}"
             )
+        if sizes.norm_over_heads:  # ranks that share a key would count it several times
+            _divides("tp", layout.tp, "num_key_value_heads", sizes.groups)
         _divides("tp", layout.tp, "rows of q, k and v", (sizes.heads + 2 * sizes.groups) * sizes.head_dim)
         if sizes.latent is not None:
             if sizes.latent.query_rank is not None:

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.attention.norm_over_heads import HeadsNormedAttention
 from engine3d.models.attention.requirements import check_fused_query_key
 from engine3d.models.attention.self_attention import FusedSelfAttention
 from engine3d.models.attention.split_on_demand import SplitSelfAttention
@@ -201,6 +202,8 @@ def layer_spec(
         check_fused_query_key(spec, tp=config.tensor_model_parallel_size)
     if spec.sizes.latent is not None:
         layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
+    elif spec.sizes.norm_over_heads:
+        layers = [_with_attention(layer, module=HeadsNormedAttention) for layer in layers]
     elif fused_query_key or config.context_parallel_size > 1:
         attention = FusedSelfAttention if fused_query_key else SplitSelfAttention
         layers = [_with_attention(layer, module=attention) for layer in layers]

@@ -44,7 +44,8 @@ class Sizes:
         norm_epsilon: epsilon of every RMSNorm.
         initializer_range: standard deviation of random weights.
         tied: whether the output layer is the embedding.
-        qk_norm: whether each query and key head is normalised.
+        qk_norm: whether queries and keys are normalised, each head by itself.
+        norm_over_heads: True if they are normalised over all heads of a token instead.
         qkv_bias: whether the projections to queries, keys and values have a bias.
         output_bias: whether attention's output projection has one.
         mlp_bias: whether the linear layers of the MLP have a bias.
@@ -73,6 +74,7 @@ class Sizes:
     initializer_range: float
     tied: bool
     qk_norm: bool = False
+    norm_over_heads: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from engine3d.models import ModelSpec
     from hybridflow.config.recipe import Recipe
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "minimax_m2",
+)
 LAYOUT = ("tp", "pp", "vpp", "stages", "ep", "etp", "cp", "dp")
 """Sizes of a layout that may be above 1, and stages that are given."""
 FEATURES = (

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"tp": 2, "ep": 2},
     "mixtral": {"ep": 2},
     "glm4_moe": {"tp": 2, "ep": 2},
+    "minimax_m2": {"tp": 2, "ep": 2},
 }
 
 

@@ -22,7 +22,7 @@ def check_fused_query_key(spec: ModelSpec, *, tp: int) -> None:
     if sizes.latent is not None:
         raise UserError(f"{setting}: {model} has latent attention; {otherwise}")
     if not sizes.qk_norm:
-        raise UserError(f"{setting}: {model} has no norms of queries and keys; {otherwise}")
+        raise UserError(f"{setting}: {model} has no norms of single query and key heads; {otherwise}")
     if sizes.head_dim.bit_count() > 1:
         raise UserError(f"{setting}: head_dim={sizes.head_dim} is no power of two, as the kernels need; {otherwise}")
     if spec.rope.rotary_share != 1.0:

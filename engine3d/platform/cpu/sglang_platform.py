@@ -59,6 +59,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
         sglang_cpu_fp8.install()
         elementwise.fused_gate_sigmoid_mul_add = _add_gated
+        _replace_norms_over_heads()
 
     def get_torch_distributed_backend_str(self) -> str:
         gloo_groups.register()
@@ -109,6 +110,46 @@ def _add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, t
     """
     scale = torch.sigmoid(hidden.float() @ gate.float())
     total.copy_(total.float() + scale[:, None] * shared.float())
+
+
+def _replace_norms_over_heads() -> None:
+    """Give MiniMax-M2's norms over all heads functions in PyTorch in place of Triton's."""
+    from sglang.srt.models import minimax_m2
+
+    minimax_m2.rms_sumsq_serial = _sums_of_squares
+    minimax_m2.rms_apply_serial = _normed
+
+
+def _sums_of_squares(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Sums of the squares of the rows of two tensors, end to end. (rows, _) each -> (2 * rows,) float32."""
+    return torch.cat([rows.float().square().sum(-1) for rows in (first, second)])
+
+
+def _normed(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    first_weight: torch.Tensor,
+    second_weight: torch.Tensor,
+    squares: torch.Tensor,
+    ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows over the root of their mean squares, times a weight.
+
+    Args:
+        first: (rows, elements of this rank), like `second` with elements of its own.
+        second: of as many rows.
+        first_weight: (elements of this rank,), like `second_weight`.
+        second_weight: of `second`.
+        squares: sums of squares of all ranks, as of `_sums_of_squares`.
+        ranks: that share each row.
+        eps: added to mean squares.
+    """
+    made = [
+        (rows.float() * torch.rsqrt(total[:, None] / (rows.shape[-1] * ranks) + eps) * weight.float()).to(rows.dtype)
+        for rows, weight, total in zip((first, second), (first_weight, second_weight), squares.view(2, -1), strict=True)
+    ]
+    return made[0], made[1]
 
 
 def _copy_rows(

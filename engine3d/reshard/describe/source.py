@@ -44,6 +44,8 @@ _REGISTERED = (
     "q_layernorm",
     "kv_layernorm",
     "k_layernorm",
+    "query_norm",
+    "key_norm",
     "pre_mlp_layernorm",
     "mlp",
     "router",

@@ -314,7 +314,8 @@ class CostModel:
         sizes, itemsize, layers, sparse = self.spec.sizes, ITEMSIZES[config.dtype], stage.layers, stage.sparse
         share = (passes + repeated) / PASSES_OF_AN_UPDATE
         wide = sizes.hidden + (sizes.heads + 2 * sizes.groups) * sizes.head_dim
-        per_layer = (_LAYER_PASSES if config.fused_query_key or not sizes.qk_norm else _LAYER_PASSES_UNFUSED) * wide
+        apart = (sizes.qk_norm or sizes.norm_over_heads) and not config.fused_query_key
+        per_layer = (_LAYER_PASSES_UNFUSED if apart else _LAYER_PASSES) * wide
         if sizes.latent is not None:
             per_layer += _LATENT_PASSES * (wide - sizes.hidden)
         rows = sparse * sizes.experts_per_token * (sizes.hidden + 2 * sizes.expert_ffn)

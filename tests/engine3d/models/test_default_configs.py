@@ -33,6 +33,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
     "glm4_moe": {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
     "deepseek_v3": {
         "moe_intermediate_size": 32,
         "n_routed_experts": 16,

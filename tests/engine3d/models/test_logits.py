@@ -114,7 +114,7 @@ def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def file_name(model: str, tensor: str) -> str:
     """The name in files of a tensor that transformers renames when it loads them."""
-    if family_of(model) == "mixtral":
+    if family_of(model) in ("mixtral", "minimax_m2"):
         for theirs, stored in {
             ".mlp.": ".block_sparse_moe.",
             "gate_proj": "w1",

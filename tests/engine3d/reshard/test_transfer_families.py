@@ -34,8 +34,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"tp": 2, "ep": 2},
     "mixtral": {"tp": 2, "ep": 2},
     "glm4_moe": {"tp": 2},
+    "minimax_m2": {"tp": 2},
 }
-GROUPS = (("qwen3-tied", "llama", "deepseek_v3"), ("qwen2-tied", "mistral", "qwen2_moe", "mixtral", "glm4_moe"))
+GROUPS = (
+    ("qwen3-tied", "llama", "deepseek_v3"),
+    ("qwen2-tied", "mistral", "qwen2_moe", "mixtral", "glm4_moe", "minimax_m2"),
+)
 """Engines that run at the same time. Those of the second group are traced without processes too (`test_simulate`)."""
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3-tied", "float32", {"pp": 2, "vpp": 2}),
@@ -59,6 +63,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("glm4_moe", "float32", {"tp": 2, "ep": 2}),
     ("glm4_moe", "float32", {"pp": 2, "vpp": 2}),
     ("glm4_moe", "float32", {"ep": 2}),
+    ("minimax_m2", "float32", {"tp": 2, "ep": 2}),
+    ("minimax_m2", "float32", {"pp": 2, "vpp": 2}),
+    ("minimax_m2", "float32", {"ep": 2}),
 ]
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)

@@ -105,6 +105,7 @@ MORE = {
         Case("mistral", {"cp": 2}),
         Case("qwen2_moe", {"cp": 2, "ep": 2}, {"logits_tokens": 5}, ROUTER_LOSSES),
         Case("glm4_moe", {"cp": 2, "ep": 2}, {}, ROUTER_LOSSES),
+        Case("minimax_m2", {"cp": 2, "ep": 2}, {}, ROUTER_LOSSES),
         Case("mixtral", {"cp": 2, "etp": 2}, {"recompute": "full"}, ROUTER_LOSSES),
         Case("qwen3_moe", {"cp": 2}, {"optimizer": SETTINGS.model_copy(update={"offload": True})}, ROUTER_LOSSES),
         Case("critic", {"cp": 2}, {"offload": True}),

@@ -112,6 +112,8 @@ CASES = (
     Case(4, "qwen2_moe-blocks", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
     Case(4, "mixtral-blocks", {"tp": 2, "ep": 2}, packing=False),
     Case(4, "glm4_moe-blocks", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
+    Case(4, "minimax_m2", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
+    Case(4, "minimax_m2", {"pp": 2, "stages": (1, 3), "ep": 2}, packing=False, critic=True),
 )
 
 

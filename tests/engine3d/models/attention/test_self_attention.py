@@ -219,7 +219,11 @@ ODD = dataclasses.replace(QWEN, sizes=dataclasses.replace(QWEN.sizes, head_dim=9
     ("spec", "layout", "line"),
     [
         (model_spec(tiny_families.DEEPSEEK), Layout(), "DeepseekV3ForCausalLM has latent attention; expected false"),
-        (named_model("llama-3-70b"), Layout(), "LlamaForCausalLM has no norms of queries and keys; expected false"),
+        (
+            named_model("llama-3-70b"),
+            Layout(),
+            "LlamaForCausalLM has no norms of single query and key heads; expected false",
+        ),
         (ODD, Layout(), "head_dim=96 is no power of two, as the kernels need; expected false"),
         (QWEN, Layout(tp=8), "with tp=8: expected at most num_key_value_heads=4, or false"),
     ],
@@ -257,7 +261,7 @@ def test_no_engine_is_built_of_a_model_without_norms(tmp_path: Path) -> None:
     tiny_families.make("llama", tmp_path / "model")
     [messages] = run_distributed(_refused, 1, tmp_path / "model", timeout_s=300)
     for message in messages:
-        assert message.startswith("fused_query_key=true: LlamaForCausalLM has no norms of queries and keys")
+        assert message.startswith("fused_query_key=true: LlamaForCausalLM has no norms of single query and key heads")
 
 
 def test_a_layer_keeps_its_values_twice() -> None:

@@ -138,6 +138,26 @@ def glm(*sizes: int, **others: Any) -> dict[str, Any]:
     )
 
 
+MINIMAX = config_of(
+    "MiniMaxM2ForCausalLM",
+    "minimax_m2",
+    *(62, 3072, 1536, 48, 8),
+    attn_type_list=[1] * 62,
+    head_dim=128,
+    max_position_embeddings=196608,
+    num_experts_per_tok=8,
+    num_local_experts=256,
+    qk_norm_type="per_layer",
+    rms_norm_eps=1e-06,
+    rope_theta=5000000,
+    rotary_dim=64,
+    scoring_func="sigmoid",
+    shared_intermediate_size=0,
+    tie_word_embeddings=False,
+    use_qk_norm=True,
+    use_routing_bias=True,
+    vocab_size=200064,
+)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 MIXTRAL: dict[str, Any] = {
     "num_local_experts": 8,
@@ -223,6 +243,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         ),
         352_797_814_784,
     ),
+    "MiniMax-M2": (MINIMAX, 228_689_748_992),
     "Llama-3.1-8B": (llama(32, 4096, 14336, 32, 8, scaling=llama3(8.0)), 8_030_261_248),
     "Llama-3.2-1B": (
         llama(16, 2048, 8192, 32, 8, scaling=llama3(32.0), head_dim=64, tie_word_embeddings=True),
@@ -291,6 +312,14 @@ def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
         (of_tiny("glm4_moe", scoring_func="softmax"), 'scoring_func: expected "sigmoid", found "softmax"'),
         (of_tiny("qwen2-tied", partial_rotary_factor=0.5), "partial_rotary_factor: expected 1.0, which is the only"),
         (of_tiny("mistral", attention_bias=True), "attention_bias: expected false, found true"),
+        (of_tiny("minimax_m2", partial_rotary_factor=0.25), "partial_rotary_factor=0.25: expected 0.5, as rotary_dim"),
+        (
+            of_tiny("minimax_m2", rotary_dim=8),
+            "partial_rotary_factor: expected 1.0, which is the only one supported",
+        ),
+        (of_tiny("minimax_m2", rotary_dim=10), "rotary_dim: expected an even number of at most head_dim=8, found 10"),
+        (of_tiny("minimax_m2", use_qk_norm=False), "use_qk_norm: expected true, found false"),
+        (of_tiny("minimax_m2", attn_type_list=[1, 0]), "attn_type_list: expected only 1, attention to all positions"),
         (of_tiny("mixtral", tie_word_embeddings=True), "tie_word_embeddings: expected false, found true"),
         (of_tiny("mixtral", num_experts_per_tok=1), "num_experts_per_tok: expected between 2 and num_local_experts=8"),
         (of_tiny("mixtral", router_jitter_noise=0.1), "router_jitter_noise: expected 0 or 0.0, found 0.1"),
