@@ -108,8 +108,8 @@ OPTIONS = (
         "a number of at least 0",
         _is_number,
         "Auxiliary-loss-free load balancing: step of each expert bias after an update, against the expert's load. "
-        "DeepSeek-V3 used 0.001, the default is 0. Only for families with an expert bias (DeepSeek-V3, GLM-4.5, MiniMax-M2). The "
-        "bias is saved, exported and sent to the engines like weights",
+        "DeepSeek-V3 used 0.001, the default is 0. Only for families with an expert bias (DeepSeek-V3, GLM-4.5, "
+        "MiniMax-M2). The bias is saved, exported and sent to the engines like weights",
         "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
