@@ -35,6 +35,10 @@ FEATURES = "packing recomputation optimizer_offload streams resharding"
 CASES = {
     "llama": ("tp", "train.layout={tp: 2}", "rollout.stream.on_new_weights=resend"),
     "qwen3-tied": ("cp", "train.layout={ep: 1, cp: 2}", "rollout.stream.on_new_weights=recompute"),
+    "qwen2-tied": ("tp", "train.layout={ep: 1, tp: 2}", "rollout.stream.on_new_weights=resend"),
+    "mistral": ("pp", "train.layout={ep: 1, pp: 2}", "rollout.stream.on_new_weights=recompute"),
+    "mixtral": ("ep dp", "train.layout={ep: 2}", "rollout.stream.on_new_weights=recompute"),
+    "glm4_moe": ("tp ep", "train.layout={tp: 2, ep: 2}", "rollout.stream.on_new_weights=resend"),
     "deepseek_v3-queries": (
         "tp etp pp vpp stages routing_replay",
         "train.layout={ep: 1, tp: 2, etp: 2, pp: 2, vpp: 2, stages: [1, 1, 1, 1]}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"tp": 2, "ep": 2},
     "deepseek_v3": {"tp": 1},
 }
+MORE_ENGINES: dict[str, dict[str, Any]] = {"qwen2_moe": {"tp": 2, "ep": 2}, "mixtral": {"tp": 1}, "glm4_moe": {"tp": 2}}
+"""Engines of further families, in tests that `make test` leaves out."""
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2", "bfloat16", {"tp": 2}),
     ("qwen3", "bfloat16", {"tp": 2}),
@@ -39,6 +42,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "bfloat16", {"tp": 2}),
     ("deepseek_v3", "float32", {"pp": 2, "stages": (3, 1)}),
     ("deepseek_v3", "bfloat16", {"ep": 2}),
+    ("qwen2_moe", "bfloat16", {"tp": 2, "etp": 2}),
+    ("mixtral", "bfloat16", {"ep": 2}),
+    ("glm4_moe", "bfloat16", {"tp": 2, "ep": 2}),
 ]
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
@@ -47,19 +53,41 @@ GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("fp8")
-    for name in ENGINES:
+    for name in ENGINES | MORE_ENGINES:
         # SGLang builds experts in every layer of Qwen3-MoE.
         config = {**FP8_CONFIGS[name], "num_hidden_layers": 4, "mlp_only_layers": []}
         initialise_random(model_spec(config), directory / name, seed=3, dtype=torch.bfloat16)
-    return {name: directory / name for name in ENGINES}
+    return {name: directory / name for name in ENGINES | MORE_ENGINES}
+
+
+@contextmanager
+def started_in_fp8(models: dict[str, Path], sizes: dict[str, dict[str, Any]]) -> Iterator[dict[str, RolloutEngine]]:
+    fp8 = TINY_ROLLOUT.model_copy(update={"precision": "fp8", "dtype": "bfloat16"})
+    engines = [RolloutEngine(models[name], fp8.model_copy(update=of_engine)) for name, of_engine in sizes.items()]
+    with started(engines):
+        yield dict(zip(sizes, engines, strict=True))
 
 
 @pytest.fixture(scope="module")
-def engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
-    fp8 = TINY_ROLLOUT.model_copy(update={"precision": "fp8", "dtype": "bfloat16"})
-    engines = [RolloutEngine(models[name], fp8.model_copy(update=ENGINES[name])) for name in ENGINES]
-    with started(engines):
-        yield dict(zip(ENGINES, engines, strict=True))
+def some_engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    with started_in_fp8(models, ENGINES) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def more_engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    with started_in_fp8(models, MORE_ENGINES) as engines:
+        yield engines
+
+
+@pytest.fixture
+def engine(name: str, request: pytest.FixtureRequest) -> RolloutEngine:
+    engines: dict[str, RolloutEngine] = request.getfixturevalue("some_engines" if name in ENGINES else "more_engines")
+    return engines[name]
+
+
+def marks_of(name: str, *more: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
+    return [*more, *([pytest.mark.long] if name in MORE_ENGINES else [])]
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +98,20 @@ def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize(
     ("name", "dtype", "sizes"),
-    [pytest.param(*case, marks=proves(case[0], *runs_of({2: [case[2]]}, "resharding fp8"))) for case in LAYOUTS],
+    [
+        pytest.param(*case, marks=marks_of(case[0], proves(case[0], *runs_of({2: [case[2]]}, "resharding fp8"))))
+        for case in LAYOUTS
+    ],
 )
 def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
     name: str,
     dtype: str,
     sizes: dict[str, Any],
-    engines: dict[str, RolloutEngine],
+    engine: RolloutEngine,
     models: dict[str, Path],
     trainer: TrainerRanks,
     tmp_path: Path,
 ) -> None:
-    engine = engines[name]
     sources = trainer.call(
         "build", locations("here", 0, 1), sizes=sizes, dtype=dtype, model=models[name], precision="fp8"
     )
@@ -101,13 +131,12 @@ def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
         assert connected.orders.plan.bytes_moved == sum(prod(shape) * stored.itemsize for shape, stored in served)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in ENGINES | MORE_ENGINES])
 def test_log_probs_are_those_of_the_dequantised_weights(
-    name: str, engines: dict[str, RolloutEngine], models: dict[str, Path], trainer: TrainerRanks, tmp_path: Path
+    name: str, engine: RolloutEngine, models: dict[str, Path], trainer: TrainerRanks, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    engine = engines[name]
     sources = trainer.call(
         "build", locations("here", 0, 1), sizes={"pp": 2}, dtype="bfloat16", model=models[name], precision="fp8"
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine3d.errors import UserError
+from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_deterministic, check_input_blocks
@@ -27,9 +28,10 @@ from hybridflow.planning.engine_check import (
     check_same_tokens,
     hosts_of_engine,
 )
-from hybridflow.planning.model_check import check_model
+from hybridflow.planning.model_check import check_megatron, check_model
 from hybridflow.planning.placement_check import check_apart, leased_engines
 from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.search.recipe_work import search_settings
 from tests.support.tiny_families import CONFIGS, FP8_CONFIGS
 
 DEMO = "launch/recipes/demo.yaml"
@@ -253,6 +255,19 @@ def test_engines_in_fp8_are_recommended_a_correction() -> None:
     cache = ["algorithm.correction=null", "rollout.engine={precision: null, kv_cache_dtype: fp8_e5m2}"]
     line = line.replace("precision=fp8", "kv_cache_dtype=fp8_e5m2")
     assert [note for note in check_recipe(load_recipe(FP8, cache)) if "without algorithm" in note] == [line]
+
+
+def test_training_in_fp8_is_refused_where_it_was_not_tried() -> None:
+    recipe = load_recipe("launch/recipes/fp8-training.yaml")
+    spec = initial_spec(recipe.model)
+    check_megatron(recipe.train, "train", spec, Layout(), trained=True, gpus=False)
+    line = refusal(lambda: check_megatron(recipe.train, "train", spec, Layout(), trained=True, gpus=True))
+    assert line == "train.precision=fp8 was not tried on GPUs; expected null"
+    line = refusal(lambda: search_settings(recipe, {"actor": spec}))
+    assert line == "plan: train.precision=fp8 is not planned for; expected null"
+    narrow = ["model.create.config.head_dim=64"]
+    message = "train.precision=fp8: rows 0 to 64 of model.layers.0.self_attn.k_proj.weight are rows 128 to 192 of a"
+    assert message in refusal(lambda: check_recipe(load_recipe("launch/recipes/fp8-training.yaml", narrow)))
 
 
 @pytest.mark.parametrize(

@@ -415,6 +415,22 @@ def test_weights_in_fp8_take_a_byte_in_the_engine_and_next_to_the_actors() -> No
     assert same.items() <= after.always.items() and len(after.always) == len(before.always) + 1
 
 
+def test_training_in_fp8_keeps_quantised_weights_and_a_cache_in_fp8_has_half_the_bytes() -> None:
+    (before,) = _ledger("h200-1gpu.yaml", "train.fused_experts=false").gpus
+    (trained,) = _ledger("h200-1gpu.yaml", "train.precision=fp8").gpus
+    spec = _actor("h200-1gpu.yaml")
+    tensors = [tensor.shape for tensor in spec.hf_tensors.values() if tensor.fp8]
+    quantised = sum(prod(shape) + 4 * prod(scale_shape(shape)) for shape in tensors)
+    assert trained.always.pop("actor operands in fp8") == 2 * quantised
+    assert trained.always == before.always
+    (cached,) = _ledger("h200-1gpu.yaml", "train.fused_experts=false", "rollout.engine.kv_cache_dtype=fp8_e5m2").gpus
+    tokens, caches = (
+        [gpu.cache_tokens for gpu in (before, cached)],
+        [gpu.always.get("KV cache") or gpu.phases[0].items["KV cache"] for gpu in (before, cached)],
+    )
+    assert caches[0] * tokens[1] == 2 * caches[1] * tokens[0]
+
+
 def test_a_model_that_is_offloaded_is_there_in_its_own_phases_only() -> None:
     stays = _ledger("h200-1gpu-ppo.yaml")
     released = ("rollout.engine.release_weights=true", "rollout.weights.share=false")
