@@ -24,7 +24,7 @@ HEADING = "## Learning curve"
 BESIDE = {
     "corrections.md": ("corrected",),
     "environments.md": ("game", "tools"),
-    "placement.md": ("context-parallel",),
+    "placement.md": ("context-parallel", "four-ranks"),
     "routing_replay.md": ("routing-replay",),
 }
 """Pages of what is no algorithm, and their recipes."""

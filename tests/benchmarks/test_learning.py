@@ -129,7 +129,7 @@ def test_every_recipe_is_drawn_beside_grpo(tmp_path: Path) -> None:
     assert "var(" not in drawn[1].read_text()
 
 
-ONE_SEED = ("context-parallel", "routing-replay", "tools")
+ONE_SEED = ("context-parallel", "routing-replay", "tools", "four-ranks")
 """Recipes that learn at all, which is what their curves show."""
 
 
