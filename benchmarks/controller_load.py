@@ -14,7 +14,7 @@ from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.stream_load import Setup, Workload, start
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream
+from hybridflow.rollout.stream.stream import RolloutStream
 
 
 class MeteredEngine(StandInEngine):

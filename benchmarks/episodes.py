@@ -35,8 +35,8 @@ from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens
 from hybridflow.rollout.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream
-from hybridflow.rollout.stream_types import StreamPlan
+from hybridflow.rollout.stream.stream import RolloutStream
+from hybridflow.rollout.stream.types import StreamPlan
 
 _SAMPLES = 8
 _ENVIRONMENT = f"{Path(__file__).with_name('waiting_environment.py')}:Waiting"

@@ -24,10 +24,10 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.timeline import TimelineSpan, step_ends
-from hybridflow.planning.device_memory import GENERATE
-from hybridflow.planning.memory_estimate import foresee, recipe_specs
-from hybridflow.planning.memory_ledger import MemoryLedger
-from hybridflow.planning.placement_check import planned_devices
+from hybridflow.planning.checks.placement import planned_devices
+from hybridflow.planning.memory.device import GENERATE
+from hybridflow.planning.memory.estimate import foresee, recipe_specs
+from hybridflow.planning.memory.ledger import MemoryLedger
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.rundir.file_names import RECIPE
 

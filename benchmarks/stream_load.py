@@ -16,8 +16,8 @@ from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream
-from hybridflow.rollout.stream_types import StepRows, StreamPlan
+from hybridflow.rollout.stream.stream import RolloutStream
+from hybridflow.rollout.stream.types import StepRows, StreamPlan
 
 
 @dataclass(frozen=True)

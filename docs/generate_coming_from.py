@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hybridflow.config.known_names import (
+from hybridflow.config.reading.known_names import (
     ANYWHERE,
     API_ONLY,
     ATTRIBUTES,

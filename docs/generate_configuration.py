@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from hybridflow.algorithms.config import DEFAULT, load
 from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.config.described_settings import (
+from hybridflow.config.reading.described_settings import (
     default_of,
     described,
     inner_prefix,

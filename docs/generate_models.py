@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hybridflow.planning.feature_matrix import DATA, FAMILIES, FEATURES, ITEMS, LAYOUT  # noqa: E402
+from hybridflow.planning.checks.feature_matrix import DATA, FAMILIES, FEATURES, ITEMS, LAYOUT  # noqa: E402
 from tests.support.proves import collected  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name.startswith("_"):
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")
-    from hybridflow.config.known_names import import_text
+    from hybridflow.config.reading.known_names import import_text
 
     raise AttributeError(f"module 'hybridflow' has no attribute {name!r}: {import_text(name) or _API}")
 
@@ -81,7 +81,7 @@ class _OtherSystemsModules:
         last = name.rpartition(".")[2]
         if last.startswith("_"):
             raise ModuleNotFoundError(f"there is no {name}", name=name)
-        from hybridflow.config.known_names import import_text
+        from hybridflow.config.reading.known_names import import_text
 
         text = f"here it is from hybridflow import {last}" if last in __all__ else None
         text = text or import_text(name.removeprefix("hybridflow."))

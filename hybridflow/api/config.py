@@ -12,9 +12,9 @@ from engine3d.errors import UserError, shortened
 from engine3d.settings import MOST_SAMPLES, Settings
 from hybridflow.algorithms.registry import known
 from hybridflow.cluster.devices.device_map import DeviceMap
-from hybridflow.config.error_messages import describe_errors
-from hybridflow.config.known_names import API_NAMES
-from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.config.reading.error_messages import describe_errors
+from hybridflow.config.reading.known_names import API_NAMES
+from hybridflow.config.reading.yaml_loader import SettingsError
 
 
 def _device_map(value: Any) -> Any:

@@ -26,7 +26,7 @@ from hybridflow.api.stage_worker import StageWorker
 from hybridflow.cluster.devices.device_map import DeviceMap, highest_cpu_slot, pool_devices
 from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import ResourcePool
-from hybridflow.config.known_names import no_attribute
+from hybridflow.config.reading.known_names import no_attribute
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import registrations
 from hybridflow.workers.worker_group import WorkerGroup

@@ -22,11 +22,11 @@ from hybridflow.api.recipe_builder import run_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
 from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.config.known_names import no_attribute
+from hybridflow.config.reading.known_names import no_attribute
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.trainer.run import fall_back, start_trainer
-from hybridflow.trainer.run_setup import open_run
+from hybridflow.trainer.startup.run_setup import open_run
 from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.trainer import Trainer
 

@@ -17,8 +17,8 @@ from hybridflow.algorithms.registry import is_known
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.api.config import PPOConfig, mini_batches
 from hybridflow.config.machine_defaults import machine_defaults
+from hybridflow.config.reading.yaml_loader import Key, SettingsError, build_settings, read_with_bases
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import Key, SettingsError, build_settings, read_with_bases
 from hybridflow.metrics.names import EVAL
 
 _KEYS: dict[str, Key] = {

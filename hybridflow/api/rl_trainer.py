@@ -14,14 +14,14 @@ from hybridflow.api.config import PPOConfig
 from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
 from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
 from hybridflow.checkpoint.set_results import MeasuredSet, summary_of_sets
-from hybridflow.config.known_names import API_NAMES, no_attribute
+from hybridflow.config.reading.known_names import API_NAMES, no_attribute
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.metrics.names import EVAL
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from hybridflow.rundir.file_names import EXPORT
-from hybridflow.trainer.attached_cluster import check_cluster_of
 from hybridflow.trainer.run import train
+from hybridflow.trainer.startup.attached_cluster import check_cluster_of
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from hybridflow.algorithms.own_files import file_of, is_own
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.checkpoint.own_code import without_code
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
+from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import public_settings
 from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
 from hybridflow.data.files.config import ChatConfig, FilesConfig, FileSource
 from hybridflow.data.files.opening import DataFile, default_cache, files_of

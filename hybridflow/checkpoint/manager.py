@@ -30,8 +30,8 @@ from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.driver_state import Measurements, RunState
 from hybridflow.checkpoint.set_results import RESULTS, Best, best_of, write_results
 from hybridflow.cluster.processes.termination import termination
+from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import public_settings
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer

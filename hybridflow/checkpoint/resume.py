@@ -34,10 +34,10 @@ from hybridflow.checkpoint.contents import contradictions_of_run
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.checkpoint.own_code import changed_code, code_checksums
 from hybridflow.cluster.hosts.checks.host_check import check_writable
+from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import CheckpointConfig
-from hybridflow.config.yaml_loader import public_settings
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.kept_recipe import saved_to

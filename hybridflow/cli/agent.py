@@ -33,7 +33,7 @@ from hybridflow.cluster.hosts.network.network_settings import PORTS_OF_A_HOST, N
 from hybridflow.cluster.hosts.run_token import TOKEN, default_file, find_token, needed, new_token, write_token
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime.ray_host import LOOPBACK
-from hybridflow.config.yaml_loader import apply_override, build_settings, parse_override, read_with_bases
+from hybridflow.config.reading.yaml_loader import apply_override, build_settings, parse_override, read_with_bases
 
 MOST_HOSTS = 1 << 14
 COMMANDS = ("train", DOCTOR)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError, shortened
 from engine3d.startup.imports import quick_imports
-from hybridflow.cli.recipe_arguments import add_recipe, check_name, checked_recipes, loaded_recipes
+from hybridflow.cli.common.recipe_arguments import add_recipe, check_name, checked_recipes, loaded_recipes
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.driver_link import driver_link
@@ -58,7 +58,7 @@ def check(parsed: argparse.Namespace) -> int:
         return _check_recipes(parsed, recipes)
     if len(recipes) > 1:
         raise UserError(f"--print with several actors: expected --actor with one of {', '.join(recipes)}")
-    from hybridflow.config.yaml_loader import settings_yaml
+    from hybridflow.config.reading.yaml_loader import settings_yaml
 
     with contextlib.redirect_stdout(sys.stderr):
         code = _check_recipes(parsed, recipes)
@@ -83,7 +83,7 @@ def data(parsed: argparse.Namespace) -> int:
     Raises:
         UserError: something is wrong with the data.
     """
-    from hybridflow.planning.data_report import data_lines
+    from hybridflow.planning.data.report import data_lines
 
     for name, recipe in loaded_recipes(parsed).items():
         lines = data_lines(recipe, show=parsed.show, characters=parsed.characters)
@@ -100,7 +100,7 @@ def doctor(parsed: argparse.Namespace) -> int:
     """
     from hybridflow.cli import agent
     from hybridflow.cluster.hosts.launch.launch_plan import CAN_START, CANNOT_START
-    from hybridflow.config.yaml_loader import read_with_overrides
+    from hybridflow.config.reading.yaml_loader import read_with_overrides
     from hybridflow.sandbox.opening import means_of_this_machine
 
     placement = read_with_overrides(Path(parsed.recipe), parsed.overrides)[0].get("placement")
@@ -145,13 +145,13 @@ def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> in
 def _check_rest(parsed: argparse.Namespace, recipe: Recipe, nodes: Sequence[Node] | None, actor: str) -> None:
     """The ledger of a recipe, where it is asked for, and whether others use its GPUs."""
     if parsed.memory:
-        from hybridflow.planning.memory_estimate import recipe_ledger
+        from hybridflow.planning.memory.estimate import recipe_ledger
 
         ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb, parsed.host_gb)
         print("\n".join([*([actor] if actor else []), *ledger.lines()]))
         ledger.check()
     if nodes is None:
-        from hybridflow.planning.recipe_check import check_nobody_else
+        from hybridflow.planning.checks.recipe import check_nobody_else
 
         check_nobody_else(recipe.device_maps, recipe.placement)
 
@@ -161,7 +161,7 @@ def _assumed_nodes(recipes: Mapping[str, Recipe]) -> list[Node] | None:
     if driver_link() is not None:
         return None
     with quick_imports():
-        from hybridflow.planning.placement_check import assumed_nodes
+        from hybridflow.planning.checks.placement import assumed_nodes
 
     nodes = assumed_nodes(list(recipes.values()))
     if nodes is not None:
@@ -227,7 +227,7 @@ def _check_cluster(parsed: argparse.Namespace) -> None:
 
     recipes = checked_recipes(parsed)
     with quick_imports():
-        from hybridflow.trainer.attached_cluster import doctor as check_nodes
+        from hybridflow.trainer.startup.attached_cluster import doctor as check_nodes
 
     recipe = next(iter(recipes.values()))  # several actors are refused with a cluster
     check_used(recipe.network, 1, recipe.placement.cluster)

@@ -12,16 +12,16 @@ from rich.table import Table
 from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
-from hybridflow.cli.outcome import fail, guarded
-from hybridflow.cli.recipe_arguments import check_cluster
+from hybridflow.cli.common.outcome import fail, guarded
+from hybridflow.cli.common.recipe_arguments import check_cluster
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.metrics.evaluation_statistics import HIGH, LENGTH, LOW, TRUNCATED, figure_names
 from hybridflow.metrics.names import SET_LEFT_OUT
 
 if TYPE_CHECKING:
-    from hybridflow.planning.evaluation_plan import EvaluationPlan
-    from hybridflow.trainer.evaluation_alone import Evaluated
+    from hybridflow.planning.data.evaluation_plan import EvaluationPlan
+    from hybridflow.trainer.evaluation.alone import Evaluated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
     actors.end_with_parent()
     check_open_files()
     with quick_imports():
-        from hybridflow.planning.evaluation_plan import plan_evaluation
+        from hybridflow.planning.data.evaluation_plan import plan_evaluation
 
     plan = plan_evaluation(
         parsed.target,
@@ -75,7 +75,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _evaluate(plan: EvaluationPlan) -> int:
     with quick_imports():
-        from hybridflow.trainer.evaluation_alone import RESULT, evaluate_alone
+        from hybridflow.trainer.evaluation.alone import RESULT, evaluate_alone
 
     evaluated = evaluate_alone(plan)
     _show(plan, evaluated)

@@ -48,8 +48,16 @@ from dataclasses import dataclass
 from typing import Any, Never
 
 from engine3d.errors import UserError
-from hybridflow.cli.command_words import as_settings, told_of_arguments
-from hybridflow.cli.outcome import OF_THE_SURROUNDINGS, be_patient, fail, guarded, last_words, say, system_error_text
+from hybridflow.cli.common.command_words import as_settings, told_of_arguments
+from hybridflow.cli.common.outcome import (
+    OF_THE_SURROUNDINGS,
+    be_patient,
+    fail,
+    guarded,
+    last_words,
+    say,
+    system_error_text,
+)
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter
 from hybridflow.cluster.hosts.driver_link import tell_failure
 from hybridflow.cluster.processes.termination import termination
@@ -193,14 +201,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _init() -> Command:
-    from hybridflow.cli import init
+    from hybridflow.cli.init import command as init
 
     description = "Write a recipe, a reward and a README for a model and data of one's own, which run as they are."
     return Command(description, init.add_arguments, init.run)
 
 
 def _train() -> Command:
-    from hybridflow.cli import recipe_arguments, train
+    from hybridflow.cli import train
+    from hybridflow.cli.common import recipe_arguments
 
     return Command("Run a recipe.", recipe_arguments.add_recipe, train.train, takes_recipe=True)
 
@@ -296,7 +305,8 @@ def _logs() -> Command:
 
 
 def _doctor() -> Command:
-    from hybridflow.cli import check, recipe_arguments
+    from hybridflow.cli import check
+    from hybridflow.cli.common import recipe_arguments
 
     description = (
         "Describe this host, or the nodes of placement.cluster, and check that the run could start there; "
@@ -306,7 +316,7 @@ def _doctor() -> Command:
 
 
 def _launch() -> Command:
-    from hybridflow.cli import launch
+    from hybridflow.cli.launch import command as launch
 
     description = "Submit a run on several nodes to a cluster's scheduler."
     return Command(description, launch.add_arguments, launch.run, is_guarded=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError, shortened
 from engine3d.startup.imports import quick_imports
-from hybridflow.cli.recipe_arguments import add_recipe, loaded_recipes
+from hybridflow.cli.common.recipe_arguments import add_recipe, loaded_recipes
 from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, Node
 
 if TYPE_CHECKING:
@@ -265,8 +265,8 @@ def written_recipe(parsed: argparse.Namespace, recipe: Recipe, plan: RunPlan, cl
         UserError: it would not pass the checks of `hybridflow check` on that cluster.
     """
     from hybridflow.config.actors import load_one_recipe
-    from hybridflow.config.yaml_loader import settings_yaml
-    from hybridflow.planning.recipe_check import check_recipe
+    from hybridflow.config.reading.yaml_loader import settings_yaml
+    from hybridflow.planning.checks.recipe import check_recipe
     from hybridflow.planning.search.recipe_work import plan_overrides
 
     kind = "cpu" if cluster.profile.gpu == "cpu" else "cuda"

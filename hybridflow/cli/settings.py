@@ -13,7 +13,7 @@ from engine3d.errors import UserError, shortened
 from engine3d.startup.imports import quick_imports
 
 if TYPE_CHECKING:
-    from hybridflow.config.described_settings import Described
+    from hybridflow.config.reading.described_settings import Described
 
 _WIDTH, _INDENT = 110, "    "
 _ALIKE, _MOST_ALIKE = 0.7, 3
@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
         UserError: there is no such setting. The message names those that are meant by it, or alike.
     """
     with quick_imports():
-        from hybridflow.config.described_settings import all_settings
+        from hybridflow.config.reading.described_settings import all_settings
 
     settings = all_settings()
     if parsed.name is None:
@@ -82,7 +82,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 def _suggested(settings: Sequence[Described], name: str) -> str:
     """Settings that others call so, or whose names are alike."""
-    from hybridflow.config.error_messages import suggestion
+    from hybridflow.config.reading.error_messages import suggestion
     from hybridflow.config.recipe import Recipe
 
     text = suggestion(Recipe, tuple(name.split(".")), None, None)

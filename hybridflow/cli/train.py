@@ -17,12 +17,12 @@ from engine3d.checkpoint.manifest import MANIFEST, find_checkpoints
 from engine3d.errors import DamagedCheckpointError, UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
-from hybridflow.cli.outcome import fail, guarded, last_words
-from hybridflow.cli.recipe_arguments import check_cluster, checked_recipes, several_actors_launched
+from hybridflow.cli.common.outcome import fail, guarded, last_words
+from hybridflow.cli.common.recipe_arguments import check_cluster, checked_recipes, several_actors_launched
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.config.yaml_loader import parse_override, settings_yaml
+from hybridflow.config.reading.yaml_loader import parse_override, settings_yaml
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
@@ -171,7 +171,7 @@ def replay(parsed: argparse.Namespace) -> int:
     if parsed.step < 1:
         raise UserError(f"--step {parsed.step}: expected at least 1")
     with quick_imports():
-        from hybridflow.planning.recipe_check import check_recipe
+        from hybridflow.planning.checks.recipe import check_recipe
         from hybridflow.trainer.replaying.plan import plan_replay
 
     plan = plan_replay(parsed.run, parsed.step, parsed.overrides)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import shortened
+from hybridflow.config.reading.yaml_loader import SettingsError, build_settings, merged, read_with_overrides
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import SettingsError, build_settings, merged, read_with_overrides
 from hybridflow.rundir.yaml_reader import Key
 
 ACTORS = "actors"

@@ -17,12 +17,13 @@ from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.config.algorithm_fit import misfits, replay_misfits
-from hybridflow.config.engines import engine_errors
-from hybridflow.config.episodes import episode_errors
 from hybridflow.config.evaluation import EvaluationSet, PlannedSet, keep_best_errors, planned_sets, set_errors
-from hybridflow.config.known_names import RECIPE_NAMES
+from hybridflow.config.fit.algorithm import misfits, replay_misfits
+from hybridflow.config.fit.engines import engine_errors
+from hybridflow.config.fit.episodes import episode_errors
 from hybridflow.config.machine_defaults import placed_on_machine
+from hybridflow.config.reading.known_names import RECIPE_NAMES
+from hybridflow.config.reading.yaml_loader import load_settings
 from hybridflow.config.roles import (
     JudgeModel,
     MegatronRole,
@@ -33,7 +34,6 @@ from hybridflow.config.roles import (
     TeacherModel,
 )
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, SamplesConfig, TrainerConfig, WarmupConfig
-from hybridflow.config.yaml_loader import load_settings
 from hybridflow.data.config import DataConfig
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.metrics.config import MetricsConfig

@@ -15,7 +15,7 @@ from hybridflow.batch.stream_requests import SampleEnd
 from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
 from hybridflow.rewards.result import SampleScore
-from hybridflow.rollout.stream_types import GroupState, StreamState
+from hybridflow.rollout.stream.types import GroupState, StreamState
 
 
 @dataclass(frozen=True)

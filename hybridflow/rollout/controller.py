@@ -34,8 +34,8 @@ from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.rollout.episode_store import RayEpisodeStore
 from hybridflow.rollout.episodes import EpisodeSetup
-from hybridflow.rollout.stream import RolloutStream
-from hybridflow.rollout.stream_types import OtherRows, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream.stream import RolloutStream
+from hybridflow.rollout.stream.types import OtherRows, StepRows, StreamPlan, StreamState
 
 _WAIT_S = 2.0
 """Seconds that an engine's rank waits for a response to end before it reports none."""

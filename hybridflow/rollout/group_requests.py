@@ -11,7 +11,7 @@ from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.ledger import Group
-from hybridflow.rollout.stream_types import GroupRows, GroupState
+from hybridflow.rollout.stream.types import GroupRows, GroupState
 
 
 @dataclass(slots=True)

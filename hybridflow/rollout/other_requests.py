@@ -15,8 +15,8 @@ from hybridflow.batch.stream_requests import SampleEnd, StreamEngine, StreamRequ
 from hybridflow.environments.environment import Task
 from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.episodes import EndedEpisode, Episodes
-from hybridflow.rollout.stream_engines import StreamEngines, StreamTasks
-from hybridflow.rollout.stream_types import OtherRows
+from hybridflow.rollout.stream.engines import StreamEngines, StreamTasks
+from hybridflow.rollout.stream.types import OtherRows
 
 type Share = Sequence[StreamRequest]
 """Requests of one engine."""

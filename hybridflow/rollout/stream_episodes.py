@@ -11,8 +11,8 @@ from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.rollout.episodes import EndedEpisode, Episodes, EpisodeSetup
 from hybridflow.rollout.other_requests import OtherRequests
-from hybridflow.rollout.stream_engines import StreamTasks
-from hybridflow.rollout.stream_types import OtherRows
+from hybridflow.rollout.stream.engines import StreamTasks
+from hybridflow.rollout.stream.types import OtherRows
 
 
 class EpisodesOfGroups(Protocol):

@@ -10,9 +10,9 @@ from pathlib import Path
 from engine3d.checkpoint.manifest import read_manifest
 from engine3d.errors import UserError
 from hybridflow.checkpoint.resume import find_sound
+from hybridflow.config.reading.yaml_loader import settings_yaml
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.run import CheckpointConfig
-from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.rundir.file_names import EXPORT, RECIPE, REPORT
 from hybridflow.rundir.run_record import started_from
 

@@ -28,9 +28,9 @@ from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.run_record import record_end
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.event_log import EventLog
-from hybridflow.trainer.role_startup import Roles, start_roles
-from hybridflow.trainer.run_setup import OpenRun, Run, open_run
-from hybridflow.trainer.sample_store import SampleStore
+from hybridflow.trainer.samples.store import SampleStore
+from hybridflow.trainer.startup.role_startup import Roles, start_roles
+from hybridflow.trainer.startup.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 

@@ -33,7 +33,6 @@ from hybridflow.rollout.source import RolloutSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.event_log import trained_event
-from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.operations.correcting import Corrected, corrected, log_empty
 from hybridflow.trainer.operations.model_columns import ModelColumns, old_logprobs
 from hybridflow.trainer.operations.scoring import SampleScoring, StepScores
@@ -47,9 +46,10 @@ from hybridflow.trainer.operations.updates import (
     UpdatePlan,
     refused_updates,
 )
-from hybridflow.trainer.role_startup import Roles
-from hybridflow.trainer.run_setup import Run
-from hybridflow.trainer.sample_store import TrainedSamples
+from hybridflow.trainer.samples.given_responses import GivenSource
+from hybridflow.trainer.samples.store import TrainedSamples
+from hybridflow.trainer.startup.role_startup import Roles
+from hybridflow.trainer.startup.run_setup import Run
 from hybridflow.trainer.step_record import StepRecord
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 from hybridflow.workers.future import Future

@@ -22,8 +22,8 @@ from hybridflow.rewards.result import RewardResult, join_results, reward_metrics
 from hybridflow.roles.model import Update, routings
 from hybridflow.rollout.source import Rollout
 from hybridflow.trainer.event_log import Event
-from hybridflow.trainer.sample_store import TrainedSamples
-from hybridflow.trainer.sample_texts import answer_texts
+from hybridflow.trainer.samples.store import TrainedSamples
+from hybridflow.trainer.samples.texts import answer_texts
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:

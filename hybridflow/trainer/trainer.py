@@ -20,36 +20,36 @@ from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import Resumption
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.termination import Abandoned, termination
+from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.run import TrainerConfig
-from hybridflow.config.yaml_loader import public_settings
 from hybridflow.data.sampler import PromptOrder
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.metrics.timeline import timeline
-from hybridflow.planning.prompts import prompt_order
+from hybridflow.planning.data.prompts import prompt_order
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
-from hybridflow.rollout.stream_plan import stream_plan
-from hybridflow.rollout.stream_source import StreamSource
+from hybridflow.rollout.stream.plan import stream_plan
+from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rundir.evaluation_texts import forget_after
 from hybridflow.rundir.file_names import EVALUATIONS, EXPORT, TIMELINE
 from hybridflow.rundir.lock import move_aside
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.engine_restarts import EngineRestarts
-from hybridflow.trainer.evaluations import Evaluations
+from hybridflow.trainer.evaluation.evaluations import Evaluations
+from hybridflow.trainer.evaluation.of_set import SetMeasurer, set_identities
 from hybridflow.trainer.event_log import Event, EventLog
-from hybridflow.trainer.given_responses import GivenSource, PairMeasurer
 from hybridflow.trainer.operations.scoring import SampleScoring
 from hybridflow.trainer.operations.settings import StepSettings
 from hybridflow.trainer.resume import resumed_draws
-from hybridflow.trainer.role_startup import Roles, wait_for
-from hybridflow.trainer.run_setup import Run
-from hybridflow.trainer.sample_store import SampleStore
-from hybridflow.trainer.set_evaluation import SetMeasurer, set_identities
-from hybridflow.trainer.sft_warmup import warm_up
+from hybridflow.trainer.samples.given_responses import GivenSource, PairMeasurer
+from hybridflow.trainer.samples.store import SampleStore
+from hybridflow.trainer.startup.role_startup import Roles, wait_for
+from hybridflow.trainer.startup.run_setup import Run
+from hybridflow.trainer.startup.sft_warmup import warm_up
 from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 

@@ -12,7 +12,7 @@ from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics.device_samples import DeviceSample
 from hybridflow.metrics.timeline import TimelineSpan
-from hybridflow.planning.memory_ledger import GpuMemory, MemoryLedger, MemoryPhase
+from hybridflow.planning.memory.ledger import GpuMemory, MemoryLedger, MemoryPhase
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.rundir.file_names import RECIPE
 from tests.support.ledgers import equal_engines_once

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.stream_engines import BATCH, COMMON, PROMPTS, RECIPE, SAMPLES, WAYS, measured, table
 from hybridflow.config.recipe import load_recipe
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.runs import ROOT
 
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.stream_gpu import BATCH, WAYS, kinds, measured, settings, table, write_prompts
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.config.recipe import load_recipe
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.runs import ROOT
 
 RECIPE = ROOT / "launch/recipes/h200-2x2-one-step-apart.yaml"

@@ -12,7 +12,7 @@ import torch
 
 from engine3d.durable import naming
 from engine3d.models.safetensors_files import ExportFiles, plan_export
-from hybridflow.cli.outcome import system_error_text
+from hybridflow.cli.common.outcome import system_error_text
 from hybridflow.rundir.atomic_files import AppendedFile, replace_file
 from hybridflow.rundir.sample_files import replacing
 

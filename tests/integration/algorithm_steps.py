@@ -23,18 +23,18 @@ from typing import Any
 
 from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.config.reading.yaml_loader import build_settings, read_with_bases
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole
-from hybridflow.config.yaml_loader import build_settings, read_with_bases
 from hybridflow.metrics.logger import Metrics
-from hybridflow.planning.evaluation_sets import encode_sets
-from hybridflow.planning.prompts import encode, prompt_limit
+from hybridflow.planning.data.evaluation_sets import encode_sets
+from hybridflow.planning.data.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.trainer.event_log import EventLog
-from hybridflow.trainer.role_startup import wait_for
 from hybridflow.trainer.run import start_trainer
-from hybridflow.trainer.run_setup import open_run, prepare
-from hybridflow.trainer.sample_store import SampleStore
+from hybridflow.trainer.samples.store import SampleStore
+from hybridflow.trainer.startup.role_startup import wait_for
+from hybridflow.trainer.startup.run_setup import open_run, prepare
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.weight_sync import NoEngines
 from tests.integration.own_loop import OF_THE_RUN

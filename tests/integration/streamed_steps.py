@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.reading.yaml_loader import build_settings
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import build_settings
-from hybridflow.trainer.role_startup import wait_for
 from hybridflow.trainer.run import start_trainer
-from hybridflow.trainer.run_setup import open_run
+from hybridflow.trainer.startup.role_startup import wait_for
+from hybridflow.trainer.startup.run_setup import open_run
 from tests.integration.algorithm_steps import (
     CASES,
     ROLES,

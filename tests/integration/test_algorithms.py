@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine3d.models import initialise_random, model_spec
+from hybridflow.config.reading.yaml_loader import settings_yaml
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.metrics.expert_loads import read_expert_loads
 from hybridflow.report.page import render
 from hybridflow.report.run_data import read_run

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.kill_harness import Kill, KilledRun
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, stored_samples
 from tests.support.warm import warm_python
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kill_harness import Kill, KilledRun
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.timeline import read_spans, step_ends
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.runs import DEMO, ROOT, SMALL, records, rewarded_by_length
 from tests.support.warm import warm_python
 

@@ -17,10 +17,10 @@ from benchmarks import logprobs
 from benchmarks.kill_harness import Kill, KilledRun
 from hybridflow.checkpoint.driver_state import read_batch
 from hybridflow.cli.main import main
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.timeline import read_spans
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.proves import proves
 from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python

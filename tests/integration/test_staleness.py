@@ -13,10 +13,10 @@ import pytest
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from hybridflow.checkpoint.driver_state import read_batch
 from hybridflow.config.initial_model import create_model
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.timeline import read_spans, step_ends
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.runs import DEMO, ROOT, SMALL, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
 

@@ -29,8 +29,8 @@ with quick_imports():
 
     import hybridflow.cli.checkpoint
     import hybridflow.cli.main
-    import hybridflow.planning.memory_estimate
-    import hybridflow.planning.recipe_check
+    import hybridflow.planning.checks.recipe
+    import hybridflow.planning.memory.estimate
     import hybridflow.report.page
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from hybridflow.cli.main import main
-from hybridflow.trainer import role_specs
+from hybridflow.trainer.startup import role_specs
 from tests.support import faulty_roles
 
 if __name__ == "__main__":

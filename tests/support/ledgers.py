@@ -10,7 +10,7 @@ import pytest
 
 from engine3d.memory import ServingBytes
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.planning import memory_estimate
+from hybridflow.planning.memory import estimate as memory_estimate
 
 
 @contextmanager

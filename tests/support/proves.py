@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine3d.layout import Layout
-from hybridflow.planning.feature_matrix import FAMILIES, FEATURES, LAYOUT, layout_sizes
+from hybridflow.planning.checks.feature_matrix import FAMILIES, FEATURES, LAYOUT, layout_sizes
 
 MARK = "proves"
 _SKIPPED = ("gpu", "hosts")

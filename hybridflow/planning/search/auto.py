@@ -12,9 +12,9 @@ from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.actors import ACTORS
+from hybridflow.config.reading.yaml_loader import build_settings, read_with_overrides
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import build_settings, read_with_overrides
-from hybridflow.planning.placement_check import planned_devices
+from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.planning.search.placements import PlacementSearch
 from hybridflow.planning.search.plan_text import interval
 from hybridflow.planning.search.recipe_work import (

@@ -12,10 +12,10 @@ from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.training.config import TrainConfig
 from hybridflow.config.recipe import Recipe
-from hybridflow.planning.feature_matrix import is_refused, layout_sizes
-from hybridflow.planning.memory_estimate import recipe_specs
-from hybridflow.planning.model_check import check_megatron
-from hybridflow.planning.prompt_check import encoded_prompts
+from hybridflow.planning.checks.feature_matrix import is_refused, layout_sizes
+from hybridflow.planning.checks.model import check_megatron
+from hybridflow.planning.checks.prompt import encoded_prompts
+from hybridflow.planning.memory.estimate import recipe_specs
 from hybridflow.planning.search.role_choices import SearchSettings
 from hybridflow.planning.search.run_plan import ROLLOUT, RunPlan
 from hybridflow.planning.time.generation import EngineShape

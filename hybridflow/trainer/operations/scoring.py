@@ -20,9 +20,9 @@ from hybridflow.roles.reward import reward_result
 from hybridflow.rollout.source import RolloutSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.operations.settings import StepSettings
-from hybridflow.trainer.role_startup import Roles, judging
-from hybridflow.trainer.run_setup import Run
-from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.trainer.samples.texts import sample_texts
+from hybridflow.trainer.startup.role_startup import Roles, judging
+from hybridflow.trainer.startup.run_setup import Run
 from hybridflow.trainer.step_record import Scores, StepRecord
 
 

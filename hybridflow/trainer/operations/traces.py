@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hybridflow.config.run import ProfileConfig
 from hybridflow.errors.log import log
 from hybridflow.roles.groups import ModelGroup, RolloutGroup
-from hybridflow.trainer.run_setup import Run
+from hybridflow.trainer.startup.run_setup import Run
 
 
 class StepTraces:

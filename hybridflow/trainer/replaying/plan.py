@@ -17,10 +17,10 @@ from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.checkpoint.manager import software
 from hybridflow.checkpoint.resume import run_identity
+from hybridflow.config.reading.yaml_loader import parse_override, public_settings
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.replay_recipe import ReplayRecipe
 from hybridflow.config.run import SamplesConfig
-from hybridflow.config.yaml_loader import parse_override, public_settings
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.file_names import EVENTS, METRICS, RECIPE, SAMPLE_STORE

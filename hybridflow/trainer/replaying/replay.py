@@ -17,9 +17,9 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
-from hybridflow.planning.prompts import prompt_order
-from hybridflow.rollout.stream_plan import stream_plan
-from hybridflow.rollout.stream_source import StreamSource
+from hybridflow.planning.data.prompts import prompt_order
+from hybridflow.rollout.stream.plan import stream_plan
+from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.operations.scoring import SampleScoring
@@ -34,8 +34,8 @@ from hybridflow.trainer.replaying.comparison import (
 from hybridflow.trainer.replaying.plan import Original, ReplayPlan
 from hybridflow.trainer.replaying.step import ReplayedStep
 from hybridflow.trainer.replaying.stored_step import StoredStep, all_learned
-from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
-from hybridflow.trainer.run_setup import Run, open_run
+from hybridflow.trainer.startup.role_startup import Roles, start_roles, wait_for
+from hybridflow.trainer.startup.run_setup import Run, open_run
 from hybridflow.trainer.weight_sync import NoEngines
 
 RESULT = "replay.json"

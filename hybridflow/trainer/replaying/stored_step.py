@@ -15,7 +15,7 @@ from engine3d.input_files import check_regular, parse_json
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_table import batch_of
-from hybridflow.trainer.sample_store import BASELINE, FORMAT
+from hybridflow.trainer.samples.store import BASELINE, FORMAT
 
 
 @dataclass(frozen=True)

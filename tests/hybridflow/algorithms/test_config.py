@@ -15,8 +15,8 @@ from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.algorithms.sapo import SAPOSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.config.reading.yaml_loader import SettingsError, build_settings
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import SettingsError, build_settings
 
 
 class Part(Settings):

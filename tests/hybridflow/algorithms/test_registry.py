@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.registry import ALGORITHMS
-from hybridflow.config.yaml_loader import read_with_bases
+from hybridflow.config.reading.yaml_loader import read_with_bases
 
 ROOT = Path(__file__).parents[3]
 _ROW = re.compile(r"\| \[`(\w+)`\]\((algorithms/\w+\.md)\) \|")

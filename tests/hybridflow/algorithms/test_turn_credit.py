@@ -8,7 +8,7 @@ import torch
 from hybridflow.algorithms.config import load
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_table import ScoreColumns, batch_of, table_of
-from hybridflow.config.episodes import OF_TURNS
+from hybridflow.config.fit.episodes import OF_TURNS
 from tests.support.local_step import advantages_of, loss_of, weights_of
 
 NUMBERS = [[1, 1, 0, 2, 2, 2], [1, 0, 0, 2, 0, 3], [1, 2], [0, 1]]

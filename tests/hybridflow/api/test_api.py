@@ -32,7 +32,7 @@ from hybridflow.config.roles import StreamConfig
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
-from hybridflow.trainer.run_setup import OpenRun, prepare
+from hybridflow.trainer.startup.run_setup import OpenRun, prepare
 from tests.support.resumable import make_checkpoint
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,8 @@ import pytest
 
 from engine3d.checkpoint.manifest import checksum
 from hybridflow.checkpoint.compatibility import _identity, changes, input_checksums
+from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import public_settings
 
 DPO = Path(__file__).parents[3] / "launch/recipes/algorithms/dpo.yaml"
 GOOD, OTHER = (f'{{"prompt": "1+1=", "chosen": "2", "rejected": "{wrong}"}}\n' for wrong in "34")

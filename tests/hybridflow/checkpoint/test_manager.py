@@ -36,7 +36,7 @@ from hybridflow.metrics.logger import Metrics
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.rollout.buffered_groups import BufferedGroups
-from hybridflow.trainer.run_setup import Run, prepare
+from hybridflow.trainer.startup.run_setup import Run, prepare
 from hybridflow.workers.worker_group import RankError, WorkerGroup
 from tests.support.runs import ROOT, SMALL, records
 

@@ -16,8 +16,8 @@ from hybridflow.config.initial_model import create_model
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.run import CheckpointConfig
 from hybridflow.metrics.logger import Metrics
-from hybridflow.planning.recipe_check import check_recipe
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.planning.checks.recipe import check_recipe
+from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import a_recipe, make_checkpoint, refusal
 
 

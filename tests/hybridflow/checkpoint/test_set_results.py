@@ -29,7 +29,7 @@ from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.metrics.evaluation_statistics import Measure
-from hybridflow.planning.evaluation_sets import encode_sets
+from hybridflow.planning.data.evaluation_sets import encode_sets
 from hybridflow.trainer.run import train
 from tests.support.judge_model import judge_and_another, make_judge
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridflow.cli.main import main
-from hybridflow.config.described_settings import all_settings
+from hybridflow.config.reading.described_settings import all_settings
 from hybridflow.config.recipe import Recipe
 
 

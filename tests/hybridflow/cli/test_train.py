@@ -11,7 +11,7 @@ from hybridflow.cli import train
 from hybridflow.cli.main import main
 from hybridflow.config.recipe import Recipe
 from hybridflow.rundir.actor_runs import runs_in
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import DEMO, SMALL, a_recipe, make_checkpoint
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config.actors import load_one_recipe, load_recipes
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 from tests.support.runs import DEMO, ROOT
 
 IPPO = ROOT / "launch/recipes/algorithms/ippo.yaml"

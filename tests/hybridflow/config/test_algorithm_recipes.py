@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
 WITH_RATIO = ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "dr_grpo", "pass_at_k")

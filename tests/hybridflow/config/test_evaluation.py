@@ -8,8 +8,8 @@ import pytest
 
 from hybridflow.config.evaluation import EvaluationSet
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
+from hybridflow.config.reading.yaml_loader import SettingsError, settings_yaml
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.yaml_loader import SettingsError, settings_yaml
 from tests.support.resumable import DEMO
 
 SUMS = "evaluation.sums.data.path=sums.jsonl"

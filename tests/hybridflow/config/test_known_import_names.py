@@ -11,7 +11,7 @@ import pytest
 
 import hybridflow
 from hybridflow.cli.main import main
-from hybridflow.config.known_names import ATTRIBUTES, COMMANDS, MODULES, OPTIONS, import_text
+from hybridflow.config.reading.known_names import ATTRIBUTES, COMMANDS, MODULES, OPTIONS, import_text
 
 
 def test_every_text_says_what_it_is_here() -> None:

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from hybridflow.config import recipe as recipe_module
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 
 MODEL = {"create": {"config": {"architectures": ["Qwen3ForCausalLM"]}}}
 

@@ -10,10 +10,10 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.checkpoint.compatibility import changes, contradictions
 from hybridflow.cli.main import main
+from hybridflow.config.reading.yaml_loader import SettingsError, public_settings, settings_yaml
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError, public_settings, settings_yaml
-from hybridflow.planning.recipe_check import check_recipe
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.planning.checks.recipe import check_recipe
+from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint, refusal
 
 

@@ -12,8 +12,8 @@ from engine3d.rollout.host.generation import sampling_parameters
 from engine3d.rollout.server_arguments import server_argument_names
 from hybridflow import get_ppo_config
 from hybridflow.api.recipe_builder import Given, make_recipe
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 from tests.support.runs import DEMO, SMALL
 
 OTHERS = {

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from hybridflow.checkpoint.compatibility import changes
+from hybridflow.config.reading.yaml_loader import SettingsError, load_settings, public_settings, settings_yaml
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.yaml_loader import SettingsError, load_settings, public_settings, settings_yaml
 from hybridflow.errors.redaction import REDACTED, is_secret, redacted, redacted_arguments, redacted_override
 
 ROOT = Path(__file__).parents[3]

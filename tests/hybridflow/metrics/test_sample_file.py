@@ -12,7 +12,7 @@ from engine3d.errors import UserError
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.metrics.logger import Metrics
 from hybridflow.metrics.sample_file import SampleText
-from hybridflow.trainer.sample_texts import shortened
+from hybridflow.trainer.samples.texts import shortened
 
 ONLY_SAMPLES = MetricsConfig(console=False, jsonl=False, csv=False, tensorboard=False)
 

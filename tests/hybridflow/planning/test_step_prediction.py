@@ -11,7 +11,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.actors import load_one_recipe
-from hybridflow.planning.placement_check import planned_devices
+from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.planning.step_prediction import predicted_seconds, record_prediction
 from hybridflow.planning.time.hardware import load_profile
 from hybridflow.report.run_data import Phase, RunData, Series

@@ -6,9 +6,9 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import DeviceMap, Node
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.yaml_loader import SettingsError
-from hybridflow.planning.placement_check import planned_devices
+from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.roles.offload import begin_in_turn, check_offload, check_overlap
 from tests.support.runs import DEMO, ROOT
 

@@ -23,8 +23,8 @@ from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import reward_metrics
 from hybridflow.roles.reward import FunctionRewardWorker, reward_result
 from hybridflow.rundir.evaluation_texts import read_texts, text_file
-from hybridflow.trainer.sample_texts import sample_texts
-from hybridflow.trainer.set_evaluation import SetMeasurer
+from hybridflow.trainer.evaluation.of_set import SetMeasurer
+from hybridflow.trainer.samples.texts import sample_texts
 from hybridflow.workers.worker_group import RankUserError
 from tests.support.called_group import CalledGroup
 from tests.support.resumable import DEMO

@@ -37,7 +37,7 @@ from hybridflow.rollout.controller import (
 )
 from hybridflow.rollout.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream_types import StepRows, StreamPlan
+from hybridflow.rollout.stream.types import StepRows, StreamPlan
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLES, GROUPS, STEPS, TOKENS = 4, 4, 6, 250_000

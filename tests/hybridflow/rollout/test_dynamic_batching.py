@@ -14,8 +14,8 @@ from engine3d.engine_stats import EngineStats
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.rollout.dynamic_batching import SWING, DynamicBatching, EngineReport, RequestBounds, next_limit
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream
-from hybridflow.rollout.stream_types import StreamPlan
+from hybridflow.rollout.stream.stream import RolloutStream
+from hybridflow.rollout.stream.types import StreamPlan
 
 BOUNDS = RequestBounds(most=64, sequence_tokens=100, target=0.8)
 

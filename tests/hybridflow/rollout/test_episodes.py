@@ -21,8 +21,8 @@ from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage, EpisodeTurn
 from hybridflow.rollout.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream
-from hybridflow.rollout.stream_types import StepRows, StreamPlan
+from hybridflow.rollout.stream.stream import RolloutStream
+from hybridflow.rollout.stream.types import StepRows, StreamPlan
 
 SAMPLES, GROUPS, TURN = 2, 4, 5
 type Answer = Callable[[EpisodeMessage, int], EpisodeAnswer]

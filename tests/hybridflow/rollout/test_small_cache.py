@@ -17,8 +17,8 @@ from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.roles.rollout_stream import EngineStream
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream
-from hybridflow.rollout.stream_types import StreamPlan
+from hybridflow.rollout.stream.stream import RolloutStream
+from hybridflow.rollout.stream.types import StreamPlan
 from tests.support.engine_responses import responses_of
 from tests.support.reference_routes import by_layer, reference_routes
 from tests.support.tiny_rollout import TINY_ROLLOUT, WITH_ROUTES

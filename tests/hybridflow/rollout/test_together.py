@@ -16,13 +16,14 @@ from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import SamplingConfig
 from hybridflow.batch.stream_requests import SampleEnds, StreamRequest
 from hybridflow.data.prompts import Draw
-from hybridflow.rollout import controller, stream_source
+from hybridflow.rollout import controller
 from hybridflow.rollout.engine_handles import EngineHandles
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream_source import StreamSource
-from hybridflow.rollout.stream_types import OtherRows, StepRows
-from tests.hybridflow.rollout.test_stream import SAMPLES, _check, _Named, _Setup
-from tests.hybridflow.rollout.test_stream_source import make_source
+from hybridflow.rollout.stream import source as stream_source
+from hybridflow.rollout.stream.source import StreamSource
+from hybridflow.rollout.stream.types import OtherRows, StepRows
+from tests.hybridflow.rollout.stream.test_stream import SAMPLES, _check, _Named, _Setup
+from tests.hybridflow.rollout.stream.test_stream_source import make_source
 
 
 class _Recorded(_Named):

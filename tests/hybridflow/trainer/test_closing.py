@@ -11,7 +11,7 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.trainer.closing import how_to_resume, results
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
 from tests.support.runs import ROOT
 from tests.support.warm import warm_python
@@ -101,7 +101,7 @@ ENDING = """
 import os, signal, sys, time
 from engine3d.errors import DamagedCheckpointError, EngineError
 from hybridflow.cli import main, train
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import make_checkpoint
 
 def run(recipe):

@@ -12,14 +12,14 @@ from engine3d.checkpoint.manifest import Manifest
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.checkpoint.resume import Resumption
+from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.yaml_loader import public_settings
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.rollout.buffered_groups import BufferedGroups
 from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
-from hybridflow.rollout.stream_plan import stream_plan
-from hybridflow.rollout.stream_source import StreamSource
+from hybridflow.rollout.stream.plan import stream_plan
+from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.resume import _OF_SAMPLES, ResumedDraws, _changed, resumed_draws
 from tests.hybridflow.checkpoint.test_driver_state import a_state

@@ -49,7 +49,7 @@ _FOUND_HERE = [entry for entry in sys.path if entry]
 _MODULES = {
     "driver": (
         *("transformers", "hybridflow.api.ppo_trainer", "hybridflow.cli.main"),
-        *("hybridflow.planning.recipe_check", "hybridflow.trainer.run"),
+        *("hybridflow.planning.checks.recipe", "hybridflow.trainer.run"),
     ),
     "head": ("ray._private.node",),
     # Not Ray, whose library reads its environment once, nor what imports it.

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from hybridflow.algorithms.corrections.settings import CorrectionSettings
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
 from tests.support.runs import DEMO, SMALL
 
 

@@ -22,7 +22,7 @@ from hybridflow.cluster.devices.nvml import MakeReader, MemoryUse, NvmlReader
 from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool, cluster_nodes, release, reserve
 from hybridflow.config.recipe import load_recipe
-from hybridflow.trainer import role_startup
+from hybridflow.trainer.startup import role_startup
 from tests.support.fake_devices import Absent, Freed, Steady, Stuck, Taken
 from tests.support.runs import DEMO
 

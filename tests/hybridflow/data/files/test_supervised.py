@@ -19,7 +19,7 @@ from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.supervised import SupervisedFiles, encode_supervised
 from hybridflow.data.tokenizer import make_chat_tokenizer
-from hybridflow.trainer.sft_warmup import answered
+from hybridflow.trainer.startup.sft_warmup import answered
 
 ASKED = [{"role": "user", "content": "1+1"}]
 CONVERSATION = [

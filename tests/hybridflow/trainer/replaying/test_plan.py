@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
+from hybridflow.config.reading.yaml_loader import settings_yaml
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import settings_yaml
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from hybridflow.rundir.sample_files import sample_file
 from hybridflow.trainer.replaying.plan import plan_replay
 from tests.support.resumable import a_recipe, make_checkpoint

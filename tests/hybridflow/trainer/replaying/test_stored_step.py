@@ -10,7 +10,7 @@ import torch
 from engine3d.errors import UserError
 from hybridflow.batch.sample_table import ByName
 from hybridflow.trainer.replaying.stored_step import StepMetadata, StoredStep
-from hybridflow.trainer.sample_store import TrainedSamples
+from hybridflow.trainer.samples.store import TrainedSamples
 from tests.support.stored_samples import learned_from, samples_of, store
 
 TEXTS = [("1+1=", "2"), ("1+1=", "3 abc"), ("2+1=", "3"), ("2+1=", "22")]

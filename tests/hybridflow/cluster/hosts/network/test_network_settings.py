@@ -22,9 +22,9 @@ from hybridflow.cluster.hosts.network.network_settings import (
     check_used,
     settings_in_force,
 )
+from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
-from hybridflow.config.yaml_loader import SettingsError
-from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.runs import DEMO
 
 

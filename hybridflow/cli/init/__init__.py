@@ -1,0 +1,1 @@
+"""`hybridflow init`: a recipe of one's own."""

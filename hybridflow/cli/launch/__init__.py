@@ -1,0 +1,1 @@
+"""`hybridflow launch`: submission of a run to a cluster's scheduler."""

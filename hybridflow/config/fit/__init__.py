@@ -1,0 +1,1 @@
+"""Combinations of settings that are refused."""

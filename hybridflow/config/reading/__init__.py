@@ -1,0 +1,1 @@
+"""Settings read from YAML and overrides, and messages about what cannot be read."""

@@ -1,0 +1,158 @@
+"""Checks that the prompts of a recipe fit its model and its context."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec
+from engine3d.rollout.cache import RESERVED_TOKENS
+from hybridflow.config.fit.algorithm import pretraining_misfits
+from hybridflow.config.initial_model import initial_tokenizer
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.files.supervised import SupervisedPrompts
+from hybridflow.data.given_responses import GivenResponses, pair_notes
+from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tokenizer import special_tokens
+from hybridflow.environments.agent_host import agent_parser, agent_template
+from hybridflow.environments.observation_tokens import observation_template, tool_messages
+from hybridflow.planning.checks.engine import check_same_tokens, end_notes
+from hybridflow.planning.checks.environment import check_environment
+from hybridflow.planning.data.evaluation_sets import check_sets, encode_sets, set_notes
+from hybridflow.planning.data.prompts import (
+    encode,
+    file_notes,
+    memory_notes,
+    overlong_notes,
+    phase_limits,
+    prompt_limit,
+)
+from hybridflow.planning.memory.samples import Lengths
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Encoded prompts of a recipe, with their lengths and notes.
+
+    Args:
+        lengths: how long prompts and responses are.
+        train: the prompts to learn from.
+        sets: the prompts of each held-out set.
+        notes: which prompts are cut or dropped, in lines.
+        special_tokens: that the texts of responses lack.
+    """
+
+    lengths: Lengths
+    train: Prompts
+    sets: Mapping[str, Prompts]
+    notes: list[str]
+    special_tokens: tuple[str, ...] = ()
+
+
+def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layout] | None = None) -> EncodedPrompts:
+    """Every prompt and supervised answer against the tokenizer, the vocabulary and the context.
+
+    Args:
+        layouts: of each model, and of the engines as "rollout", where they are known.
+
+    Raises:
+        UserError: naming the prompt that cannot be encoded or is too long, a vocabulary that the tokenizer exceeds, a
+            model of other tokens, a role of observations that the template does not render, too few prompts to evaluate
+            with, or a KV cache without room for one sequence.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer, files = initial_tokenizer(recipe.model, Path(scratch))
+        served = {"teacher": recipe.teacher} if recipe.teacher_engine is not None else {}
+        for role, model in (recipe.models | served).items():
+            if model is not None and model.path is not None:
+                check_same_tokens(role, model.path, files)
+    if len(tokenizer) > spec.vocab_size:
+        raise UserError(
+            f"model: the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {spec.vocab_size}; "
+            "expected at least as many"
+        )
+    if recipe.environment is not None:
+        chat = recipe.data.files.chat if recipe.data.files is not None else None
+        observation_template(recipe.environment, chat, tokenizer)
+        if recipe.environment.tool_parser is not None:
+            agent_parser(recipe.environment, agent_template(chat, tokenizer), tokenizer)
+        if recipe.environment.tools is not None:
+            tool_messages(recipe.environment, chat, check_environment(recipe.environment), tokenizer)
+    limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
+    encoded = encode(recipe, tokenizer, limit)
+    train, sft = encoded.train, encoded.sft
+    sets = encode_sets(recipe, tokenizer)
+    of: dict[str, Sequence[Sequence[int]]] = {"prompt": train.tokens}
+    if isinstance(sft, SupervisedPrompts) and sft.packed is not None:
+        of |= {"supervised example": sft.packed}
+    else:
+        of |= {"supervised prompt": sft.tokens, "supervised answer": encoded.answers}
+    of |= {f"evaluation.{name} prompt": prompts.tokens for name, prompts in sets.items()}
+    of |= {
+        f"{name} {position}": [pair[position == "second"] for pair in phase.responses]
+        for name, phase in {
+            "pair": train,
+            **{f"evaluation.{name} pair": prompts for name, prompts in sets.items()},
+        }.items()
+        if isinstance(phase, GivenResponses)
+        for position in ("first", "second")
+    }
+    for what, tokens in of.items():
+        check_token_ids(what, tokens, spec.vocab_size)
+    check_token_ids(
+        "end-of-sequence and pad token", [[tokenizer.eos_token_id, tokenizer.pad_token_id]], spec.vocab_size
+    )
+    planned = recipe.for_prompts(len(train))
+    for error in (*planned.keep_best_errors(), *pretraining_misfits(recipe.algorithm, planned.trainer.steps)):
+        raise UserError(error)
+    if recipe.warmup is not None and not len(sft):
+        raise UserError(
+            "warmup: the data has no supervised examples; expected data.arithmetic.sft_size, files.sft, jsonl.sft_path "
+            "or pairs.sft_path"
+        )
+    if layouts is not None:
+        check_sets(recipe.sets, sets, layouts)
+    lengths = Lengths.of(recipe.rollout, recipe.sets, train.tokens, sets)
+    if isinstance(train, GivenResponses):
+        lengths = replace(lengths, response=max(len(tokens) for both in train.responses for tokens in both))
+    given = recipe.rollout.engine.max_total_tokens
+    longest = (lengths.longest_sequence + RESERVED_TOKENS) * recipe.rollout.engine.attention_dp
+    if given is not None and given < longest:
+        groups = ", for each of attention_dp" if recipe.rollout.engine.attention_dp > 1 else ""
+        raise UserError(
+            f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "
+            f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
+        )
+    phases = {"training": train, "supervised": sft}
+    notes = [
+        *(end_notes(recipe.rollout.sampling, recipe.model, spec, tokenizer) if recipe.starts_engines else ()),
+        *overlong_notes(
+            recipe.data.overlong_prompts,
+            phases,
+            phase_limits(recipe.rollout, limit),
+            given=not recipe.algorithm.needs_engines,
+        ),
+        *pair_notes(phases, tokenizer),
+    ]
+    notes += [*file_notes(tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
+    notes += set_notes(recipe, tokenizer, sets, (train, sft))
+    return EncodedPrompts(lengths, train, sets, notes, special_tokens(tokenizer))
+
+
+def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Token ids against the model's vocabulary: a tokenizer may have fewer tokens than its largest id.
+
+    Raises:
+        UserError: names the text and the id.
+    """
+    if (beyond := PackedPrompts.of(encoded).first_above(vocab_size - 1)) is not None:
+        index, token = beyond
+        raise UserError(
+            f"model: {what} {index} has token id {token} and the model's vocab_size is {vocab_size}; expected a "
+            "tokenizer of this model"
+        )

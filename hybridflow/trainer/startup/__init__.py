@@ -1,0 +1,1 @@
+"""Start of a run: its roles, their workers, and the supervised warm-up."""
