@@ -38,6 +38,7 @@ def test_its_steps_are_those_recorded_of_tensor_parallel_ranks(tmp_path: Path) -
         assert record.models["actor"].entropies.mean() == pytest.approx(step["train/expert_load_entropy"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_steps_of_distillation_and_preferences_are_those_recorded_of_one_rank(tmp_path: Path) -> None:
     """Teacher, reference and actor split longer sequences. The steps are made again from their samples."""
     stepped = run_cases_apart(tmp_path, *SPLIT_CASES)

@@ -106,7 +106,7 @@ def on_all_layouts(test: Any) -> Any:
 
 
 @on_all_layouts
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_updates_equal_those_of_peft(references: Path, world_size: int) -> None:
     results = run_distributed(compare_all, world_size, references, timeout_s=300)
     for name in MODELS:
