@@ -25,6 +25,7 @@ BESIDE = {
     "corrections.md": ("corrected",),
     "environments.md": ("game", "tools"),
     "placement.md": ("context-parallel", "four-ranks"),
+    "rewards.md": ("code",),
     "routing_replay.md": ("routing-replay",),
 }
 """Pages of what is no algorithm, and their recipes."""
