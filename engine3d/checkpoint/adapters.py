@@ -13,17 +13,15 @@ from engine3d.checkpoint.verify import check_described
 from engine3d.durable import bring_to_disk
 from engine3d.errors import EngineError, UserError
 from engine3d.models import check_weights, load_model_spec
+from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
 from engine3d.models.rules import HFTensor
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
 from engine3d.startup.lazy_imports import torch
 
-PREFIX = "base_model.model."
-"""Beginning of a tensor's name in PEFT's files, before its name in the model."""
 _INITIAL = "initial"
 """The folder of a run with a model that the recipe made."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_adapter(checkpoint: Path, out: Path, *, role: str = "actor", verify: bool = True) -> Exported:

@@ -78,7 +78,8 @@ class BuiltModel:
             from engine3d.models.lora.modules import Adapters
 
             adapters = AdapterSpec.of(self.spec, config.lora)
-            self.adapters = Adapters(module, adapters, layout, self.coordinates, seed=seed)
+            start = config.lora.path if load else None
+            self.adapters = Adapters(module, adapters, layout, self.coordinates, seed=seed, start=start)
             self.trained = adapters
         self.device = next(module.parameters()).device
         self._offload = Offload(self.device, constant=not trainable) if offload else None

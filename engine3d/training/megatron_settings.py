@@ -9,6 +9,7 @@ from engine3d.layout import Layout
 from engine3d.models.attention.requirements import check_flash_attention, check_fused_query_key
 from engine3d.models.family import ModelSpec
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.peft_files import check_peft
 from engine3d.models.lora.spec import AdapterSpec
 from engine3d.models.precision import check_trained_blocks
 from engine3d.models.sizes import Sizes
@@ -188,7 +189,9 @@ def _check_lora(
     config: TrainConfig, lora: LoraConfig, spec: ModelSpec, layout: Layout, *, transformer_engine: bool
 ) -> None:
     """Refuse adapters with settings that they were not tried with."""
-    AdapterSpec.of(spec, lora)
+    adapters = AdapterSpec.of(spec, lora)
+    if lora.path is not None:
+        check_peft(lora.path, adapters)
     if lora.dropout:
         raise UserError(
             f"lora.dropout={lora.dropout:g}: random numbers would differ between layouts, and the log-probs from those "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from engine3d.settings import Settings
@@ -21,6 +23,11 @@ class LoraConfig(Settings):
         min_length=1,
         description="linear layers with adapters, by the last name of HuggingFace's modules, such as q_proj; null: all "
         "of attention, MLP and experts",
+    )
+    path: Path | None = Field(
+        None,
+        description="a directory of PEFT whose adapters training starts from; null starts from new ones. The reference "
+        "is the model without them",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of an adapter's input; only 0 is supported")
 

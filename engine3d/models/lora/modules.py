@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn import Module, Parameter
 
 from engine3d.collectives import all_reduce
 from engine3d.layout import Coordinates, Layout
+from engine3d.models.lora.peft_files import read_peft
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
 from engine3d.models.rules import Box, LocalParameter
 
@@ -41,13 +43,21 @@ class Adapters:
         layout: of the model.
         coordinates: of this rank.
         seed: of A: every layout has the same values.
+        start: a directory of PEFT with their values; None for new ones.
 
     Attributes:
         enabled: True if they add to the outputs of their layers.
     """
 
     def __init__(
-        self, model: Module, spec: AdapterSpec, layout: Layout, coordinates: Coordinates, *, seed: int
+        self,
+        model: Module,
+        spec: AdapterSpec,
+        layout: Layout,
+        coordinates: Coordinates,
+        *,
+        seed: int,
+        start: Path | None = None,
     ) -> None:
         self.enabled = True
         self._scale = spec.lora.scale
@@ -63,8 +73,13 @@ class Adapters:
             module, _, kind = first.name.rpartition(".")
             if kind == A:
                 linear: Any = modules[module]
-                self._layers.append(_AdaptedLinear(self, linear, first, by_name[f"{module}.{B}"]))
-                _initialise(linear.lora_A, first, spec, seed)
+                second = by_name[f"{module}.{B}"]
+                self._layers.append(_AdaptedLinear(self, linear, first, second))
+                if start is None:
+                    _initialise(linear.lora_A, first, spec, seed)
+                else:
+                    _read(linear.lora_A, first, start)
+                    _read(linear.lora_B, second, start)
         self._by_weight = {layer.linear.weight: layer for layer in self._layers}
 
     @property
@@ -194,6 +209,13 @@ def _initialise(parameter: Tensor, local: LocalParameter, spec: AdapterSpec, see
             bound = 1 / sqrt(shape[1])
             full = torch.empty(shape).uniform_(-bound, bound, generator=generator)
             parameter[_index(region.local_box)].copy_(full[_index(region.hf_box)])
+
+
+def _read(parameter: Tensor, local: LocalParameter, directory: Path) -> None:
+    with torch.no_grad():
+        for region in local.slices:
+            values = read_peft(directory, region.hf_name)
+            parameter[_index(region.local_box)].copy_(values[_index(region.hf_box)])
 
 
 def _index(box: Box) -> Sequence[slice]:

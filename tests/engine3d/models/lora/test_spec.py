@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from engine3d.models.lora.spec import AdapterSpec, target_names
 from engine3d.training.config import TrainConfig
 from engine3d.training.megatron_settings import check_options
@@ -47,6 +52,34 @@ def test_settings_that_adapters_were_not_tried_with_are_refused(
     config = TrainConfig(lora=LoraConfig(rank=4), **settings)
     with pytest.raises(UserError, match=message):
         check_options(config, SPEC, layout, transformer_engine=transformer_engine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lora", "message"),
+    [
+        ({}, {"rank": 8}, r"adapter_config.json: r: expected 8 \(lora.rank\), found 4"),
+        ({"lora_alpha": 1}, {}, r"adapter_config.json: lora_alpha: expected 32.0 \(lora.alpha\), found 1"),
+        ({"use_dora": True}, {}, "adapter_config.json: use_dora=True is not supported; expected null or false"),
+        ({"shape": 3}, {}, "adapter_config.json: unknown key shape; expected those of peft.LoraConfig"),
+        ({}, {"targets": ("up_proj", "o_proj")}, r"has no .*o_proj.lora_A.weight; expected a tensor of each module"),
+        ({}, {"model": "qwen3_moe"}, r"adapter_model.safetensors: .* is of no module of lora.targets|has no "),
+    ],
+)
+def test_a_directory_of_peft_that_does_not_fit_is_refused(
+    changes: dict[str, Any], lora: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    settings = {"rank": 4, "alpha": 32.0, "targets": ("up_proj",)}
+    stored = AdapterSpec.of(SPEC, LoraConfig(**settings))
+    tensors = {PREFIX + name: torch.zeros(tensor.shape) for name, tensor in stored.hf_tensors.items()}
+    save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
+    config = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 32, "use_dora": False}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
+    check_options(TrainConfig(lora=LoraConfig(**settings)), SPEC, Layout(), transformer_engine=False)
+    spec = model_spec(CONFIGS[lora.pop("model", "deepseek_v3")])
+    with pytest.raises(UserError, match=message):
+        check_options(
+            TrainConfig(lora=LoraConfig(**settings | lora, path=tmp_path)), spec, Layout(), transformer_engine=False
+        )
 
 
 def test_tensors_have_the_names_of_peft() -> None:

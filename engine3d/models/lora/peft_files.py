@@ -1,0 +1,77 @@
+"""Adapters in a directory of PEFT, from which training starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from engine3d.input_files import read_json_object
+from engine3d.models.lora.spec import AdapterSpec
+from engine3d.models.safetensors_files import read_header
+from engine3d.startup.lazy_imports import torch
+
+PREFIX = "base_model.model."
+"""Beginning of a tensor's name in PEFT's files, before its name in the model."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DESCRIPTION = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
+    *("init_lora_weights", "lora_dropout", "megatron_core", "qalora_group_size", "target_modules", "task_type"),
+)
+"""Keys of a config that say nothing of what loaded adapters compute; tensors say which modules have some."""
+_VARIANTS = (
+    *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "corda_config", "ensure_weight_tying", "eva_config"),
+    *("exclude_modules", "fan_in_fan_out", "kasa_config", "layer_replication", "layers_pattern", "layers_to_transform"),
+    *("loftq_config", "lora_bias", "lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config"),
+    *("rank_pattern", "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora"),
+    *("use_rslora", "velora_config"),
+)
+"""Keys of a config for variants of LoRA, none of which is supported."""
+
+
+def check_peft(directory: Path, spec: AdapterSpec) -> None:
+    """Refuse a directory whose adapters are not those of a specification.
+
+    Raises:
+        UserError: names the file, and the key or tensor, its value and what would be accepted.
+    """
+    _check_config(directory / ADAPTER_CONFIG, read_json_object(directory / ADAPTER_CONFIG), spec)
+    path = directory / ADAPTER_WEIGHTS
+    stored = {name.removeprefix(PREFIX): tensor.shape for name, tensor in read_header(path).items()}
+    expected = spec.hf_tensors
+    if missing := sorted(expected.keys() - stored.keys()):
+        raise UserError(f"{path}: has no {missing[0]}; expected a tensor of each module of lora.targets")
+    if others := sorted(stored.keys() - expected.keys()):
+        raise UserError(f"{path}: {others[0]} is of no module of lora.targets; expected {len(expected)} tensors")
+    for name, tensor in expected.items():
+        if stored[name] != tensor.shape:
+            raise UserError(
+                f"{path}: {name} has the shape {list(stored[name])}, expected {list(tensor.shape)}, as of adapters of "
+                f"{spec.directory or spec.family.architecture}"
+            )
+
+
+def _check_config(path: Path, config: dict[str, Any], spec: AdapterSpec) -> None:
+    for key, expected in {
+        "peft_type": "LORA",
+        "bias": "none",
+        "r": spec.lora.rank,
+        "lora_alpha": spec.lora.alpha,
+    }.items():
+        if (value := config.get(key)) != expected:
+            setting = {"r": " (lora.rank)", "lora_alpha": " (lora.alpha)"}.get(key, "")
+            raise UserError(f"{path}: {key}: expected {expected!r}{setting}, found {value!r}")
+    for key, value in config.items():
+        if key in _VARIANTS and value:
+            raise UserError(f"{path}: {key}={value!r} is not supported; expected null or false")
+        if key not in (*_DESCRIPTION, *_VARIANTS, "peft_type", "bias", "r", "lora_alpha"):
+            raise UserError(f"{path}: unknown key {key}; expected those of peft.LoraConfig")
+
+
+def read_peft(directory: Path, name: str) -> torch.Tensor:
+    """Read one tensor, by its name in the specification of the adapters, in the dtype of the file."""
+    from safetensors import safe_open
+
+    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
+        tensor: torch.Tensor = file.get_tensor(PREFIX + name)
+    return tensor
