@@ -23,7 +23,7 @@ from hybridflow.rollout.stream import source as stream_source
 from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rollout.stream.types import OtherRows, StepRows
 from tests.hybridflow.rollout.stream.test_stream import SAMPLES, _check, _Named, _Setup
-from tests.hybridflow.rollout.stream.test_stream_source import make_source
+from tests.hybridflow.rollout.stream.test_source import make_source
 
 
 class _Recorded(_Named):

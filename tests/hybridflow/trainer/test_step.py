@@ -66,6 +66,7 @@ def step_of(
         trainer=SimpleNamespace(updates_per_step=updates, profile_of=lambda step: None),
         rollout=SimpleNamespace(sampling=SimpleNamespace(temperature=0.7)),
         records_routes=records_routes,
+        reference_is_base=False,
     )
     controllers: Any = SimpleNamespace(config=lambda step: config or GRPOSettings())
     roles: Any = SimpleNamespace(actor=Actor(), reference=None, teacher=None, scalar={}, models={})

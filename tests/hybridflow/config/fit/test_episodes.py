@@ -13,7 +13,7 @@ from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe
 from hybridflow.environments.config import EnvironmentConfig
 
-GAME = Path(__file__).parents[3] / "launch/recipes/game.yaml"
+GAME = Path(__file__).parents[4] / "launch/recipes/game.yaml"
 
 
 def test_episodes_give_the_reward() -> None:

@@ -23,7 +23,7 @@ resume: earlier
 reward: {{functions: [{{name: a, path: "rewards/a.py:score"}}, {{name: b, path: "package.b:score"}}]}}
 data: {{source: jsonl, jsonl: {{train_path: data/train.jsonl, eval_path: data/eval.jsonl}}}}
 """
-DEMO = Path(__file__).parents[3] / "launch/recipes/demo.yaml"
+DEMO = Path(__file__).parents[4] / "launch/recipes/demo.yaml"
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from hybridflow.planning.checks.feature_matrix import (
 from hybridflow.planning.checks.model import LANGUAGE_MODELS
 from hybridflow.planning.checks.placement import planned_devices
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RECIPES = sorted(
     path
     for path in [*(ROOT / "launch/recipes").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")]

@@ -29,7 +29,7 @@ from hybridflow.planning.memory import estimate as memory_estimate
 from tests.support.fake_devices import Absent, Ampere, Blackwell, Small, Steady, Taken
 from tests.support.runs import DEMO
 
-RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+RECIPES = Path(__file__).parents[4] / "launch" / "recipes"
 ONE_GPU = str(RECIPES / "h200-1gpu.yaml")
 FEW_PROMPTS = ("data.arithmetic.train_size=512", "data.arithmetic.sft_size=512")
 NODES = ("--nodes", "1", "--gpus-per-node", "1")

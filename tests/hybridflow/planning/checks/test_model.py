@@ -22,7 +22,7 @@ from hybridflow.trainer.startup.role_specs import role_specs
 from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.judge_model import ENGINE, make_judge
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DEMO = ROOT / "launch/recipes/demo.yaml"
 RECIPE = ROOT / "launch/recipes/algorithms/distillation.yaml"
 DENSE = (

@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow.cli.main import main
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXPECTED = """\
 tokenizer: 103 tokens, with a chat template; prompts have room for 60 tokens
 

@@ -30,7 +30,7 @@ from tests.support.ledgers import equal_engines_once
 
 pytestmark = pytest.mark.slow
 
-RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+RECIPES = Path(__file__).parents[4] / "launch" / "recipes"
 FOUR = [Node("node 0", gpus=4, cpu_slots=0)]
 
 # Qwen3-30B-A3B: hidden, layers, vocabulary, heads, groups, elements of a head, experts and their width.

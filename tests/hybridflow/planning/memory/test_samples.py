@@ -15,7 +15,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.planning.memory.samples import Lengths, SetLengths, cache_tokens, check_kept_routes, store_notes
 
-DEMO = Path(__file__).parents[3] / "launch" / "recipes" / "demo.yaml"
+DEMO = Path(__file__).parents[4] / "launch" / "recipes" / "demo.yaml"
 LENGTHS = Lengths(prompt=20, response=12, sets=(SetLengths(prompts=10, samples=4, sequence=42),))
 
 STREAM = ["rollout.stream={}", "trainer.max_staleness=2", "rollout.over_sampling=0.25", "placement.rollout=cpu:2"]
