@@ -114,7 +114,10 @@ def test_a_recipe_with_nothing_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("rollout.engine.context_length=8", "prompt"),
         ("rollout.engine.max_total_tokens=17", "rollout.engine.max_total_tokens=17, expected at least 18: the longest"),
         ("rollout.engine.context_length=128", "rollout.engine.context_length=128, expected at most the model's 64"),
-        ("rollout.engine.sizes=2", "unknown key rollout.engine.sizes: rollout.engine takes tp, ep, attention_dp, dtype"),
+        (
+            "rollout.engine.sizes=2",
+            "unknown key rollout.engine.sizes: rollout.engine takes tp, ep, attention_dp, dtype",
+        ),
         (
             "rollout.engine.server_args={dp_size: 2}",
             "server_args.dp_size is not set here; set attention_dp; several engines for several replicas",

@@ -155,6 +155,8 @@ class FixedGenerator:
         assert list(draw.indices) == [0, 1] and samples_per_prompt == 2 and first_sample is None
         return self
 
+    rewards: None = None  # those of an environment
+
     def batch(self) -> RemoteBatch:
         return self._batch
 

@@ -22,8 +22,8 @@ from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream import source as stream_source
 from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rollout.stream.types import OtherRows, StepRows
-from tests.hybridflow.rollout.stream.test_stream import SAMPLES, _check, _Named, _Setup
 from tests.hybridflow.rollout.stream.test_source import make_source
+from tests.hybridflow.rollout.stream.test_stream import SAMPLES, _check, _Named, _Setup
 
 
 class _Recorded(_Named):
