@@ -6,6 +6,7 @@ A rank of Megatron-Core has about 20 groups.
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 from engine3d.startup.lazy_imports import dist
@@ -19,6 +20,13 @@ def register() -> None:
     """Register the backend with PyTorch, once a process."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End the groups: the thread of their device may call Python, which ends a process in which Python has ended."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _create(group: Any, _: Any) -> dist.ProcessGroupGloo:
