@@ -207,7 +207,7 @@ family = socket.AF_INET6 if ":" in head else socket.AF_INET
 listening = socket.create_server((head, 29411), family=family) if own == 0 else None
 plan = RatePlan(hosts, head, 29411, limit_s=float(sys.argv[5]), nbytes=1 << 20)
 try:
-    print(json.dumps(asyncio.run(rate(own, plan, "t" * 64, {"GLOO_SOCKET_IFNAME": interface}, listening)).as_json()))
+    print(json.dumps(asyncio.run(rate(own, plan, {"GLOO_SOCKET_IFNAME": interface}, listening)).as_json()))
 except EngineError as error:
     print(json.dumps(str(error)))
 """
