@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from engine3d.models import model_spec
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.peft_files import PREFIX
 from engine3d.models.lora.spec import target_names
 from tests.support import tiny_families
-
-PREFIX = "base_model.model."
 
 
 def filled(name: str, shape: Sequence[int]) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 
 from engine3d.collectives import all_reduce
 from engine3d.layout import Coordinates, Layout
-from engine3d.models.lora.peft_files import read_peft
+from engine3d.models.lora.peft_files import PeftTensors
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
 from engine3d.models.rules import Box, LocalParameter
 
@@ -68,6 +68,7 @@ class Adapters:
                 module.register_forward_hook(_require_gradient)
         parameters = spec.local_parameters(layout, coordinates, transformer_engine=False)
         by_name = {local.name: local for local in parameters}
+        stored = None if start is None else PeftTensors(start)
         self._layers: list[_AdaptedLinear] = []
         for first in parameters:
             module, _, kind = first.name.rpartition(".")
@@ -75,11 +76,11 @@ class Adapters:
                 linear: Any = modules[module]
                 second = by_name[f"{module}.{B}"]
                 self._layers.append(_AdaptedLinear(self, linear, first, second))
-                if start is None:
+                if stored is None:
                     _initialise(linear.lora_A, first, spec, seed)
                 else:
-                    _read(linear.lora_A, first, start)
-                    _read(linear.lora_B, second, start)
+                    _read(linear.lora_A, first, stored)
+                    _read(linear.lora_B, second, stored)
         self._by_weight = {layer.linear.weight: layer for layer in self._layers}
 
     @property
@@ -211,11 +212,10 @@ def _initialise(parameter: Tensor, local: LocalParameter, spec: AdapterSpec, see
             parameter[_index(region.local_box)].copy_(full[_index(region.hf_box)])
 
 
-def _read(parameter: Tensor, local: LocalParameter, directory: Path) -> None:
+def _read(parameter: Tensor, local: LocalParameter, stored: PeftTensors) -> None:
     with torch.no_grad():
         for region in local.slices:
-            values = read_peft(directory, region.hf_name)
-            parameter[_index(region.local_box)].copy_(values[_index(region.hf_box)])
+            parameter[_index(region.local_box)].copy_(stored.read(region.hf_name, region.hf_box))
 
 
 def _index(box: Box) -> Sequence[slice]:

@@ -8,6 +8,7 @@ from typing import Any
 from engine3d.errors import UserError
 from engine3d.input_files import read_json_object
 from engine3d.models.lora.spec import AdapterSpec
+from engine3d.models.rules import Box
 from engine3d.models.safetensors_files import read_header
 from engine3d.startup.lazy_imports import torch
 
@@ -68,10 +69,19 @@ def _check_config(path: Path, config: dict[str, Any], spec: AdapterSpec) -> None
             raise UserError(f"{path}: unknown key {key}; expected those of peft.LoraConfig")
 
 
-def read_peft(directory: Path, name: str) -> torch.Tensor:
-    """Read one tensor, by its name in the specification of the adapters, in the dtype of the file."""
-    from safetensors import safe_open
+class PeftTensors:
+    """The tensors of a directory of PEFT, by their names in the specification of the adapters.
 
-    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
-        tensor: torch.Tensor = file.get_tensor(PREFIX + name)
-    return tensor
+    Args:
+        directory: that `check_peft` has accepted.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import safe_open
+
+        self._file: Any = safe_open(directory / ADAPTER_WEIGHTS, "pt")
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Read a part of a tensor, in the dtype of the file."""
+        tensor: torch.Tensor = self._file.get_slice(PREFIX + name)[tuple(slice(start, stop) for start, stop in box)]
+        return tensor
