@@ -42,9 +42,9 @@ test-fast: setup
 test-long: setup
 	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "long and not release" $(ARGS)
 
-# One at a time: each starts a cluster.
+# Two at a time: those of one have no network, processes and temporary files in common with those of the other.
 test-hosts: setup
-	@python -m pytest -m "hosts and not release" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile -m "hosts and not release" $(ARGS)
 
 # Some of them start clusters too.
 test-release: setup

@@ -6,7 +6,7 @@ import time
 from statistics import fmean
 from typing import Any
 
-from engine3d.checkpoint.plan import plan_checkpoint
+from engine3d.checkpoint.writing.plan import plan_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec

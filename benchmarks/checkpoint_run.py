@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.random_engine import leads, most, of_all, random_engine, random_sequences, say, timed, train_on
-from engine3d.checkpoint.save import EngineCheckpoint
+from engine3d.checkpoint.writing.save import EngineCheckpoint
 from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.stand_in_episodes import TurnEngine
-from hybridflow.batch.stored_rows import StoredRow
+from hybridflow.batch.stream_requests import StoredRow
 from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.environment import Task

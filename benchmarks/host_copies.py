@@ -65,10 +65,13 @@ def measured(kind: str, devices: int, chunks: int, part_bytes: int = CHUNK_BYTES
     Raises:
         UserError: they took too long; what a process raises is raised here.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")  # imports once, and has not used a device
+    context.set_forkserver_preload([__name__])
     answers, barrier = context.SimpleQueue(), context.Barrier(devices)
     arguments = (kind, chunks, part_bytes, barrier, answers)
-    ranks = torch.multiprocessing.spawn(_rank, arguments, nprocs=devices, join=False)
+    ranks = torch.multiprocessing.start_processes(
+        _rank, arguments, nprocs=devices, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + _LIMIT_S
     try:
         while not ranks.join(timeout=1.0):

@@ -29,10 +29,11 @@ _KINDS = {
     "communication": r"nccl|cross_device_reduce|all_?reduce|all_?gather|reduce_?scatter|multimem|_shot_|barrier_kernel"
     r"|^_collect|^_gather$|^_add_up$|^_add$|^_sum_partials$|^memcpy ptop",
     "products of experts": r"fused_moe_kernel|sum_local_experts|GroupProblemShape|grouped",
+    "quantisation": r"quant|block_scaled|cast_transpose|cast_fp8",
     "norms and positions": r"norm|rope|rotary",
     "attention": r"flash|fmha|sdpa|attn|attention|compute_dot_do_o|convert_dq|prepare_varlen",
     "routing": r"moe|topk|permute|expert|router|chunk_sort|radix|argsort|bincount|cumsum|\bscan",
-    "other products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv",
+    "other products": r"gemm|matmul|nvjet|cutlass|xmma|cublas|splitk|gemv",
     "log-probs and sampling": r"softmax|sampl|draw_rows|multinomial|argmax|exponential|logprob|log_prob|gumbel|top_?p",
     "optimizer": r"adam",
     "copies": r"^memcpy|^memset|copy",

@@ -31,7 +31,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.launch_agents import PROBES_AT_ONCE, Specification, address
+from benchmarks.launch_agents import Specification, address
 
 ROOT = Path(__file__).resolve().parents[1]
 _IDLE_S = 5.0
@@ -45,8 +45,6 @@ def main() -> int:
     )
     parser.add_argument("--agents", type=int, nargs="*", default=[], metavar="N", help="launches of so many agents")
     parser.add_argument("--processes", type=int, default=4, help="that share the agents beside the first one's")
-    parser.add_argument("--pairs-up-to", type=int, default=64, help="agents of which all pairs try each other")
-    parser.add_argument("--own-facts-up-to", type=int, default=64, help="agents that each look at the machine")
     parser.add_argument("--hosts", action="store_true", help="three hosts, the small run of the tests")
     parser.add_argument("--directory", type=Path, default=Path("runs/launch"), help="to be made")
     options = parser.parse_args()
@@ -62,8 +60,6 @@ def main() -> int:
                 agents,
                 failure,
                 processes=options.processes,
-                pairs=agents <= options.pairs_up_to,
-                own_facts=agents <= options.own_facts_up_to,
             )
             results["launches"].append(measured)
             print(_line(measured), flush=True)
@@ -82,8 +78,6 @@ def measure_agents(
     failure: str,
     *,
     processes: int = 4,
-    pairs: bool = True,
-    own_facts: bool = True,
     idle_s: float = _IDLE_S,
 ) -> dict[str, Any]:
     """One launch of agents that only report, which ends of a failure.
@@ -93,8 +87,6 @@ def measure_agents(
         agents: how many, the first one in a process of its own.
         failure: "fail", of the command, or "lost", of the last agents' connection.
         processes: that share the others.
-        pairs: whether all pairs try each other.
-        own_facts: whether each agent looks at the machine itself.
         idle_s: for which the launch goes on before.
 
     Returns:
@@ -113,7 +105,7 @@ def measure_agents(
     token = secrets.token_hex(32)
     started = []
     for first, count in _shares(agents, processes):
-        given = Specification(first, count, agents, port, token, str(directory), pairs, own_facts, ["train", *command])
+        given = Specification(first, count, agents, port, token, str(directory), ["train", *command])
         started.append(_start(given, directory / f"agents-{first}.log"))
     for process in started:
         if _read(process) != "ready":
@@ -144,11 +136,7 @@ def measure_agents(
         "failure": failure,
         "processes": len(started),
         "load_before": load,
-        "pairs_tried": agents * (agents - 1) if pairs else 0,
-        "probes_at_once": PROBES_AT_ONCE if pairs else 0,
-        "own_facts": own_facts,
         "seconds_until_all_are_there": float(_matched(rf"{agents} hosts after ([\d.]+) s", said)),
-        "seconds_of_doctor": float(_matched(r"hosts: checked in ([\d.]+) s", said)),
         "seconds_until_command": round(begun - go, 2),
         "seconds_from_failure_to_exit_of_all": round(ended - (lost if failure == "lost" else failed), 2),
         "supervisor_cpu_s_until_command": round(cpu, 2),
@@ -190,9 +178,9 @@ def measure_hosts(directory: Path, failure: str) -> dict[str, Any]:
     said = (directory / "output-0").read_text()
     return {
         "hosts": 3,
+        "seconds_of_checks": float(_matched(r"hosts: checked in ([\d.]+) s", said)),
         "failure": failure,
         "load_before": load,
-        "seconds_of_doctor": float(_matched(r"hosts: checked in ([\d.]+) s", said)),
         "seconds_until_checked": round(checked, 1),
         "seconds_until_first_step": round(first, 1),
         "seconds_from_failure_to_exit_of_all": round(ended, 1),

@@ -21,19 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hybridflow.cluster.hosts.checks import preflight
-from hybridflow.cluster.hosts.checks.facts import HostFacts, collect, sees_mark
-from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
-from hybridflow.cluster.hosts.launch.agent import Agent, Place
-from hybridflow.cluster.hosts.launch.launch_plan import LaunchPlan
-from hybridflow.cluster.hosts.network import probe
+
+from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 
 ADDRESSES = 250
 """Values of the last byte of an address."""
-PROBES_AT_ONCE = 2
-"""Probes of each host in flight, instead of the 32 of a host that has its cores for itself: probes time out after 3
-seconds.
-"""
 
 
 @dataclass(frozen=True)
@@ -46,8 +39,6 @@ class Specification:
         port: at which the first one listens.
         token: of the run.
         directory: of the run.
-        pairs: whether all pairs of hosts try each other.
-        own_facts: whether every agent looks at this machine; the first one of the process for all otherwise.
         program: the command with its arguments.
     """
 
@@ -57,8 +48,6 @@ class Specification:
     port: int
     token: str
     directory: str
-    pairs: bool
-    own_facts: bool
     program: list[str]
 
 
@@ -89,9 +78,6 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what agents say is no answer
     given = Specification(**json.loads(sys.stdin.readline()))
-    probe.AT_ONCE = PROBES_AT_ONCE
-    if not given.own_facts:
-        preflight.collect = _SharedFacts()  # type: ignore[assignment]  # one answer for all
     print("ready", file=answers, flush=True)
     if sys.stdin.readline() != "go\n":
         return
@@ -108,11 +94,10 @@ async def _take_part(given: Specification) -> list[int]:
         gather_s=300.0,
         lost_s=60.0,
         stop_s=2.0,
-        preflight=PreflightPlan(Path(given.directory), pairs=given.pairs, rates=False),
         program=given.program[1:],
     )
     agents = [
-        Agent(Place(index, address(0), given.port, address(index), cpu_slots=1), plan, given.token)
+        _AgentWithoutRay(Place(index, address(0), given.port, address(index), cpu_slots=1), plan, given.token)
         for index in range(given.first, given.first + given.count)
     ]
     loop = asyncio.get_running_loop()
@@ -131,22 +116,11 @@ def _lose(agent: Agent) -> None:
     agent._channel.abort()
 
 
-class _SharedFacts:
-    """`collect`, which looks at the machine once and at the mark of every launch anew."""
+class _AgentWithoutRay(Agent):
+    """An agent whose host has no Ray."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._collected: HostFacts | None = None
-
-    def __call__(self, run_dir: Path, recipe: str | None = None, **where: object) -> HostFacts:
-        with self._lock:
-            if self._collected is None:
-                self._collected = collect(run_dir, recipe, **where)  # type: ignore[arg-type]
-        mark = where.get("mark")
-        assert mark is None or isinstance(mark, Path)
-        return dataclasses.replace(
-            self._collected, sees_mark=None if mark is None else sees_mark(mark), time_s=time.time()
-        )
+    def start_ray(self, cpus: int, gcs_address: str | None = None) -> dict[str, object]:
+        return {"gcs_address": "", "ray_variables": {}, "ray_directory": ""}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hybridflow.cluster.hosts.driver_link import driver_link
+from hybridflow.cluster.driver_link import driver_link
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.reshard_plan import Parser, versions
+from engine3d.checkpoint.adapters import export_merged
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.errors import UserError
@@ -42,7 +43,7 @@ from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.config.recipe import load_recipe
 from hybridflow.rundir.file_names import RECIPE, SAMPLE_STORE
 from hybridflow.rundir.kept_recipe import saved_to
-from hybridflow.rundir.sample_files import stored_steps
+from hybridflow.rundir.samples.files import stored_steps
 
 FIRST, LATER, BEFORE = "the response's first version", "a later version", "one version older"
 _COLUMNS = ["sample_id", "prompt_tokens", "response_tokens", "logprobs", "policy_version", "token_versions"]
@@ -77,11 +78,13 @@ class Drawing:
         dtype: of their weights.
         temperature: that their log-probs are of, 1 for the most likely tokens.
         precision: of their quantised weights.
+        adapters: True if checkpoints hold adapters, which the engines' weights have merged.
     """
 
     dtype: str
     temperature: float
     precision: Precision | None = None
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
         responses = stored_responses(options.run)
         chosen = responses[:: max(1, -(-len(responses) // options.samples))]
         checkpoints = checkpoints_by_version(options.run)
-        rollout = load_recipe(options.run / RECIPE).rollout
-        engines = Drawing(rollout.engine.dtype, rollout.sampling.temperature or 1.0, rollout.engine.precision)
+        recipe = load_recipe(options.run / RECIPE)
+        engine, temperature = recipe.rollout.engine, recipe.rollout.sampling.temperature or 1.0
+        engines = Drawing(engine.dtype, temperature, engine.precision, adapters=recipe.train.lora is not None)
         measured = list(distances(chosen, checkpoints, engines, options.device))
     except UserError as error:
         print(f"logprobs.py: {error}", file=sys.stderr)
@@ -205,7 +209,10 @@ def _loaded(checkpoint: Path, engines: Drawing, device: str) -> Any:
 
     with tempfile.TemporaryDirectory(prefix="logprobs-") as directory:
         exported = Path(directory, "model")
-        export_checkpoint(checkpoint, exported, dtype=engines.dtype, precision=engines.precision, verify=False)
+        if engines.adapters:
+            export_merged(checkpoint, exported, verify=False)
+        else:
+            export_checkpoint(checkpoint, exported, dtype=engines.dtype, precision=engines.precision, verify=False)
         if engines.precision is not None:
             exported = dequantised(exported)
         model: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridflow.config.actors import load_one_recipe
 from hybridflow.config.recipe import Recipe
+from hybridflow.planning.memory.estimate import recipe_specs
 from hybridflow.planning.search.placements import PlacementSearch
-from hybridflow.planning.search.recipe_work import plan_specs, recipe_work, search_settings
+from hybridflow.planning.search.recipe_work import recipe_work, search_settings
 from hybridflow.planning.search.role_choices import SearchSettings
 from hybridflow.planning.time.hardware import load_profile
 from hybridflow.planning.time.workload import Workload
@@ -32,7 +33,7 @@ RECIPES = ("qwen3-30b-a3b-4xh200", "h200-1gpu", "qwen3-235b-a22b-128k-64xh200")
 
 def workload(recipe: Recipe, algorithm: str) -> Workload:
     """The work of a recipe's step; with PPO also of a critic, a reference and a reward model of the actor's sizes."""
-    work = recipe_work(recipe, plan_specs(recipe), prompt_tokens=1024)
+    work = recipe_work(recipe, recipe_specs(recipe.model, recipe.models), prompt_tokens=1024)
     if algorithm == "grpo":
         return work
     actor = work.actor
@@ -47,7 +48,7 @@ def workload(recipe: Recipe, algorithm: str) -> Workload:
 
 def settings(recipe: Recipe) -> SearchSettings:
     """The settings of a search, in which every model accepts what the actor does."""
-    of_recipe = search_settings(recipe, plan_specs(recipe))
+    of_recipe = search_settings(recipe, recipe_specs(recipe.model, recipe.models))
     return replace(of_recipe, accepts=lambda role, layout, config: of_recipe.accepts("actor", layout, config))
 
 

@@ -91,11 +91,12 @@ def random_sequences(engine: TrainEngine, tokens: int, length: int) -> Sequences
 
 
 def train_on(engine: TrainEngine, sequences: Sequences) -> UpdateResult:
-    """One update towards likelier tokens."""
+    """One update towards likelier tokens. Its `loss_outputs` are the losses of micro-batches."""
 
-    def loss(outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+    def loss(outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         assert outputs.logprobs is not None
-        return -(outputs.logprobs * columns["weights"]).sum(), None
+        loss = -(outputs.logprobs * columns["weights"]).sum()
+        return loss, loss.detach()
 
     return engine.update(sequences, loss)
 

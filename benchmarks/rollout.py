@@ -96,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--precision", choices=("fp8",), help="rollout.engine.precision, of SGLang alone too")
+    parser.add_argument("--kv-cache-dtype", help="rollout.engine.kv_cache_dtype, of SGLang alone too")
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--peer-collectives", action="store_true", help="as rollout.engine has it, of our engines")
     parser.add_argument("--cascade-attention", action="store_true", help="as rollout.engine has it, of our engines")
@@ -159,6 +160,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         attention_dp=options.attention_dp,
         dtype=options.dtype,
         precision=options.precision,
+        kv_cache_dtype=options.kv_cache_dtype,
         context_length=options.input + options.output,
         mem_fraction_static=options.mem_fraction,
         max_running_requests=options.running,

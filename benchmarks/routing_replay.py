@@ -39,14 +39,14 @@ from benchmarks.reshard_plan import Parser, named_model, versions
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, model_spec
-from engine3d.models.experts.routes import RouteFormat
+from engine3d.models.experts.routes import RouteFormat, TokenRoutes
 from engine3d.platform import platform
 from engine3d.rendezvous import STORE_VARIABLE, file_address
 from engine3d.rollout import Request, Response, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.engine import TrainEngine
 from engine3d.training.forward import TokenOutputs
-from engine3d.training.sequences import ROUTES, Sequences
+from engine3d.training.sequences import Sequences
 
 NONE, UPDATE, ROLLOUT = "none", "update", "rollout"
 STEP = "after_step"
@@ -205,7 +205,8 @@ class _Pass:
 
 def _pass(trainer: TrainEngine, sequences: Sequences, given: Tensor | None) -> _Pass:
     """Compute the log-probs of sequences, after once that warms up, by given routes or by live routers."""
-    routed = sequences if given is None else replace(sequences, columns={ROUTES: given})
+    routes = None if given is None else TokenRoutes.of(given, sequences.lengths)
+    routed = replace(sequences, routes=routes)
     trainer.logprobs(routed)
     platform.synchronize()
     began = time.perf_counter()
@@ -228,7 +229,8 @@ def _step(trainer: TrainEngine, sequences: Sequences, routes: Tensor, is_respons
         assert outputs.logprobs is not None
         return -(outputs.logprobs * columns["weight"]).sum(), None
 
-    result = trainer.update(replace(sequences, columns={ROUTES: routes, "weight": weights}), loss)
+    routed = replace(sequences, columns={"weight": weights}, routes=TokenRoutes.of(routes, sequences.lengths))
+    result = trainer.update(routed, loss)
     assert result.applied
     return result.grad_norm
 

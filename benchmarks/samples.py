@@ -40,7 +40,7 @@ from hybridflow.batch.remote_batch import BatchShard, RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import within
 from hybridflow.batch.worker_output import Columns, Packed, pack
-from hybridflow.cluster.runtime.ray_runtime import start_ray, stop_ray
+from hybridflow.cluster.ray.ray_session import start_ray, stop_ray
 from hybridflow.roles.packing import to_sequences
 
 _SPREAD = 1.0
@@ -142,7 +142,7 @@ def _sequences(shard: BatchShard, clock: Clock) -> Sequences:
     samples = clock("fetch", shard.unpack)
     assert isinstance(samples, SampleBatch) and samples.ref_logprobs is not None and samples.advantages is not None
     columns = {"logprobs": samples.logprobs, "ref_logprobs": samples.ref_logprobs, "advantages": samples.advantages}
-    return clock("cut", lambda: to_sequences(samples, **columns))
+    return clock("cut", lambda: to_sequences(samples, routes=None, **columns))
 
 
 def _packed(result: SampleBatch | Columns) -> Packed:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from engine3d.settings import Settings
 _GRACE_S = 15.0
 _LEAST = 0.5
 """Share of its limit: with less time left a measurement is not begun."""
-_CUT_OFF = 124
+CUT_OFF = 124
 """Exit code of one that was ended at its limit, as of timeout(1)."""
 
 
@@ -133,15 +133,31 @@ def run(series: Sequence[Measurement], out: Path, scratch: Path, within_s: float
 
 
 def _measure(measurement: Measurement, here: Path, scratch: Path, limit_s: float) -> dict[str, Any]:
-    here.mkdir(parents=True, exist_ok=True)
     command = measurement.command
     for name, path in (("{here}", here), ("{scratch}", scratch)):
         command = command.replace(name, shlex.quote(str(path)))
+    return {"command": command} | run_command(["bash", "-c", command], here, limit_s)
+
+
+def run_command(
+    command: Sequence[str], here: Path, limit_s: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a command in a session of its own, and end with it all that is in its process group.
+
+    Args:
+        command: its arguments.
+        here: for its `stdout` and `stderr`.
+        limit_s: after which it is ended.
+        environment: its variables; those of this process if None.
+
+    Returns:
+        Its `exit_code`, 124 if it was ended at its limit, and its `seconds`.
+    """
+    here.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with (here / "stdout").open("w") as out, (here / "stderr").open("w") as errors:
-        # A session of its own: all that it starts is ended with it.
         process = subprocess.Popen(
-            ["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True, env=environment
         )
         try:
             code = process.wait(limit_s)
@@ -149,11 +165,11 @@ def _measure(measurement: Measurement, here: Path, scratch: Path, limit_s: float
             _signal(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
-            code = _CUT_OFF
+            code = CUT_OFF
         finally:
             _signal(process, signal.SIGKILL)
             process.wait()
-    return {"command": command, "exit_code": code, "seconds": round(time.monotonic() - began, 1)}
+    return {"exit_code": code, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -164,7 +180,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 def _outcome(result: dict[str, Any]) -> str:
     if result["exit_code"] is None:
         return f"not begun: {result['why']}"
-    if result["exit_code"] == _CUT_OFF:
+    if result["exit_code"] == CUT_OFF:
         return f"cut off after {result['seconds']:.0f} s"
     return f"exit code {result['exit_code']} after {result['seconds']:.0f} s"
 

@@ -34,15 +34,16 @@ from torch import Tensor
 
 from benchmarks.random_engine import leads, most, random_engine, random_sequences, say, timed, train_on
 from benchmarks.reshard_plan import Parser, named_model, parse_layout, versions
-from engine3d.checkpoint.digest import weights_digest
+from engine3d.checkpoint.digests.digest import weights_digest
 from engine3d.errors import UserError
 from engine3d.memory import resident_by_rank, update_peak
+from engine3d.models.experts.routes import TokenRoutes
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.engine import TrainEngine
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 from engine3d.training.forward import TokenOutputs
-from engine3d.training.sequences import ROUTES, Sequences
+from engine3d.training.sequences import Sequences
 from engine3d.training.update import UpdateResult
 
 WAYS = ("engine", "bare")
@@ -63,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--step-tokens", type=int, default=2**19, help="of a training step, over all ranks")
     parser.add_argument("--steps", type=int, default=3, help="of each way, after one that warms up")
     parser.add_argument("--ways", default=",".join(WAYS), help="of engine and bare")
+    parser.add_argument("--lr", type=float, default=1e-6, help="learning rate of the optimizer")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--recompute-layers", type=int, help="of each stage, with --recompute full; else all")
@@ -114,7 +116,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         layout,
         embedding_std=_EMBEDDING_STD,
         dtype=options.dtype,
-        optimizer=OptimizerConfig(lr=1e-6, precision_aware=options.precision_aware, offload=options.offload),
+        optimizer=OptimizerConfig(lr=options.lr, precision_aware=options.precision_aware, offload=options.offload),
         micro_batch_tokens=options.micro_batch_tokens,
         logits_tokens=options.logits_tokens,
         recompute=options.recompute,
@@ -166,6 +168,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         stats["bubble"] = _bubble(engine, options, statistics.median(seconds["engine"]), results)
     if results:
         stats["updates"] = {"first": _described(results[0]), "last": _described(results[-1])}
+        if layout.pp == 1:
+            stats["losses"] = [layout.dp * float(sum(result.loss_outputs)) for result in results]
     stats["peak_memory_bytes"] = most(platform.memory().peak)
     if "bare" not in seconds:  # whose logits are whole
         stats["foreseen_memory_bytes"] = most(_foreseen(engine))
@@ -219,7 +223,7 @@ def _with_routes(engine: TrainEngine, sequences: Sequences) -> tuple[Sequences, 
     if recorded is None or recorded.routes is None:
         raise UserError(f"--settings: routing_replay with layout {engine.layout}, expected pp=1")
     stats = {"logprobs_s": plain, "logprobs_and_routes_s": recording, "route_bytes": recorded.routes.nbytes}
-    return replace(sequences, columns=dict(sequences.columns) | {ROUTES: recorded.routes}), stats
+    return replace(sequences, routes=TokenRoutes.of(recorded.routes, sequences.lengths)), stats
 
 
 def _bubble(

@@ -10,7 +10,8 @@ each expert. Here every token chooses among all experts, and most choices are ot
 
 Every combination of tiles is timed for both products by a CUDA graph; both have the same `BLOCK_SIZE_M`, because they
 share an order of tokens. What is written is the table that an engine would have found, with the best of these for each
-of `--tokens`.
+of `--tokens`. With `--precision fp8` the products have operands in fp8, and a product includes the quantisation of its
+input.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 
 from benchmarks.reshard_plan import Parser, named_model, versions
 from engine3d.errors import UserError
+from engine3d.models.precision import BLOCK, Precision, scale_shape
 from engine3d.platform import platform
 from engine3d.rollout.moe_configs import tuned_tables
 from engine3d.settings import Settings
@@ -54,6 +56,7 @@ class Shapes(Settings):
         local: of them, this rank's, which are the first ones.
         hidden, width: of a token, and of an expert between its two products.
         chosen: experts of a token.
+        precision: of the operands; None for bf16.
     """
 
     experts: int
@@ -61,6 +64,7 @@ class Shapes(Settings):
     hidden: int
     width: int
     chosen: int
+    precision: Precision | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,10 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="a name in benchmarks/models, or a directory with a config.json")
     parser.add_argument("--ranks", type=int, default=1, help="over which experts are spread")
     parser.add_argument("--tokens", default="256,512,1024,1536,2048", help="of all ranks together, with commas")
+    parser.add_argument("--precision", choices=("fp8",), help="rollout.engine.precision; bf16 if not given")
     parser.add_argument("--out", type=Path, required=True, help="directory of tables, for SGLANG_MOE_CONFIG_DIR")
     try:
         options = parser.parse_args(arguments)
-        shapes = shapes_of(options.model, options.ranks)
+        shapes = shapes_of(options.model, options.ranks, options.precision)
         tokens = [int(count) for count in options.tokens.split(",") if count.isdecimal() and int(count)]
         if len(tokens) != options.tokens.count(",") + 1:
             raise UserError(f"--tokens {options.tokens}: expected whole numbers of at least 1, such as 256,1024")
@@ -96,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def shapes_of(model: str, ranks: int) -> Shapes:
+def shapes_of(model: str, ranks: int, precision: Precision | None = None) -> Shapes:
     """Return the shapes of a model's experts over `ranks` ranks.
 
     Raises:
@@ -111,14 +116,16 @@ def shapes_of(model: str, ranks: int) -> Shapes:
         hidden=sizes.hidden,
         width=sizes.expert_ffn,
         chosen=sizes.experts_per_token,
+        precision=precision,
     )
 
 
-def choices() -> list[Tiles]:
-    """All tiles that are tried: those whose stages fit a processor's shared memory in bf16."""
+def choices(precision: Precision | None = None) -> list[Tiles]:
+    """All tiles that are tried: those whose stages fit a processor's shared memory, in fp8 of a block's columns."""
     candidates = []
-    for m, n, k, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4, 5)):
-        if stages * (m + n) * k * 2 <= _SHARED_MEMORY and m * n <= 128 * 128 * (warps // 4):
+    itemsize, columns = (2, (64, 128)) if precision is None else (1, (BLOCK,))
+    for m, n, k, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), columns, (4, 8), (3, 4, 5)):
+        if stages * (m + n) * k * itemsize <= _SHARED_MEMORY and m * n <= 128 * 128 * (warps // 4):
             sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": 1}
             candidates.append(sizes | {"num_warps": warps, "num_stages": stages})
     return candidates
@@ -126,7 +133,7 @@ def choices() -> list[Tiles]:
 
 def measured(shapes: Shapes, tokens: Sequence[int], now: Mapping[int, Tiles]) -> list[tuple[Tiles, Times]]:
     """Each of `choices` and of the tiles that an engine would find, with its times; without those that do not run."""
-    tried = choices()
+    tried = choices(shapes.precision)
     tried += [tiles for tiles in now.values() if tiles not in tried]
     context = multiprocessing.get_context("spawn")
     locks = [context.Lock() for _ in range(platform.gpus)]
@@ -178,7 +185,7 @@ def write(out: Path, shapes: Shapes, table: Mapping[int, tuple[Tiles, Tiles]], n
 
 
 def tiles_now(shapes: Shapes) -> dict[int, Tiles]:
-    """The table of bf16 tiles that an engine finds for such experts on this machine's GPUs.
+    """The table of tiles that an engine finds for such experts on this machine's GPUs.
 
     Raises:
         UserError: there is none.
@@ -198,7 +205,8 @@ def nearest(now: Mapping[int, Tiles], tokens: int) -> Tiles:
 def _table_name(experts: int, shapes: Shapes, *, down: bool = False) -> str:
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
 
-    name: str = get_config_file_name(experts, shapes.width, None, down_moe=down)
+    quantised = (None, None) if shapes.precision is None else ("fp8_w8a8", [BLOCK, BLOCK])
+    name: str = get_config_file_name(experts, shapes.width, *quantised, down_moe=down)
     return name
 
 
@@ -264,14 +272,23 @@ def _products(shapes: Shapes, tokens: int, tiles: Mapping[str, int]) -> tuple[An
     result = drawn(tokens, shapes.chosen, shapes.hidden)
     kinds = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant")
     common: dict[str, Any] = dict.fromkeys(kinds, False) | {"compute_type": tl.bfloat16, "filter_expert": True}
-    nothing = (None, None, None)
+    scales: list[torch.Tensor | None] = [None, None]
+    if shapes.precision is not None:
+        common |= {"use_fp8_w8a8": True, "block_shape": [BLOCK, BLOCK]}
+        scales = [
+            torch.full((shapes.local, *scale_shape(matrix.shape[1:])), 2.0**-8, device="cuda")
+            for matrix in (first, last)
+        ]
+        first, last = (matrix.to(torch.float8_e4m3fn) for matrix in (first, last))
 
     def run_first() -> None:
-        operands = (given, first, None, made, *nothing, weights, ids, *order, False, shapes.chosen, dict(tiles))
+        scale = (None, scales[0], None)
+        operands = (given, first, None, made, *scale, weights, ids, *order, False, shapes.chosen, dict(tiles))
         invoke_fused_moe_kernel(*operands, **common)
 
     def run_last() -> None:
-        operands = (between, last, None, result, *nothing, weights, ids, *order, True, 1, dict(tiles))
+        scale = (None, scales[1], None)
+        operands = (between, last, None, result, *scale, weights, ids, *order, True, 1, dict(tiles))
         invoke_fused_moe_kernel(*operands, **common, router_topk=shapes.chosen)
 
     return run_first, run_last

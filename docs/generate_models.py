@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,10 +32,12 @@ _NAMES = {
     "deepseek_v3": "DeepSeek-V3",
     "glm4_moe": "GLM-4.5",
     "minimax_m2": "MiniMax-M2",
+    "gpt_oss": "gpt-oss",
+    "qwen3_next": "Qwen3-Next",
 }
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
-_OF_ACTOR, _OF_OTHERS = ("fp8", "episodes"), ("critic", "offload")
-"""Features of the actor alone, and of all other models: no model has one of each."""
+_OF_ROLES = (*product(("fp8", "episodes"), ("critic", "offload")), ("routing_replay", "critic"), ("lora", "critic"))
+"""Pairs of a feature of the actor alone and one of other models: no model has both."""
 
 
 def _rows(head: str, *rows: tuple[str, ...]) -> str:
@@ -63,6 +65,13 @@ _MODELS = _rows(
         "default, of a part of each head",
         "tied embeddings, `tp` above `num_key_value_heads`",
     ),
+    ("gpt-oss", "gpt-oss-20b, gpt-oss-120b", "default, yarn", "`etp`, `rollout.engine.ep`, tied embeddings"),
+    (
+        "Qwen3-Next",
+        "Qwen3-Next-80B-A3B",
+        "default, of a part of each head",
+        "GPUs, `cp`, `lora`, fp8, `attention_dp`, routes of the engine, `full_attention_interval` other than 4",
+    ),
 )
 _SHOWN_OTHERWISE = _rows(
     "family, Transformer Engine compared with `transformers`, balance losses of routers, "
@@ -73,6 +82,8 @@ _SHOWN_OTHERWISE = _rows(
     ("DeepSeek-V3", "yes", "yes", "yes", "8 layers of its kind"),
     ("Mistral and Qwen2", "-", "no experts", "no experts", "none"),
     ("GLM-4.5 and MiniMax-M2", "-", "the router of DeepSeek-V3", "yes", "none"),
+    ("gpt-oss", "-", "the router of Qwen3-MoE", "no such bias", "none"),
+    ("Qwen3-Next", "-", "the router of Qwen3-MoE", "no such bias", "none"),
     ("Qwen2-MoE and Mixtral", "-", "the router of Qwen3-MoE", "no such bias", "none"),
 )
 
@@ -105,6 +116,10 @@ only other models the other, and a run may have both.
 | `lora` | `train.lora`: adapters are trained, and the model stays as it is |
 
 {_MODELS}
+Gated delta nets (Qwen3-Next) are linear attention with a state that passes from token to token. They run in PyTorch on
+CPUs, on packed sequences too, where nothing passes from one sequence to the next. SGLang's kernels for them are
+replaced on CPUs. Its layers for multi-token prediction (`mtp.*`) are not trained, and exports have them.
+
 Exports keep their `model_type`. The rotary embeddings dynamic and longrope are refused everywhere: they make the
 log-probs of a token depend on the other sequences of its batch. So is `attention_factor` of yarn, which SGLang does
 not read.
@@ -140,7 +155,7 @@ def page(runs: Iterable[frozenset[str]]) -> str:
             return ""
         if any(family in (one, other) for family in DENSE) and any(item in (one, other) for item in _OF_EXPERTS):
             return "no experts"
-        if any(a in _OF_ACTOR and b in _OF_OTHERS for a, b in ((one, other), (other, one))):
+        if (one, other) in _OF_ROLES or (other, one) in _OF_ROLES:
             return "other roles"
         return "yes" if frozenset((one, other)) in pairs else "-"
 

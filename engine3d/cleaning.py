@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def cleaning(what: str, *, needed: bool = True) -> Iterator[None]:
     """Put `what` away in the block.
 
-    Where an exception is on its way, an error of the block becomes a note of it, to be told below its message. Else it
-    is raised, or told in one line where nothing depends on it.
+    Where an exception is on its way, an error of the block becomes a note of it, shown below its message. Else it
+    is raised, or reported in one line where nothing depends on it.
 
     Args:
         needed: whether what was done before is in vain without it.

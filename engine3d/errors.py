@@ -8,6 +8,8 @@ _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
     code: f"\\u{code:04x}" for code in (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 }
 """Characters of names and values of files that a terminal would obey: controls, line ends, directions of text."""
+_SHOWN, _BEFORE = 50, 16
+"""Characters of excerpts, and how many of them are before a difference."""
 
 
 LOST_RANKS = "it lost its ranks on another host"
@@ -38,6 +40,13 @@ def visible(text: str) -> str:
     """Text with each control character but tab and line end as `\\x..`, and each mark of a direction as
     `\\u....`."""
     return text.translate(_VISIBLE)
+
+
+def first_difference(text: str, other: str) -> tuple[str, str]:
+    """Excerpts of two texts at their first difference, as they stand in a message."""
+    at = next((index for index, pair in enumerate(zip(text, other, strict=False)) if len(set(pair)) > 1), None)
+    begin = max((min(len(text), len(other)) if at is None else at) - _BEFORE, 0)
+    return repr(visible(text[begin : begin + _SHOWN])), repr(visible(other[begin : begin + _SHOWN]))
 
 
 def one_line(text: str) -> str:

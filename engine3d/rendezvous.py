@@ -6,6 +6,8 @@ tcp://host:port     torch's TCPStore; for processes of several hosts. It admits 
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,8 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:  # torch is slow to import, and a process may only have to know an address
     from torch.distributed import Store, TCPStore
 
+PORTS_VARIABLE = "ENGINE3D_PORTS"
+"""Environment variable with the ports in which servers of stores listen, as `29400-31399`; any port if not set."""
 STORE_VARIABLE = "ENGINE3D_STORE"
 """Environment variable with the address at which the ranks of a world meet, where torchrun does not set one."""
 
@@ -30,9 +34,21 @@ def tcp_address(host: str, port: int) -> str:
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket for the server of a store, at an unused port of one address and of no other."""
+    """Return a socket for the server of a store, at an unused port of one address and of no other.
+
+    Raises:
+        OSError: no port of `PORTS_VARIABLE` is free, or the address is none of this host's.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+    ports = os.environ.get(PORTS_VARIABLE, "0-0")
+    first, last = map(int, ports.split("-"))
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no free port of {ports} ({PORTS_VARIABLE}) at {host}")
 
 
 def serve(listening: socket.socket) -> TCPStore:

@@ -50,6 +50,10 @@ _MODULES = {
 # Read by Ray when it is imported, whichever module does that first. What Ray would print about workers that died is
 # dropped: a `WorkerGroup` says which one it was and why, in one line.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
+# A Ray of one host listens on the loopback interface alone. One of several gets its address explicitly.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# A call without a Ray, as of a thread that waits while a run ends, would start one that asks nobody for a token.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
 _API = f"its API is {', '.join(name for name in __all__ if name != '__version__')}"

@@ -5,7 +5,7 @@ Imports are inside the fixtures, so that tests which need no engine do not wait 
 
 from __future__ import annotations
 
-import os
+import importlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 
 def pytest_configure() -> None:
-    """Restore Ctrl-C, and refuse a Ray that no test asks for.
+    """Restore Ctrl-C.
 
-    Shells let what they start in the background ignore Ctrl-C, and so all its processes. A call of Ray's without one
-    would start one, which no later test could start beside: it raises here.
+    Shells let what they start in the background ignore Ctrl-C, and so all its processes.
     """
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    importlib.import_module("hybridflow")  # before Ray, which a test module may import first
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,7 +33,7 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with eight CPU slots and no placement groups in use."""
-    from hybridflow.cluster.runtime.ray_runtime import start_ray, stop_ray
+    from hybridflow.cluster.ray.ray_session import start_ray, stop_ray
     from tests.support.warm import warm_starts
 
     with warm_starts():

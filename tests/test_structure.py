@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
@@ -245,3 +247,12 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
 def test_circles_of_several() -> None:
     ring = [*pairwise("abcd"), ("d", "a"), ("d", "e"), ("e", "f"), ("f", "e"), ("x", "a")]
     assert circles(ring) == {("a", "b", "c", "d"), ("e", "f")}
+
+
+def test_files_beside_the_modules_are_installed_with_their_package() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    for top in ("hybridflow", "engine3d"):
+        for path in (ROOT / top).rglob("*"):
+            if path.is_file() and path.suffix not in {".py", ".pyc", ".md"}:
+                package = next(folder for folder in path.parents if (folder / "__init__.py").exists())
+                assert any(fnmatch(str(path.relative_to(package)), pattern) for pattern in patterns), path

@@ -44,9 +44,17 @@ def python() -> Iterator[str]:
     servers.close()
 
 
+def _script(directory: Path, source: str) -> Path:
+    """A program of the kind that imports least: a cluster's head."""
+    script = directory / "hybridflow" / "cluster" / "ray" / "ray_node.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(source)
+    return script
+
+
 def _run(python: str, script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [python, str(script), "one", "two words"],
+        [python, "-P", str(script), "one", "two words"],
         cwd=script.parent,
         env={**os.environ, "MARK": "here", **environment},
         input="given",
@@ -58,10 +66,9 @@ def _run(python: str, script: Path, **environment: str) -> subprocess.CompletedP
 
 
 def test_a_script_sees_what_it_was_given(python: str, tmp_path: Path) -> None:
-    script = tmp_path / "seen.py"
-    script.write_text(SEEN)
+    script = _script(tmp_path, SEEN)
     done = _run(python, script)
-    expected = [[str(script), "one", "two words"], str(tmp_path), "here", "given"]
+    expected = [[str(script), "one", "two words"], str(script.parent), "here", "given"]
     assert json.loads(done.stdout) == [*expected, python, "__main__", os.getpid()]
     assert (done.returncode, done.stderr) == (3, "told\n")
     # A variable that imports read: the interpreter itself runs it.
@@ -86,9 +93,8 @@ def test_hosts_of_other_models_and_runs_are_forked_too() -> None:
 def test_a_process_and_its_launcher_end_together(
     first: str, number: signal.Signals, python: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS)
-    launcher = subprocess.Popen([python, str(script)], stdout=subprocess.PIPE, text=True)
+    script = _script(tmp_path, WAITS)
+    launcher = subprocess.Popen([python, "-P", str(script)], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     forked = psutil.Process(int(launcher.stdout.readline()))
     assert forked.pid != launcher.pid
@@ -100,8 +106,7 @@ def test_a_process_and_its_launcher_end_together(
 
 @pytest.mark.parametrize("sent", ["nothing", "size", "request", "refused"])
 def test_a_launcher_that_is_killed_early_takes_no_server_with_it(sent: str, python: str, tmp_path: Path) -> None:
-    script = tmp_path / "seen.py"
-    script.write_text(SEEN)
+    script = _script(tmp_path, SEEN)
     environment = dict(os.environ) | ({"TORCHDYNAMO_DISABLE": "0"} if sent == "refused" else {})
     request = {
         "arguments": [str(tmp_path / "missing.py")],
@@ -114,7 +119,7 @@ def test_a_launcher_that_is_killed_early_takes_no_server_with_it(sent: str, pyth
     }
     data = json.dumps(request).encode()
     with (tmp_path / "empty").open("w") as file, socket.socket(socket.AF_UNIX) as server:
-        server.connect(str(Path(python).with_name("driver")))
+        server.connect(str(Path(python).with_name("head")))
         if sent != "nothing":
             socket.send_fds(server, [len(data).to_bytes(4, "little")], [file.fileno()])
         if sent in ("request", "refused"):

@@ -6,15 +6,16 @@ import json
 import shutil
 from pathlib import Path
 
-from engine3d.checkpoint.hf import MODEL, Exported, RoleWeights
+from engine3d.checkpoint.hf import MODEL, Exported, RoleWeights, export_checkpoint
 from engine3d.checkpoint.manifest import RoleSummary, StoredAdapters, read_complete
 from engine3d.checkpoint.metadata import stored_spec
-from engine3d.checkpoint.verify import check_described
+from engine3d.checkpoint.reading.verify import check_described
 from engine3d.durable import bring_to_disk
 from engine3d.errors import EngineError, UserError
 from engine3d.models import check_weights, load_model_spec
-from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, peft_config
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
+from engine3d.models.multi_token import MultiTokenLayers
 from engine3d.models.rules import HFTensor
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
@@ -47,8 +48,9 @@ def export_adapter(checkpoint: Path, out: Path, *, role: str = "actor", verify: 
         tensors = {
             PREFIX + name: saved.complete(tensor)[2].to(dtype).contiguous() for name, tensor in spec.hf_tensors.items()
         }
+        config = peft_config(adapters.rank, adapters.alpha, adapters.targets) | {"base_model_name_or_path": str(base)}
         save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt", "base": adapters.base})
-        (partial / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(adapters, base), indent=2) + "\n")
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for path in (*partial.iterdir(), partial):
             bring_to_disk(path)
         partial.rename(out)
@@ -59,8 +61,35 @@ def export_adapter(checkpoint: Path, out: Path, *, role: str = "actor", verify: 
     return Exported(summary.dtype, sum(tensor.nbytes for tensor in tensors.values()))
 
 
+def export_actor(
+    checkpoint: Path, out: Path, base: Path | None = None, *, dtype: str, verify: bool = True, multi_token: bool = True
+) -> Exported:
+    """Write the actor of a checkpoint, with its adapters merged if it has any.
+
+    Args:
+        checkpoint: the directory of one step.
+        out: where to write; must not exist.
+        base: HuggingFace directory of the model of adapters; None for that of the run.
+        dtype: of the written tensors; with adapters they have that of the run.
+        verify: false exports what is there, whatever the checksums say.
+        multi_token: False to leave out layers for multi-token prediction, as for engines.
+
+    Raises:
+        UserError, EngineError: as `export_checkpoint` and `export_merged`.
+    """
+    if read_complete(checkpoint).roles["actor"].adapters is None:
+        return export_checkpoint(checkpoint, out, dtype=dtype, verify=verify, multi_token=multi_token)
+    return export_merged(checkpoint, out, base, verify=verify, multi_token=multi_token)
+
+
 def export_merged(
-    checkpoint: Path, out: Path, base: Path | None = None, *, role: str = "actor", verify: bool = True
+    checkpoint: Path,
+    out: Path,
+    base: Path | None = None,
+    *,
+    role: str = "actor",
+    verify: bool = True,
+    multi_token: bool = True,
 ) -> Exported:
     """Write a model with the adapters of a checkpoint merged, W + alpha / rank * B A, as engines get it.
 
@@ -72,6 +101,7 @@ def export_merged(
         base: HuggingFace directory of the model; None for that of the run.
         role: whose adapters.
         verify: false exports what is there, whatever the checksums say.
+        multi_token: False to leave out layers for multi-token prediction.
 
     Raises:
         UserError: as `export_adapter`; or `base` is not the model that the adapters belong to.
@@ -82,7 +112,8 @@ def export_merged(
     model = load_model_spec(base)
     check_weights(model, base)
     dtype = getattr(torch, summary.dtype)
-    plan = plan_model_export(model, dtype, 5e9)
+    further = MultiTokenLayers(model, base if multi_token else None, dtype)
+    plan = plan_model_export(model, dtype, 5e9, further=further)
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)
     try:
@@ -98,9 +129,11 @@ def export_merged(
                 box = tuple((0, size) for size in tensor.shape)
                 values = stored.read(name, box).to(torch.float32 if tensor.buffer else dtype)
                 files.write(name, box, _merged(values, name, spec, saved))
+            for of_layers in further.read():
+                files.write(*of_layers)
         files.close()
         write_index(plan, partial)
-        finish_export(model, dtype, partial, out)
+        finish_export(model, dtype, partial, out, further=further)
     except OSError as error:
         raise EngineError(f"export: {error}") from error
     finally:
@@ -139,19 +172,3 @@ def _merged(values: torch.Tensor, name: str, spec: AdapterSpec, saved: RoleWeigh
         return values
     second, first = (saved.complete(tensor)[2].to(values.dtype).float() for tensor in factors)
     return (values.float() + spec.lora.scale * (second @ first)).to(values.dtype)
-
-
-def _peft_config(adapters: StoredAdapters, base: Path) -> dict[str, object]:
-    alpha = int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": adapters.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(adapters.targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from engine3d.checkpoint.chunk_checksums import ChunkChecksums
+from engine3d.checkpoint.digests.chunk_checksums import ChunkChecksums
 from engine3d.checkpoint.hf import MODEL, model_files
 from engine3d.checkpoint.manifest import MANIFEST, Manifest, is_step_directory, step_directory
 from engine3d.checkpoint.metadata import METADATA, Metadata, difference, read_metadata, stored_spec

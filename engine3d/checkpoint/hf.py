@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine3d.checkpoint.chunk_checksums import ChunkChecksums
+from engine3d.checkpoint.digests.chunk_checksums import ChunkChecksums
 from engine3d.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -27,11 +27,12 @@ from engine3d.checkpoint.manifest import (
     write_manifest,
 )
 from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
-from engine3d.checkpoint.verify import check_described
+from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
+from engine3d.models.multi_token import MultiTokenLayers, may_have_multi_token_layers
 from engine3d.models.precision import Precision, stored_tensors
-from engine3d.models.quantised import fp8_tensors
+from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
 from engine3d.models.rules import Box, HFTensor
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
@@ -70,6 +71,8 @@ def export_checkpoint(
     precision: Precision | None = None,
     max_shard_bytes: float = 5e9,
     verify: bool = True,
+    base: Path | None = None,
+    multi_token: bool = True,
 ) -> Exported:
     """Write the weights of a checkpoint, of whatever layout, as a HuggingFace directory.
 
@@ -86,6 +89,8 @@ def export_checkpoint(
         precision: fp8 quantises values of that dtype, as the run's engines get them.
         max_shard_bytes: largest file, unless a single tensor is larger.
         verify: false exports what is there, whatever the checksums say.
+        base: directory with the layers for multi-token prediction, which no checkpoint has; None for the run's model.
+        multi_token: False to leave these layers out, as for engines.
 
     Returns:
         What was written.
@@ -110,7 +115,12 @@ def export_checkpoint(
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
-    plan = plan_model_export(spec, written, max_shard_bytes, precision)
+    model_of_run = manifest.recipe.get("model", {}).get("path")
+    source = _multi_token_source(checkpoint, spec, base, model_of_run) if multi_token else None
+    further = MultiTokenLayers(spec, source, written, precision)
+    if base is not None and not further.tensors:
+        raise UserError(f"export: --base {base} has no layers for multi-token prediction; expected no --base")
+    plan = plan_model_export(spec, written, max_shard_bytes, precision, further)
     quantised = {name for name, tensor in spec.hf_tensors.items() if precision is not None and tensor.fp8}
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)
@@ -122,15 +132,44 @@ def export_checkpoint(
         for name in sorted(quantised):
             for stored in stored_tensors(*saved.complete(spec.hf_tensors[name]), written, precision):
                 files.write(*stored)
+        for stored in further.read():
+            files.write(*stored)
         files.close()
         write_index(plan, partial)
-        finish_export(spec, written, partial, out, precision)
+        finish_export(spec, written, partial, out, precision, further)
     except OSError as error:
         raise EngineError(f"export: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     of_dtype = str(written).removeprefix("torch.")
     return Exported(f"{precision} and {of_dtype}" if precision else of_dtype, sum(file.size for file in plan.files))
+
+
+def _multi_token_source(checkpoint: Path, spec: ModelSpec, base: Path | None, model: str | None) -> Path | None:
+    """Directory with the layers for multi-token prediction of a checkpoint's model; None without any.
+
+    Raises:
+        UserError: there is no such directory, or it has another model; or `base` is given, and no such layers exist.
+    """
+    if not may_have_multi_token_layers(spec):
+        if base is not None:
+            raise UserError(
+                f"export: --base {base} is the model of --merged, or has layers for multi-token prediction, of which "
+                f"{checkpoint} has none; expected no --base"
+            )
+        return None
+    given = Path(model) if base is None and model is not None else base
+    if given is not None and not given.is_dir():
+        raise UserError(
+            f"export: no directory {given}, the model whose layers for multi-token prediction are those of "
+            f"{checkpoint}; expected --base of that model"
+        )
+    if given is not None and load_model_spec(given).sizes != spec.sizes:
+        raise UserError(
+            f"export: {given} is another model than that of {checkpoint}, whose layers for multi-token prediction "
+            "an export has; expected --base of that model"
+        )
+    return given
 
 
 def import_checkpoint(model: Path, out: Path) -> None:
@@ -149,10 +188,11 @@ def import_checkpoint(model: Path, out: Path) -> None:
     spec = load_model_spec(model)
     check_weights(spec, model)
     with TensorFiles(model) as files:
-        if in_fp8 := sorted(fp8_tensors(files.tensors) & spec.hf_tensors.keys()):
+        in_fp8 = fp8_tensors(files.tensors) & spec.hf_tensors.keys()
+        if quantised := sorted(in_fp8 | mxfp4_tensors(files.tensors)):
             raise UserError(
-                f"import: {model} has weights in fp8, such as {in_fp8[0]}, expected bfloat16, float16 or float32; a "
-                "run reads the directory itself as its model"
+                f"import: {model} has weights in {'fp8' if in_fp8 else 'MXFP4'}, such as {quantised[0]}, expected "
+                "bfloat16, float16 or float32; a run reads the directory itself as its model"
             )
     directory = step_directory(out, 0)
     if directory.exists():
@@ -168,7 +208,7 @@ def import_checkpoint(model: Path, out: Path) -> None:
 
 def _imported(spec: ModelSpec, model: Path, directory: Path) -> Manifest:
     """Everything of an imported checkpoint but its manifest, and the manifest."""
-    from engine3d.checkpoint.writer import write_tensors  # Megatron-Core is imported where it is needed
+    from engine3d.checkpoint.writing.writer import write_tensors  # Megatron-Core is imported where it is needed
 
     role = directory / _IMPORTED_ROLE
     role.mkdir(parents=True)

@@ -219,7 +219,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Go on with the states that `random_states` gave."""
+    """Restore the states that `random_states` returned."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     random.setstate(states["python"])

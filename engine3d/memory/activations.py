@@ -9,12 +9,14 @@ where they are made.
 from __future__ import annotations
 
 from engine3d.layout import Layout
-from engine3d.models.sizes import Latent, Sizes
+from engine3d.models.sizes import Delta, Latent, Sizes
 
 _FLOAT32 = 4
 _ROUTER_COPIES = 3
 """Float32 tensors of the router with a value for each expert: logits, probabilities, and their normalised form."""
 _ROW_BYTES = 16
+_CHUNK = 64
+"""Tokens of a chunk of gated delta nets."""
 
 
 def saved_by_layer(
@@ -49,6 +51,8 @@ def saved_by_layer(
         mlp = _saved_by_fused_experts(sizes, layout, spread, itemsize, capacity)
     else:
         mlp = _experts(sizes, layout, spread, itemsize)
+    if sizes.is_linear(layer) and sizes.delta is not None:
+        return _delta_net(sizes, sizes.delta, layout.tp, spread, itemsize) + mlp
     attention = saved_by_attention(
         sizes, layout, itemsize, sequence_parallel=sequence_parallel, fused_query_key=fused_query_key
     )
@@ -166,9 +170,22 @@ def _attention(sizes: Sizes, tp: int, spread: int, itemsize: int) -> float:
     inputs = 2 * sizes.hidden / spread  # of the norm, and of the projection after it
     heads = sizes.heads / tp
     core = _latent(sizes, sizes.latent, tp) if sizes.latent is not None else _grouped(sizes, tp, heads)
-    output = heads * sizes.value_dim
+    output = heads * sizes.value_dim * (3 if sizes.output_gate else 1)  # the gate, and the product
     statistics = _FLOAT32 * heads  # log-sum-exp
     return itemsize * (inputs + core + output) + statistics
+
+
+def _delta_net(sizes: Sizes, delta: Delta, tp: int, spread: int, itemsize: int) -> float:
+    """Bytes a token that a gated delta net saves of one layer, with the norm before it.
+
+    Its projection, convolution, rule and norm compute in float32 in PyTorch (`delta_rule`): the numbers are those of
+    the tensors that autograd saves of queries and keys, of values, of each value head's copy of a query and a key, and
+    of a row of a chunk's matrices. A chunk also saves a state.
+    """
+    inputs = 2 * sizes.hidden / spread
+    of_head = 7 * delta.key_dim + 6 * _CHUNK + 9 + delta.key_dim * delta.value_dim / _CHUNK
+    saved = 12 * delta.keys + 14 * delta.values + delta.value_heads * of_head
+    return itemsize * inputs + _FLOAT32 * saved / tp
 
 
 def _grouped(sizes: Sizes, tp: int, heads: float) -> float:
@@ -206,8 +223,11 @@ def _dense_mlp(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> floa
 
 def _experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
     routed = sizes.experts_per_token / spread
+    # Gate and up, and their product. Experts with biases also keep gate and up apart, both within their limits, the
+    # activation, and the product before the router's weight.
+    widths = 8 if sizes.expert_biases else 3
     # Each of the ranks that share an expert sees the tokens of all of them, and computes its share of the width.
-    given = routed * (layout.etp * sizes.hidden + 3 * sizes.expert_ffn)
+    given = routed * (layout.etp * sizes.hidden + widths * sizes.expert_ffn)
     return itemsize * given + _FLOAT32 * routed + _beside_experts(sizes, layout, spread, itemsize)
 
 

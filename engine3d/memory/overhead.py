@@ -38,6 +38,21 @@ _LOGITS = 5.8
 """Tensors as large as the float32 logits of all requests: of the largest CUDA graph, of sampling and its log-probs."""
 
 
+def device_overhead(*, on_gpu: bool) -> int:
+    """Bytes of a device that no process of a run takes."""
+    return DRIVER_BYTES if on_gpu else 0
+
+
+def model_overhead(layout: Layout, *, on_gpu: bool) -> int:
+    """Bytes of a model's process on a rank next to its tensors."""
+    return communicators(layout) + MODEL_BYTES + CONTEXT_BYTES if on_gpu else TRAINING_PROCESS_BYTES
+
+
+def engine_overhead(*, on_gpu: bool) -> int:
+    """Bytes of an engine's processes on a rank next to its tensors and its workspace."""
+    return CONTEXT_BYTES if on_gpu else ENGINE_PROCESSES_BYTES
+
+
 def communicators(layout: Layout) -> int:
     """Bytes that NCCL takes on a rank of a model.
 

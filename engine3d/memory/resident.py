@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.lora.spec import AdapterSpec
+from engine3d.models.lora.spec import AdapterSpec, weight_name
 from engine3d.models.precision import joined_slices, scale_box
 from engine3d.models.rules import Box, local_parameters
-from engine3d.reshard.describe.source import buffer_rules, parameter_buffers, tied_stages
+from engine3d.reshard.describe.source import buffer_rules, parameter_buffers, tied_stages, unpadded_elements
 from engine3d.training.config import TrainConfig
 from engine3d.training.host_state import most_on_device
 from engine3d.training.optimizer import element_bytes
@@ -74,7 +75,7 @@ def quantised_bytes(spec: ModelSpec, layout: Layout, at: Coordinates, *, transfo
     boxes = [
         box
         for local in spec.local_parameters(layout, at, transformer_engine=transformer_engine)
-        for name, (box, _) in joined_slices(local.slices).items()
+        for name, box, _ in joined_slices(local.slices)
         if spec.hf_tensors[name].fp8
     ]
     return sum(_elements(box) + _FLOAT32 * _elements(scale_box(box)) for box in boxes)
@@ -107,17 +108,25 @@ def resident_by_rank(
     itemsize = ITEMSIZES[config.dtype]
     of_element = element_bytes(config)
     dense, experts = buffer_rules(spec.rules, layout)
-    resident = ResidentBytes()
+    tied, resident = tied_stages(spec, layout), ResidentBytes()
     for rules, copies in ((dense, layout.dp * layout.cp), (experts, layout.edp)):
         if rules is None:
             continue
-        local = local_parameters(
-            rules, layout, at, transformer_engine=transformer_engine, expert_order=spec.expert_order
+        listed = partial(
+            local_parameters,
+            rules,
+            layout,
+            at,
+            transformer_engine=transformer_engine,
+            expert_order=spec.expert_order,
         )
+        local = listed(each_expert=False)
         parameters = [parameter for parameter in local if not parameter.buffer]
-        others = sum(prod(parameter.shape) for parameter in local if parameter.buffer)
-        buffers = parameter_buffers(local, copies, tied=tied_stages(spec, layout))
-        elements = sum(buffer.elements for buffer in buffers)
+        others = sum(parameter.count * prod(parameter.shape) for parameter in local if parameter.buffer)
+        elements = None if tied else unpadded_elements(parameters, copies)
+        if elements is None:
+            buffers = parameter_buffers(listed(), copies, tied=tied)
+            elements = sum(buffer.elements for buffer in buffers)
         resident += ResidentBytes(weights=elements * itemsize + others * _FLOAT32)
         if trainable:
             owned = elements // copies
@@ -130,7 +139,7 @@ def resident_by_rank(
                 resident += ResidentBytes(
                     offloaded=moments, staged=most_on_device(moments, largest * of_element.moments)
                 )
-        if trainable and transformer_engine:
+        if trainable and transformer_engine and not spec.adapters:
             linear = [
                 parameter for parameter in parameters if ".linear_" in parameter.name and len(parameter.shape) == 2
             ]
@@ -157,12 +166,8 @@ def merged_bytes(
         return 0
     adapters = AdapterSpec.of(spec, config.lora)
     options = {"transformer_engine": transformer_engine}
-    adapted = {local.name.rpartition(".")[0] for local in adapters.local_parameters(layout, at, **options)}
-    merged = [
-        local
-        for local in spec.local_parameters(layout, at, **options)
-        if local.name.endswith(".weight") and local.name.removesuffix(".weight") in adapted
-    ]
+    adapted = {weight_name(local.name) for local in adapters.local_parameters(layout, at, **options)}
+    merged = [local for local in spec.local_parameters(layout, at, **options) if local.name in adapted]
     return ITEMSIZES[config.dtype] * sum(prod(local.shape) for local in merged)
 
 

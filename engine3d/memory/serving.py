@@ -8,11 +8,14 @@ from math import prod
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.models.family import ModelSpec
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import target_names
 from engine3d.models.precision import served_tensors
 from engine3d.models.sizes import Sizes
 from engine3d.reshard.describe.shards import Buffer, Location, RankShards
 from engine3d.reshard.plan.aliases import find_aliases
-from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.cache import STATES_OF_A_REQUEST
+from engine3d.rollout.config import ADAPTER_SLOTS, RolloutConfig
 from engine3d.startup.imports import quick_imports
 from engine3d.startup.lazy_imports import torch
 
@@ -37,6 +40,7 @@ class ServingBytes:
         prefix_of_a_token: while a prompt is read, of a token of its prefix that is in the cache.
         prompt_of_a_token: while a prompt is read, of a token of it.
         routes_of_a_token: in host memory, for each token that the KV cache has room for.
+        states: of gated delta nets, of all requests and prefixes.
     """
 
     weights: int
@@ -45,10 +49,15 @@ class ServingBytes:
     prefix_of_a_token: int
     prompt_of_a_token: int
     routes_of_a_token: int = 0
+    states: int = 0
 
 
 def serving_by_rank(
-    spec: ModelSpec, config: RolloutConfig, locations: Sequence[Location], sources: Sequence[RankShards] = ()
+    spec: ModelSpec,
+    config: RolloutConfig,
+    locations: Sequence[Location],
+    sources: Sequence[RankShards] = (),
+    adapters: LoraConfig | None = None,
 ) -> list[ServingBytes]:
     """Predict the memory of every rank of some engines of one kind, as SGLang's own loader lays it out.
 
@@ -59,6 +68,7 @@ def serving_by_rank(
         config: of each engine.
         locations: of all ranks, engine after engine.
         sources: the trainer's ranks whose memory the engines may use.
+        adapters: that the engines have apart from the model.
 
     Raises:
         UserError: SGLang refuses the model or the layout.
@@ -66,6 +76,7 @@ def serving_by_rank(
     with quick_imports():
         import sglang.srt.layers.sampler  # noqa: F401  before a stand-in rank makes torch's logger ask for one
 
+    from engine3d.reshard.describe.adapter import pooled_elements
     from engine3d.reshard.describe.simulate import trace_engine_layout
 
     dtype = getattr(torch, config.dtype)
@@ -84,6 +95,7 @@ def serving_by_rank(
     prompt = prompt_of_a_token(spec.sizes, config.tp, config.ep, dtype.itemsize)
     absorbed = absorbed_weights(spec.sizes, config.attention_tp, dtype.itemsize)
     routes = routes_of_a_token(spec.sizes) if config.routes else 0
+    states = STATES_OF_A_REQUEST * config.most_requests * state_of_a_request(spec.sizes, config.tp, dtype.itemsize)
     predicted = []
     for number, location in enumerate(locations):
         trace = traces[number % config.tp]
@@ -93,7 +105,9 @@ def serving_by_rank(
         shared = sum(_nbytes(trace.buffers[alias.target_buffer]) for alias in aliases)
         responds = number % config.tp % config.attention_tp == 0
         weights = sum(map(_nbytes, trace.buffers)) + absorbed
-        predicted.append(ServingBytes(weights, shared, cache, prefix, prompt, routes if responds else 0))
+        if adapters is not None:
+            weights += ADAPTER_SLOTS * pooled_elements(trace, adapters, target_names(spec)) * dtype.itemsize
+        predicted.append(ServingBytes(weights, shared, cache, prefix, prompt, routes if responds else 0, states))
     return predicted
 
 
@@ -104,7 +118,18 @@ def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
     """
     if sizes.latent is not None:
         return (sizes.latent.key_value_rank + sizes.latent.rotary_dim) * sizes.layers * itemsize
-    return max(1, sizes.groups // tp) * (sizes.head_dim + sizes.value_dim) * sizes.layers * itemsize
+    return max(1, sizes.groups // tp) * (sizes.head_dim + sizes.value_dim) * sizes.attention_layers * itemsize
+
+
+def state_of_a_request(sizes: Sizes, tp: int, itemsize: int) -> int:
+    """Bytes of the states of gated delta nets of one request on one rank, over all layers.
+
+    A state is float32. Of the convolution the tokens before the next one are kept.
+    """
+    if (delta := sizes.delta) is None:
+        return 0
+    convolved = (2 * delta.keys + delta.values) * (delta.kernel - 1) * itemsize
+    return (sizes.layers - sizes.attention_layers) * (4 * delta.key_dim * delta.values + convolved) // tp
 
 
 def routes_of_a_token(sizes: Sizes) -> int:

@@ -65,14 +65,19 @@ def update_peak(
         micro_batches: of an update, if that is known: no more are in flight on a pipeline stage.
     """
     rank_tokens = -(-tokens // layout.cp)
-    chunks = [_chunk_bytes(spec, layout, layers, config) for layers in spec.rules.rank_layers(layout, at.pp)]
+    by_kinds: dict[tuple[bool, ...], _ChunkBytes] = {}
+    chunks = []
+    for layers in spec.rules.rank_layers(layout, at.pp):
+        kinds = tuple(map(spec.sizes.is_sparse, layers))
+        if kinds not in by_kinds:
+            by_kinds[kinds] = _chunk_bytes(spec, layout, layers, config)
+        chunks.append(by_kinds[kinds])
     most = math.inf if micro_batches is None else micro_batches
     kept = max(
         sum(min(count, most) * chunk.kept for count, chunk in zip(moment, chunks, strict=True))
         for moment in layout.in_flight(at.pp)
     )
-    sparse = any(spec.sizes.is_sparse(layer) for layers in spec.rules.rank_layers(layout, at.pp) for layer in layers)
-    of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype]) if sparse else 0
+    of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype]) if any(map(any, by_kinds)) else 0
     return WorkingBytes(
         activations=round(kept * rank_tokens),
         logits=_head(spec, layout, at, config, rank_tokens, backward=True),
@@ -98,20 +103,27 @@ def _chunk_bytes(spec: ModelSpec, layout: Layout, layers: Sequence[int], config:
     itemsize, cut = ITEMSIZES[config.dtype], {"sequence_parallel": config.sequence_parallel}
     how = cut | {"fused_experts": config.has_fused_experts(sizes, layout)}
     capacity, query_key = _capacity_factor(spec, layout, config), {"fused_query_key": config.fused_query_key}
-    saved = [saved_by_layer(sizes, layout, layer, itemsize, **how, **query_key, capacity=capacity) for layer in layers]
-    if config.balances_experts:
-        balance = [saved_for_balance(sizes, layout, layer, **cut) for layer in layers]
-        saved = [one + other for one, other in zip(saved, balance, strict=True)]
     of_ring, in_ring = gradients_of_ring(sizes, layout, itemsize), made_by_ring(sizes, layout, itemsize)
-    gradients = [
-        max(of_ring, gradients_of_layer(sizes, layout, layer, itemsize, **how, capacity=capacity)) for layer in layers
-    ]
+    saved_by_kind: dict[tuple[bool, bool], float] = {}
+    gradients_by_kind: dict[tuple[bool, bool], float] = {}
+    kinds = [(sizes.is_sparse(layer), sizes.is_linear(layer)) for layer in layers]
+    alike = dict(zip(kinds, layers, strict=True))
+    for kind, layer in alike.items():
+        saved_bytes = saved_by_layer(sizes, layout, layer, itemsize, **how, **query_key, capacity=capacity)
+        balance = saved_for_balance(sizes, layout, layer, **cut) if config.balances_experts else 0.0
+        saved_by_kind[kind] = saved_bytes + balance
+        of_layer = gradients_of_layer(sizes, layout, layer, itemsize, **how, capacity=capacity)
+        gradients_by_kind[kind] = max(of_ring, of_layer)
+    saved, gradients = [saved_by_kind[kind] for kind in kinds], [gradients_by_kind[kind] for kind in kinds]
     again = len(layers) if config.recompute_layers is None else min(config.recompute_layers, len(layers))
     if config.recompute != "full":
         again = 0
     kept = again * hidden_state(sizes, layout, itemsize, **cut) + sum(saved[again:])
     if config.recompute == "selective":
-        kept -= sum(made_again_by_layer(sizes, layout, layer, itemsize, **how) for layer in layers)
+        again_by_kind = {
+            kind: made_again_by_layer(sizes, layout, layer, itemsize, **how) for kind, layer in alike.items()
+        }
+        kept -= sum(again_by_kind[kind] for kind in kinds)
     # A layer is computed again once all that was saved by those after it has been used.
     computed_again = max(map(sum, zip(saved[:again], gradients[:again], strict=True)), default=0.0)
     if again:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine3d.errors import UserError, shortened
 from engine3d.models.families.deepseek_v3 import DEEPSEEK_V3
 from engine3d.models.families.glm4_moe import GLM4_MOE
+from engine3d.models.families.gpt_oss import GPT_OSS
 from engine3d.models.families.llama import LLAMA
 from engine3d.models.families.minimax_m2 import MINIMAX_M2
 from engine3d.models.families.mistral import MISTRAL
@@ -17,6 +18,7 @@ from engine3d.models.families.qwen2 import QWEN2
 from engine3d.models.families.qwen2_moe import QWEN2_MOE
 from engine3d.models.families.qwen3 import QWEN3
 from engine3d.models.families.qwen3_moe import QWEN3_MOE
+from engine3d.models.families.qwen3_next import QWEN3_NEXT
 from engine3d.models.family import Family, ModelSpec
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.quantised import QUANTISATION_KEYS
@@ -76,7 +78,20 @@ def __getattr__(name: str) -> Any:
 _MOST_EXPERTS = 131_072
 """Experts over all layers, five times those of the largest models, because each adds tensors to every pass."""
 
-FAMILIES = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, MINIMAX_M2)
+FAMILIES = (
+    QWEN3_MOE,
+    QWEN3,
+    QWEN2_MOE,
+    QWEN2,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    MINIMAX_M2,
+    GPT_OSS,
+    QWEN3_NEXT,
+)
 
 
 def load_model_spec(directory: str | Path, *, value_head: bool = False) -> ModelSpec:
@@ -109,6 +124,9 @@ def sglang_overrides(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     known = [family for family in FAMILIES if family.architecture in named]
     known = known if named else [family for family in FAMILIES if hf_config.get("model_type") in family.model_types]
     needed = {"architectures": [known[0].architecture], **known[0].published} if known else {}
+    if known and known[0].flat_rope:
+        nested = hf_config.get("rope_parameters") or {}
+        needed |= {key: nested[key] for key in ("rope_theta", "partial_rotary_factor") if key in nested}
     lacking = {key: value for key, value in needed.items() if not hf_config.get(key)}
     return lacking | {key: None for key in QUANTISATION_KEYS if hf_config.get(key) is not None}
 

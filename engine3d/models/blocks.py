@@ -6,21 +6,26 @@ and `{expert}` the expert's number in the HuggingFace model on one side and on t
 
 from __future__ import annotations
 
+from typing import Literal
+
 from engine3d.models.rules import (
     ColumnParallel,
     ExpertRows,
     GateUp,
+    HeadRows,
     HFTensor,
     QueryGroups,
     Replicated,
     RowParallel,
     Rule,
+    Sections,
     Vocabulary,
 )
-from engine3d.models.sizes import Latent, Sizes
+from engine3d.models.sizes import Delta, Latent, Sizes
 
 MEGATRON = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
+DELTA_NET = HF + "linear_attn."
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -30,7 +35,7 @@ def embedding(sizes: Sizes) -> tuple[Rule, ...]:
 
 def head(sizes: Sizes, value_head: bool, value_bias: bool) -> tuple[Rule, ...]:
     """Final norm and output layer: over the vocabulary, tied to the embedding, or one value a token."""
-    final_norm = norm("decoder.final_layernorm.weight", "model.norm.weight", sizes.hidden)
+    final_norm = norm("decoder.final_layernorm.weight", "model.norm.weight", sizes.hidden, centred=sizes.centred_norms)
     if value_head:
         score = HFTensor("score.weight", (1, sizes.hidden), "zeros", optional=True)
         output = Rule("output_layer.weight", Replicated(score))
@@ -43,24 +48,27 @@ def head(sizes: Sizes, value_head: bool, value_bias: bool) -> tuple[Rule, ...]:
     return (final_norm, output)
 
 
-def layer_norms(sizes: Sizes, sparse: bool) -> tuple[Rule, ...]:
-    """The norms before attention and MLP.
+def layer_norms(sizes: Sizes, sparse: bool, linear: bool = False) -> tuple[Rule, ...]:
+    """The norms before attention and MLP. `linear`: before a gated delta net.
 
     Transformer Engine puts a norm into the linear layer that follows it, unless it is followed by several.
     """
-    qkv_norm, fc1_norm = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+    first = "in_proj" if linear else "linear_qkv"
+    qkv_norm, fc1_norm = f"self_attention.{first}.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
     return (
         norm(
             MEGATRON + "input_layernorm.weight",
             HF + "input_layernorm.weight",
             sizes.hidden,
             transformer_engine=None if sizes.latent else MEGATRON + qkv_norm,
+            centred=sizes.centred_norms,
         ),
         norm(
             MEGATRON + "pre_mlp_layernorm.weight",
             HF + "post_attention_layernorm.weight",
             sizes.hidden,
             transformer_engine=None if sparse else MEGATRON + fc1_norm,
+            centred=sizes.centred_norms,
         ),
     )
 
@@ -73,10 +81,11 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
         Rule(
             megatron + "linear_qkv.weight",
             QueryGroups(
-                HFTensor(hf + "q_proj.weight", (queries, sizes.hidden), fp8=True),
+                HFTensor(hf + "q_proj.weight", (queries * (1 + sizes.output_gate), sizes.hidden), fp8=True),
                 HFTensor(hf + "k_proj.weight", (keys, sizes.hidden), fp8=True),
                 HFTensor(hf + "v_proj.weight", (keys, sizes.hidden), fp8=True),
                 sizes.groups,
+                sizes.output_gate,
             ),
         ),
         Rule(
@@ -95,14 +104,44 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
     if sizes.output_bias:
         replicated = Replicated(HFTensor(hf + "o_proj.bias", (sizes.hidden,), "zeros"))
         rules.append(Rule(megatron + "linear_proj.bias", replicated))
+    if sizes.sinks:
+        sinks = ColumnParallel(HFTensor(hf + "sinks", (sizes.heads,)))
+        rules.append(Rule(megatron + "core_attention.softmax_offset", sinks))
     if sizes.norm_over_heads:
         for name, hf_name, length in (("query_norm", "q_norm", queries), ("key_norm", "k_norm", keys)):
             weight = HFTensor(f"{hf}{hf_name}.weight", (length,), "ones")
             rules.append(Rule(f"{megatron}{name}.weight", ColumnParallel(weight)))
     elif sizes.qk_norm:
-        rules.append(norm(megatron + "q_layernorm.weight", hf + "q_norm.weight", sizes.head_dim))
-        rules.append(norm(megatron + "k_layernorm.weight", hf + "k_norm.weight", sizes.head_dim))
+        for name in ("q", "k"):
+            hf_name, centred = f"{hf}{name}_norm.weight", sizes.centred_norms
+            rules.append(norm(f"{megatron}{name}_layernorm.weight", hf_name, sizes.head_dim, centred=centred))
     return tuple(rules)
+
+
+def delta_net(sizes: Sizes, delta: Delta, projections: tuple[HeadRows, ...]) -> tuple[Rule, ...]:
+    """A gated delta net.
+
+    Args:
+        sizes: of the model.
+        delta: of the layer.
+        projections: rows of its first linear layer: queries, keys, values, output gate, beta and decay.
+    """
+    megatron, hf = MEGATRON + "self_attention.", DELTA_NET
+    convolution = HFTensor(hf + "conv1d.weight", (2 * delta.keys + delta.values, 1, delta.kernel))
+    convolved = (
+        HeadRows(convolution, delta.key_heads, delta.key_dim),
+        HeadRows(convolution, delta.key_heads, delta.key_dim, delta.keys),
+        HeadRows(convolution, delta.value_heads, delta.value_dim, 2 * delta.keys),
+    )
+    out = HFTensor(hf + "out_proj.weight", (sizes.hidden, delta.values))
+    return (
+        Rule(megatron + "in_proj.weight", Sections(projections)),
+        Rule(megatron + "conv1d.weight", Sections(convolved)),
+        Rule(megatron + "dt_bias", ColumnParallel(HFTensor(hf + "dt_bias", (delta.value_heads,), "ones"))),
+        Rule(megatron + "A_log", ColumnParallel(HFTensor(hf + "A_log", (delta.value_heads,), "zeros"))),
+        norm(megatron + "out_norm.weight", hf + "norm.weight", delta.value_dim),
+        Rule(megatron + "out_proj.weight", RowParallel(out)),
+    )
 
 
 def latent_attention(sizes: Sizes, latent: Latent) -> tuple[Rule, ...]:
@@ -186,6 +225,31 @@ def routed_experts(
     )
 
 
+def stacked_experts(sizes: Sizes) -> tuple[Rule, ...]:
+    """A router and its experts with biases, which files have as tensors of all experts.
+
+    Rows of an expert's first layer are those of gate and up in turn.
+    """
+    megatron, hf = MEGATRON + "mlp.", HF + "mlp."
+    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
+
+    def of_expert(name: str, hf_name: str, shape: tuple[int, ...], cut: type[ColumnParallel | Replicated]) -> Rule:
+        init: Literal["normal", "zeros"] = "normal" if len(shape) == 2 else "zeros"
+        tensor = HFTensor(f"{hf}experts.{hf_name}", shape, init, stacked=experts)
+        linear, kind = name.split(".")
+        fused = f"{megatron}experts.{linear}.{kind}{{expert}}"
+        return Rule(f"{megatron}experts.local_experts.{{expert}}.{name}", cut(tensor), fused)
+
+    return (
+        Rule(megatron + "router.weight", ExpertRows(HFTensor(hf + "router.weight", (experts, hidden)))),
+        Rule(megatron + "router.bias", ExpertRows(HFTensor(hf + "router.bias", (experts,)))),
+        of_expert("linear_fc1.weight", "gate_up_proj", (2 * ffn, hidden), ColumnParallel),
+        of_expert("linear_fc1.bias", "gate_up_proj_bias", (2 * ffn,), ColumnParallel),
+        of_expert("linear_fc2.weight", "down_proj", (hidden, ffn), RowParallel),
+        of_expert("linear_fc2.bias", "down_proj_bias", (hidden,), Replicated),
+    )
+
+
 def expert_bias(sizes: Sizes, name: str = "mlp.gate.e_score_correction_bias") -> tuple[Rule, ...]:
     """Expert bias (auxiliary-loss-free load balancing), added to the scores that choose experts alone.
 
@@ -211,8 +275,9 @@ def shared_expert(sizes: Sizes, name: str = "shared_experts") -> tuple[Rule, ...
     return (*rules, Rule(megatron + "gate_weight", Replicated(gate)))
 
 
-def norm(name: str, hf_name: str, length: int, transformer_engine: str | None = None) -> Rule:
-    return Rule(name, Replicated(HFTensor(hf_name, (length,), "ones")), transformer_engine)
+def norm(name: str, hf_name: str, length: int, transformer_engine: str | None = None, *, centred: bool = False) -> Rule:
+    """An RMSNorm. `centred`: it multiplies by one plus its weight."""
+    return Rule(name, Replicated(HFTensor(hf_name, (length,), "zeros" if centred else "ones")), transformer_engine)
 
 
 def _gated(

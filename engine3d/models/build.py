@@ -108,7 +108,7 @@ def _build_chunk(
         rotary_base=spec.rope.base,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
-    if spec.sizes.shared_gate:  # which Megatron-Core makes on the CPU
+    if spec.sizes.experts:  # Megatron-Core makes routers and gates on the CPU, and moves them when they are trained
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.cuda.current_device())
     if spec.sizes.latent is None:

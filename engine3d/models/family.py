@@ -43,7 +43,11 @@ class Family:
             function reads it from a config that says it in a way of its own, which no other key may contradict.
         published: keys of published configs, and their only value here, which SGLang needs and transformers leaves out
             of what it saves.
+        flat_rope: True if SGLang reads the base of rotary embeddings and the share of a head next to `rope_parameters`,
+            where files saved by transformers do not have them.
         other_names: further values of model_type of the same layers, of which transformers has no class.
+        multi_token: beginning of the names of layers for multi-token prediction in files, of which the config says
+            nothing; None where they are numbered after the model's own, and the config has their count.
     """
 
     name: str
@@ -55,7 +59,9 @@ class Family:
     rope_base: float = 10000.0
     rotary_share: float | Callable[[HFConfig], float] = 1.0
     published: Mapping[str, Any] = field(default_factory=dict)
+    flat_rope: bool = False
     other_names: tuple[str, ...] = ()
+    multi_token: str | None = None
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -174,7 +180,15 @@ class ModelSpec:
             )
         if sizes.norm_over_heads:  # ranks that share a key would count it several times
             _divides("tp", layout.tp, "num_key_value_heads", sizes.groups)
-        _divides("tp", layout.tp, "rows of q, k and v", (sizes.heads + 2 * sizes.groups) * sizes.head_dim)
+        heads = sizes.heads * (1 + sizes.output_gate) + 2 * sizes.groups
+        _divides("tp", layout.tp, "rows of q, k and v", heads * sizes.head_dim)
+        if sizes.delta is not None:
+            _divides("tp", layout.tp, "linear_num_key_heads", sizes.delta.key_heads)
+            if layout.cp > 1:
+                raise UserError(
+                    f"layout: cp={layout.cp}: expected 1, because {self.family.architecture} has gated delta nets, "
+                    "whose state passes from each token to the next"
+                )
         if sizes.latent is not None:
             if sizes.latent.query_rank is not None:
                 _divides("tp", layout.tp, "q_lora_rank", sizes.latent.query_rank)
@@ -186,6 +200,11 @@ class ModelSpec:
         if sizes.experts:
             _divides("ep", layout.ep, "num_experts", sizes.experts)
             _divides("etp", layout.etp, "moe_intermediate_size", sizes.expert_ffn)
+            if sizes.expert_biases and layout.etp > 1:
+                raise UserError(
+                    f"layout: etp={layout.etp}: expected 1, because experts of {self.family.architecture} have biases, "
+                    "which Megatron-Core adds on every rank that shares an expert"
+                )
         elif layout.ep * layout.etp > 1:
             raise UserError(
                 f"layout: ep={layout.ep} etp={layout.etp}: expected 1 for both, "
@@ -206,6 +225,10 @@ class ModelSpec:
 
     def parameter_count(self) -> int:
         """Parameters of the complete model; a tied output layer counts once, and buffers do not."""
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> int:
         return sum(_elements(tensor) for tensor in self.hf_tensors.values() if not tensor.buffer)
 
     def active_parameter_count(self) -> int:
@@ -213,6 +236,8 @@ class ModelSpec:
         sizes = self.sizes
         total = self.parameter_count() - (0 if sizes.tied and not self.value_head else sizes.vocabulary * sizes.hidden)
         expert = 3 * sizes.hidden * sizes.expert_ffn
+        if sizes.expert_biases:
+            expert += 2 * sizes.expert_ffn + sizes.hidden
         return total - sum(sizes.sparse) * (sizes.experts - sizes.experts_per_token) * expert
 
 

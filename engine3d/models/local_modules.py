@@ -13,16 +13,19 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from engine3d.models.attention.context_parallel import rank_order
 from engine3d.models.attention.split_on_demand import SplitOnDemand
+from engine3d.platform.sink_attention import attend_with_sinks, seen_keys
 
 _LATENT_MODULES = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
@@ -32,21 +35,26 @@ class RMSNorm(torch.nn.Module):
 
         y = weight * x / sqrt(mean(x^2) + eps)
 
+    Norms with weights around zero multiply by 1 + weight, in float32.
+
     With sequence parallelism each rank sees part of the sequence, and the gradient of the weight is summed over tp
     ranks: the weight says so. The same holds for the norms of query and key heads, of which each rank has some.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
         device = torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        weight = torch.full((hidden_size,), float(not self.centred), dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) of any floating dtype -> the same."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.centred:
+            return (wide * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * wide.to(x.dtype)
 
 
@@ -72,6 +80,14 @@ class CoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            count = config.num_attention_heads // config.tensor_model_parallel_size
+            options: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(count, **options))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -96,8 +112,9 @@ class CoreAttention(MegatronModule):
             [s, b, heads * head_dim], or packed [t, heads * head_dim], of the value's head_dim.
         """
         if packed_seq_params is None:
-            batch_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            return self._attend(*batch_first).permute(2, 0, 1, 3).flatten(2)
+            mask = _mask(len(key), None, key.device, self.window)
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
         bounds = packed_seq_params.cu_seqlens_q_padded
         if bounds is None:
             bounds = packed_seq_params.cu_seqlens_q
@@ -109,7 +126,7 @@ class CoreAttention(MegatronModule):
                 gather_from_sequence_parallel_region(tensor, group=group)[in_sequence] for tensor in (key, value)
             )
         shares = query.split([length // ranks for length in lengths])
-        masks = {length: _mask(length, group, bounds.device) for length in set(lengths)}
+        masks = {length: _mask(length, group, bounds.device, self.window) for length in set(lengths)}
         outputs = [
             self._attend(queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), mask=masks[len(keys)])
             .transpose(0, 1)
@@ -121,18 +138,25 @@ class CoreAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """[..., heads, s, head_dim] with key and value [..., groups, s, head_dim] -> as the query, of value's width."""
+        if self.softmax_offset is not None:
+            if mask is None:
+                mask = seen_keys(torch.arange(query.shape[-2], device=query.device), key.shape[-2], None)
+            return attend_with_sinks(query, key, value, self.softmax_offset, mask, self.softmax_scale)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
         )
 
 
-def _mask(length: int, group: ProcessGroup | None, device: torch.device) -> Tensor | None:
+def _mask(length: int, group: ProcessGroup | None, device: torch.device, window: int | None) -> Tensor | None:
     """(length / ranks, length) bool: the keys of a sequence that this rank's queries attend to; None for causal."""
     if group is None:
-        return None
-    ranks = group.size()
-    positions = rank_order(torch.tensor([0, length], device=device), length, ranks).chunk(ranks)
-    return torch.arange(length, device=device) <= positions[group.rank()][:, None]
+        if window is None or length <= window:
+            return None
+        positions = torch.arange(length, device=device)
+    else:
+        ranks = group.size()
+        positions = rank_order(torch.tensor([0, length], device=device), length, ranks).chunk(ranks)[group.rank()]
+    return seen_keys(positions, length, window)
 
 
 class LatentAttention(SplitOnDemand, MLASelfAttention):

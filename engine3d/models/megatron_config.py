@@ -9,26 +9,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.attention.delta_net import DeltaNetSubmodules, GatedDeltaNet
 from engine3d.models.attention.norm_over_heads import HeadsNormedAttention
 from engine3d.models.attention.requirements import check_fused_query_key
 from engine3d.models.attention.self_attention import FusedSelfAttention
 from engine3d.models.attention.split_on_demand import SplitSelfAttention
+from engine3d.models.experts.biased_experts import BiasedRows, PairedColumns, scaled_sigmoid
 from engine3d.models.experts.moe_layer import FusedMoELayer, SequenceMoELayer
 from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
 from engine3d.models.precision import Precision
 from engine3d.models.quantised_linear import with_quantised_linears
-from engine3d.models.sizes import Latent
+from engine3d.models.sizes import Delta, Latent, Sizes
 from engine3d.platform import platform
 
 
@@ -62,17 +66,28 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "softmax_scale": spec.rope.score_factor / sizes.head_dim**0.5 if spec.rope.score_factor != 1.0 else None,
         "qk_layernorm": sizes.qk_norm,
         "add_qkv_bias": sizes.qkv_bias,
-        "add_bias_linear": sizes.mlp_bias,
+        "add_bias_linear": sizes.mlp_bias or sizes.expert_biases,
+        "softmax_type": "learnable" if sizes.sinks else "vanilla",
+        "window_size": None if sizes.window is None else (sizes.window - 1, 0),
+        "window_attn_skip_freq": None if sizes.window is None else [int(windowed) for windowed in sizes.windowed],
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": sizes.centred_norms,
+        "attention_output_gate": sizes.output_gate,
         "layernorm_epsilon": sizes.norm_epsilon,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": _activation(sizes),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": sizes.initializer_range,
         # Weights come from files: load_weights fills every parameter.
         "perform_initialization": False,
     }
+
+
+def _activation(sizes: Sizes) -> Callable[[torch.Tensor], torch.Tensor]:
+    if not sizes.expert_biases:
+        return F.silu
+    return quick_gelu if platform.has_transformer_engine else scaled_sigmoid  # type: ignore[no-any-return]
 
 
 def _latent(spec: ModelSpec, latent: Latent) -> dict[str, Any]:
@@ -191,11 +206,12 @@ def layer_spec(
     Raises:
         UserError: they cannot be made in one.
     """
+    vp_stage = None if config.virtual_pipeline_model_parallel_size is None else chunk
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=platform.has_transformer_engine,
         normalization="RMSNorm",
-        vp_stage=None if config.virtual_pipeline_model_parallel_size is None else chunk,
+        vp_stage=vp_stage,
     )
     layers = block.layer_specs
     if fused_query_key:
@@ -212,18 +228,40 @@ def layer_spec(
         layers = [_with_lean_modules(layer, config, fused_experts, copy_engine_timeout_s) for layer in layers]
     else:
         layers = [_with_local_modules(layer) for layer in layers]
+        if spec.sizes.expert_biases:
+            layers = [_with_biased_experts(layer) for layer in layers]
         if precision is not None:
             layers = [with_quantised_linears(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
     if spec.sizes.output_bias and not config.add_bias_linear:
         layers = [_with_output_bias(layer) for layer in layers]
+    if spec.sizes.delta is not None:
+        first = get_transformer_layer_offset(config, vp_stage)
+        layers = [
+            _with_delta_net(layer, spec.sizes.delta) if spec.sizes.is_linear(number) else layer
+            for number, layer in enumerate(layers, first)
+        ]
     return replace(block, layer_specs=layers)
+
+
+def _with_delta_net(layer: ModuleSpec, delta: Delta) -> ModuleSpec:
+    attention = layer.submodules.self_attention.submodules
+    linears = DeltaNetSubmodules(attention.linear_qkv, attention.linear_proj)
+    return _with_attention(layer, module=GatedDeltaNet, submodules=linears, params={"delta": delta})
 
 
 def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
     layer = _with_norms(layer, RMSNorm)
     modules = replace(layer.submodules.self_attention.submodules, core_attention=CoreAttention)
     return _with_attention(layer, submodules=modules)
+
+
+def _with_biased_experts(layer: ModuleSpec) -> ModuleSpec:
+    moe = layer.submodules.mlp.keywords["submodules"]
+    experts = replace(moe.experts.keywords["submodules"], linear_fc1=PairedColumns, linear_fc2=BiasedRows)
+    moe = replace(moe, experts=partial(moe.experts, submodules=experts))
+    mlp = partial(layer.submodules.mlp, submodules=moe)
+    return replace(layer, submodules=replace(layer.submodules, mlp=mlp))
 
 
 def _with_router(layer: ModuleSpec) -> ModuleSpec:

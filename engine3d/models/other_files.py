@@ -1,4 +1,4 @@
-"""Directories that hold a model in another form than the one read here, told apart by the names of their files."""
+"""Directories that hold a model in another form than the one read here, recognised by the names of their files."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ Precision = Literal["fp8"]
 
 BLOCK = 128
 """Rows and columns of a block."""
+GEMM_TOKENS = 16
+"""Number of tokens of which Transformer Engine's GEMMs of quantised operands need a multiple."""
 LARGEST = 448.0
 """Largest value of float8_e4m3fn."""
 FP8_DTYPE = "float8_e4m3fn"
@@ -264,6 +266,11 @@ def check_trained_blocks(spec: ModelSpec, layout: Layout, *, transformer_engine:
             f"precision=fp8: {spec.family.architecture} has latent attention, with which training in fp8 was not "
             "tried; expected null"
         )
+    if spec.sizes.delta is not None:
+        raise UserError(
+            f"precision=fp8: {spec.family.architecture} has gated delta nets, with which training in fp8 was not "
+            "tried; expected null"
+        )
     for layer, rules in enumerate(spec.rules.layers):
         for rule in rules:
             count = layout.etp if rule.per_expert else layout.tp
@@ -309,24 +316,22 @@ def _divided_block(cut: Cut, count: int) -> tuple[HFTensor, tuple[int, int]] | N
     return None
 
 
-def joined_slices(slices: Iterable[TensorSlice]) -> dict[str, tuple[Box, tuple[TensorSlice, ...]]]:
-    """The box of each HuggingFace tensor that the slices of a parameter make up together, and these slices.
+def joined_slices(slices: Iterable[TensorSlice]) -> list[tuple[str, Box, tuple[TensorSlice, ...]]]:
+    """The boxes of HuggingFace tensors that the slices of a parameter make up, each with its slices.
 
-    Query groups give a parameter several slices of a tensor, which follow one another there.
+    Query groups give a parameter several slices of a tensor, which follow one another there. Slices that do not, such
+    as those of sections, are boxes of their own.
     """
-    by_tensor: dict[str, list[TensorSlice]] = {}
-    for tensor_slice in slices:
-        by_tensor.setdefault(tensor_slice.hf_name, []).append(tensor_slice)
-    return {
-        name: (
-            tuple(
-                (min(start for start, _ in bounds), max(stop for _, stop in bounds))
-                for bounds in zip(*(tensor_slice.hf_box for tensor_slice in of_tensor), strict=True)
-            ),
-            tuple(of_tensor),
-        )
-        for name, of_tensor in by_tensor.items()
-    }
+    boxes: list[tuple[str, Box, tuple[TensorSlice, ...]]] = []
+    for tensor_slice in sorted(slices, key=lambda tensor_slice: (tensor_slice.hf_name, tensor_slice.hf_box)):
+        (first, last), *rest = tensor_slice.hf_box
+        if boxes and boxes[-1][0] == tensor_slice.hf_name:
+            name, ((start, stop), *others), joined = boxes[-1]
+            if stop == first and others == rest:
+                boxes[-1] = name, ((start, last), *rest), (*joined, tensor_slice)
+                continue
+        boxes.append((tensor_slice.hf_name, tensor_slice.hf_box, (tensor_slice,)))
+    return boxes
 
 
 def matrices_of(
@@ -357,14 +362,14 @@ def matrices_of(
 def joined_values(parameter: torch.Tensor, box: Box, slices: Sequence[TensorSlice]) -> torch.Tensor:
     """Values of the slices of one tensor as the box that they make up: of one slice a view of the parameter."""
     if len(slices) == 1:
-        return parameter[_indices(slices[0].local_box)]
+        return slices[0].to_hf(parameter[_indices(slices[0].local_box)])
     shape = [stop - start for start, stop in box]
     values = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     for tensor_slice in slices:
         within = tuple(
             (start - first, stop - first) for (start, stop), (first, _) in zip(tensor_slice.hf_box, box, strict=True)
         )
-        values[_indices(within)] = parameter[_indices(tensor_slice.local_box)]
+        values[_indices(within)] = tensor_slice.to_hf(parameter[_indices(tensor_slice.local_box)])
     return values
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 _COLUMNS = 6
 """Columns of a band of rows: addresses of its elements, its values and its scales, stride of a row, rows, columns."""
-_WARPS = 8
+_WARPS, _STAGES = 8, 3
 _WIDEST = 16
 """Bytes of an access."""
 
@@ -45,6 +45,7 @@ def quantise_bands(
         )
     device = matrices[0][0].device if matrices else None
     tables = {dtype: torch.tensor(bands, device=device) for dtype, bands in by_dtype.items()}
+    alignments = {dtype: _alignment(bands) for dtype, bands in by_dtype.items()}
 
     def run() -> None:
         for dtype, table in tables.items():
@@ -55,7 +56,8 @@ def quantise_bands(
                 BLOCK=block,
                 LARGEST=largest,
                 SMALLEST=smallest_peak,
-                ALIGNMENT=_alignment(by_dtype[dtype]),
+                ALIGNMENT=alignments[dtype],
+                STAGES=_STAGES,
                 num_warps=_WARPS,
             )
 
@@ -79,6 +81,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     entry = table + tl.program_id(0) * COLUMNS
     elements = tl.multiple_of(tl.load(entry).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
@@ -88,7 +91,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     rows = tl.load(entry + 4).to(tl.int32)
     columns = tl.multiple_of(tl.load(entry + 5).to(tl.int32), ALIGNMENT)
     row = tl.arange(0, BLOCK)[:, None]
-    for first in range(0, columns, BLOCK):
+    for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < columns)
         block = tl.load(elements + row * stride + column, mask=inside, other=0.0).to(tl.float32)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
+from engine3d.models.mxfp4 import BLOCKS, MXFP4
 from engine3d.models.precision import BLOCK, QUANTISATION_CONFIG, scale_name
 from engine3d.models.safetensors_files import DTYPES, FP8, StoredTensor, TensorFiles
 
@@ -51,7 +52,7 @@ def unquantised_overrides(directory: Path, config: Mapping[str, Any]) -> dict[st
 def check_quantisation(
     directory: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], read: Collection[str]
 ) -> None:
-    """Refuse quantised weights but those in fp8 blocks, and a second file that makes SGLang take weights for quantised.
+    """Refuse quantised weights but fp8 blocks and MXFP4, and a second file that makes SGLang take weights for such.
 
     Args:
         directory: of the model.
@@ -63,8 +64,14 @@ def check_quantisation(
         UserError: names a tensor, the file, or the key of config.json.
     """
     in_fp8 = fp8_tensors(stored)
+    in_mxfp4 = mxfp4_tensors(stored)
     method = named_method(config)
-    if (name := _quantised(stored, read, in_fp8)) is not None:
+    if in_mxfp4 and method != "mxfp4":
+        raise UserError(
+            f"{directory / 'config.json'}: weights are {MXFP4}, such as {min(in_mxfp4)}; expected "
+            f'{QUANTISATION_KEY} with quant_method "mxfp4", found {method or "nothing"}'
+        )
+    if (name := _quantised(stored, read, in_fp8 | in_mxfp4)) is not None:
         by = f" ({method})" if method else ""
         raise UserError(
             f"tensor {name} in {stored[name].path}: dtype {stored[name].dtype} of quantised weights{by}, expected "
@@ -83,6 +90,15 @@ def check_quantisation(
 def fp8_tensors(stored: Mapping[str, StoredTensor]) -> set[str]:
     """Names of the tensors in fp8."""
     return {name for name, tensor in stored.items() if tensor.dtype == FP8}
+
+
+def mxfp4_tensors(stored: Mapping[str, StoredTensor]) -> set[str]:
+    """Names of the tensors in MXFP4, or of their blocks where these are tensors of their own."""
+    return {
+        name
+        for name, tensor in stored.items()
+        if tensor.dtype == MXFP4 or (tensor.dtype == "U8" and name.endswith(BLOCKS))
+    }
 
 
 def _check_fp8_config(path: Path, config: Mapping[str, Any]) -> None:

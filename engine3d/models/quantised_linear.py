@@ -62,7 +62,7 @@ _QUANTISED = {ColumnParallelLinear: QuantisedColumns, RowParallelLinear: Quantis
 
 
 def with_quantised_linears(node: Any) -> Any:
-    """A layer's specification, or a part of it, with quantised layers in place of Megatron-Core's linear layers."""
+    """Replace Megatron-Core's linear layers by quantised ones in a specification of a layer or of its sub-module."""
     if isinstance(node, partial):
         keywords = {name: with_quantised_linears(value) for name, value in node.keywords.items()}
         return partial(node.func, *map(with_quantised_linears, node.args), **keywords)

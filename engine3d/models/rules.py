@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from engine3d.layout import Coordinates, Layout, balanced_stages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ADAPTER_PREFIX = "lora_"
 """Beginning of the last name of an adapter's parameter."""
@@ -30,16 +33,18 @@ ExpertOrder = Literal["ascending", "descending"]
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """A tensor of the HuggingFace model.
+    """A tensor of the HuggingFace model, or of a rule the matrix or vector of one expert in a tensor of all experts.
 
     Args:
         name: its name, which may contain `{layer}` and `{expert}`.
-        shape: its shape.
+        shape: its shape; of one expert's, that of a layer's weight, [out, in] or [out].
         init: how random weights fill it.
         optional: True if files may lack it; `init` then fills it.
         buffer: True if it is a buffer of the model and not a parameter: never trained by the optimizer, and float32 in
             every model and file, whatever the dtype of the rest.
         fp8: True if a model in fp8 has it quantised (`precision`).
+        stacked: experts of the tensor that has one's matrix, [experts, in, out], or vector, [experts, out]; 0 for a
+            tensor of its own.
     """
 
     name: str
@@ -48,6 +53,7 @@ class HFTensor:
     optional: bool = False
     buffer: bool = False
     fp8: bool = False
+    stacked: int = 0
 
     @property
     def dtype(self) -> str | None:
@@ -57,19 +63,34 @@ class HFTensor:
     def at(self, layer: int, expert: int) -> HFTensor:
         """The tensor of one layer and one expert, numbered as in the HuggingFace model."""
         name = self.name.format(layer=layer, expert=expert)
-        return HFTensor(name, self.shape, self.init, self.optional, self.buffer, self.fp8)  # `replace` is slow
+        shape = (self.stacked, *reversed(self.shape)) if self.stacked else self.shape
+        return HFTensor(name, shape, self.init, self.optional, self.buffer, self.fp8)  # `replace` is slow
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """The elements `hf_box` of a HuggingFace tensor are the elements `local_box` of a local parameter.
 
-    The boxes have the same extent in every dimension.
+    The boxes have the same extent in every dimension. In a tensor of all experts, whose first dimension counts them,
+    the other dimensions are the parameter's in reverse.
     """
 
     hf_name: str
     hf_box: Box
     local_box: Box
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if the tensor is one of all experts."""
+        return len(self.hf_box) > len(self.local_box)
+
+    def strides(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Strides of the tensor's dimensions in memory where the parameter's are `local`."""
+        return (0, *reversed(local)) if self.is_stacked else tuple(local)
+
+    def to_hf(self, values: Tensor) -> Tensor:
+        """View values of the box of the parameter as those of the box of the tensor."""
+        return values.permute(*reversed(range(values.dim())))[None] if self.is_stacked else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +251,57 @@ class GateUp(Cut):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of a tensor that belong to heads: of head i those from `first` + i * `step` on.
+
+    Args:
+        tensor: whose first dimension has the rows.
+        heads: over which ranks cut them.
+        rows: of one head.
+        first: row of the first head.
+        step: rows from one head to the next; 0 for `rows`.
+    """
+
+    tensor: HFTensor
+    heads: int
+    rows: int
+    first: int = 0
+    step: int = 0
+
+    def segments(self, shard: Shard) -> Iterator[tuple[int, int]]:
+        """The first row and the number of rows of each run of the shard."""
+        start, stop = shard.bounds(self.heads)
+        if self.step in (0, self.rows):
+            yield self.first + start * self.rows, (stop - start) * self.rows
+        else:
+            for head in range(start, stop):
+                yield self.first + head * self.step, self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Sections(Cut):
+    """Sections, each cut by heads over the ranks, then put one after the other."""
+
+    sections: tuple[HeadRows, ...]
+
+    @property
+    def tensors(self) -> tuple[HFTensor, ...]:
+        return tuple(dict.fromkeys(section.tensor for section in self.sections))
+
+    def segments(self, shard: Shard) -> Iterator[Segment]:
+        local = 0
+        for section in self.sections:
+            for start, length in section.segments(shard):
+                yield Segment(section.tensor, start, local, length)
+                local += length
+
+
+@dataclass(frozen=True, slots=True)
 class QueryGroups(Cut):
     """Query, key and value, interleaved per query group: the group's query heads, its key head, its value head.
+
+    Where attention has an output gate, the tensor of queries has after each head's rows as many of its gate. The gates
+    of a group's heads then come after its query heads.
 
     The rows of the interleaved matrix are cut evenly. With more ranks than groups a rank has a part of a group, as
     Megatron's attention expects.
@@ -241,22 +311,34 @@ class QueryGroups(Cut):
     key: HFTensor
     value: HFTensor
     groups: int
+    gated: bool = False
 
     @property
     def tensors(self) -> tuple[HFTensor, ...]:
         return (self.query, self.key, self.value)
 
     def segments(self, shard: Shard) -> Iterator[Segment]:
-        sizes = [tensor.shape[0] // self.groups for tensor in self.tensors]
-        group_size = sum(sizes)
+        group_size = sum(tensor.shape[0] // self.groups for tensor in self.tensors)
         start, stop = shard.bounds(group_size * self.groups)
         for group in range(start // group_size, -(-stop // group_size)):
             row = group * group_size
-            for tensor, size in zip(self.tensors, sizes, strict=True):
+            for tensor, hf_row, size in self._of_group(group):
                 first, last = max(row, start), min(row + size, stop)
                 if first < last:
-                    yield Segment(tensor, group * size + first - row, first - start, last - first)
+                    yield Segment(tensor, hf_row + first - row, first - start, last - first)
                 row += size
+
+    def _of_group(self, group: int) -> Iterator[tuple[HFTensor, int, int]]:
+        """Runs of a group's rows: a tensor, the first row in it, and the number of rows."""
+        for tensor in self.tensors:
+            size = tensor.shape[0] // self.groups
+            if tensor is self.query and self.gated:
+                head = self.key.shape[0] // self.groups
+                for first in (0, head):
+                    for row in range(group * size + first, (group + 1) * size, 2 * head):
+                        yield tensor, row, head
+            else:
+                yield tensor, group * size, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +444,7 @@ class LocalParameter:
             ranks or pipeline stages are not.
         buffer: True if it is a float32 buffer and not a parameter.
         chunk: number of its model chunk on the rank.
+        count: experts that it stands for, where those of a layer are not listed one by one.
     """
 
     name: str
@@ -371,6 +454,7 @@ class LocalParameter:
     primary: bool
     buffer: bool = False
     chunk: int = 0
+    count: int = 1
 
 
 def local_parameters(
@@ -380,8 +464,12 @@ def local_parameters(
     *,
     transformer_engine: bool,
     expert_order: ExpertOrder = "ascending",
+    each_expert: bool = True,
 ) -> list[LocalParameter]:
-    """Every parameter of a rank, from shapes alone. The layout must have passed the model's `check_layout`."""
+    """Every parameter of a rank, from shapes alone. The layout must have passed the model's `check_layout`.
+
+    `each_expert`: False lists the experts of a layer once for all, and no `slices`, in a hundredth of the time.
+    """
     experts = ExpertNumbering(max(1, rules.experts // layout.ep), expert_order)
     dense = Shard(coordinates.tp, layout.tp, experts)
     expert = Shard(coordinates.etp, layout.etp, experts)
@@ -396,23 +484,29 @@ def local_parameters(
         # Of all experts alike, of which there are thousands.
         segments = [
             (
-                segment.tensor.name,
+                segment.tensor,
                 _box(cut, shape, segment.hf_start, segment),
                 _box(cut, shape, segment.local_start, segment),
             )
-            for segment in cut.segments(shard)
+            for segment in (cut.segments(shard) if each_expert else ())
         ]
-        for index in range(experts.per_rank if rule.per_expert else 1):
+        count = experts.per_rank if rule.per_expert else 1
+        for index in range(count if each_expert else 1):
             hf_expert = experts.hf(coordinates.ep * experts.per_rank + index)
             name = f"{chunk}." * (layout.vpp > 1) + rule.local_name(transformer_engine, local_layer, index)
             # The copies share the writing: a parameter's name says which of them writes it.
             primary = not rule.shared and not (cut.replicated and shard.rank)
             owner = primary and zlib.crc32(name.encode()) % copies == copy
             slices = tuple(
-                TensorSlice(hf_name.format(layer=hf_layer, expert=hf_expert), hf_box, local_box)
-                for hf_name, hf_box, local_box in segments
+                TensorSlice(
+                    tensor.name.format(layer=hf_layer, expert=hf_expert),
+                    ((hf_expert, hf_expert + 1), *reversed(hf_box)) if tensor.stacked else hf_box,
+                    local_box,
+                )
+                for tensor, hf_box, local_box in segments
             )
-            parameters.append(LocalParameter(name, shape, slices, owner, primary, rule.buffer, chunk))
+            alike = 1 if each_expert else count
+            parameters.append(LocalParameter(name, shape, slices, owner, primary, rule.buffer, chunk, alike))
 
     for rule in rules.first if coordinates.pp == 0 else ():
         add(rule, 0)

@@ -33,6 +33,8 @@ from engine3d.input_files import (
     parse_json,
     read_json_object,
 )
+from engine3d.models import mxfp4
+from engine3d.models.mxfp4 import MXFP4
 from engine3d.models.other_files import other_weights
 from engine3d.models.precision import BLOCK, dequantise, scale_box, scale_name, scale_shape
 from engine3d.models.rules import Box
@@ -131,7 +133,22 @@ class TensorFiles:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor by name: those that transformers and SGLang read."""
+        """Every tensor by name: those that transformers and SGLang read. Two of MXFP4 are one, dequantised."""
+        tensors = dict(self._in_files)
+        for name, blocks in self._in_files.items():
+            base = name.removesuffix(mxfp4.BLOCKS)
+            scales = self._in_files.get(base + mxfp4.SCALES)
+            if base == name or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+                continue
+            if len(blocks.shape) == 4 and blocks.shape == (*scales.shape, mxfp4.BLOCK // 2):
+                del tensors[name], tensors[base + mxfp4.SCALES]
+                experts, rows, count, _ = blocks.shape
+                tensors[base] = StoredTensor(blocks.path, MXFP4, (experts, count * mxfp4.BLOCK, rows))
+        return tensors
+
+    @cached_property
+    def _in_files(self) -> dict[str, StoredTensor]:
+        """Every tensor of the files by name."""
         present = sorted(self.directory.glob("*.safetensors"))
         for path in present:
             check_regular(path)  # SGLang opens them all
@@ -183,7 +200,7 @@ class TensorFiles:
             raise UserError(f"tensor {name} in {stored.path}: expected shape {list(shape)}, found {list(stored.shape)}")
         if stored.dtype == FP8:
             self._check_scales(name, stored)
-        elif stored.dtype not in DTYPES:
+        elif stored.dtype not in DTYPES and stored.dtype != MXFP4:
             accepted = ", ".join(DTYPES)
             raise UserError(
                 f"tensor {name} in {stored.path}: dtype {stored.dtype}, expected {accepted}; "
@@ -209,6 +226,12 @@ class TensorFiles:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The elements `box` of a tensor, on the CPU, in the file's dtype, or dequantised to float32."""
+        if self.tensors[name].dtype == MXFP4:
+            experts, columns, rows = box
+            first, last = columns[0] // mxfp4.BLOCK, -(-columns[1] // mxfp4.BLOCK)
+            blocks = self.stored(name + mxfp4.BLOCKS, (experts, rows, (first, last), (0, mxfp4.BLOCK // 2)))
+            values = mxfp4.dequantise(blocks, self.stored(name + mxfp4.SCALES, (experts, rows, (first, last))))
+            return values[..., columns[0] - first * mxfp4.BLOCK : columns[1] - first * mxfp4.BLOCK].transpose(1, 2)
         values = self.stored(name, box)
         if self.tensors[name].dtype != FP8:
             return values
@@ -216,7 +239,7 @@ class TensorFiles:
 
     def stored(self, name: str, box: Box) -> torch.Tensor:
         """The elements `box` of a tensor, on the CPU, as they are in the file."""
-        path = self.tensors[name].path
+        path = self._in_files[name].path
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
         return self._open[path].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
@@ -255,7 +278,8 @@ class TensorFiles:
             stored = self.tensors[name]
             digest.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
             if name in sampled and 0 not in stored.shape:
-                values = self.stored(name, _middle(stored.shape, _SAMPLED_ELEMENTS)).contiguous()
+                read = self.read if stored.dtype == MXFP4 else self.stored
+                values = read(name, _middle(stored.shape, _SAMPLED_ELEMENTS)).contiguous()
                 digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
         return f"sampled-sha256:{digest.hexdigest()}"
 

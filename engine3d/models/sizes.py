@@ -29,6 +29,37 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """Sizes of gated delta nets, which are the linear attention of some layers.
+
+    Args:
+        key_heads: query heads, and key heads.
+        value_heads: a multiple of these. Neighbours have a query and a key in common.
+        key_dim: elements of a query and key head.
+        value_dim: elements of a value head.
+        kernel: tokens that the causal convolution of queries, keys and values sees, a token itself included.
+        linear: for each layer, True if it has a gated delta net in place of attention.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    linear: tuple[bool, ...]
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's queries over all heads, and of its keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values over all heads."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes and switches read from a HuggingFace config.
 
@@ -49,6 +80,10 @@ class Sizes:
         qkv_bias: whether the projections to queries, keys and values have a bias.
         output_bias: whether attention's output projection has one.
         mlp_bias: whether the linear layers of the MLP have a bias.
+        expert_biases: True if those of experts have one, and the router.
+        sinks: True if each query head has a learned score that takes part in the softmax and has no value.
+        window: positions that a token attends to in windowed layers, itself included; None without such layers.
+        windowed: for each layer, True if its attention has that window.
         experts: routed experts of a sparse layer; 0 in a dense model.
         experts_per_token: of which each token uses this many.
         expert_ffn: intermediate size of one expert.
@@ -60,6 +95,9 @@ class Sizes:
         normalised_routing: whether the weights of a token's experts add up to one, before the scale.
         sparse: for each layer, whether its MLP is a mixture of experts.
         latent: of latent attention; None for attention with grouped queries.
+        delta: of gated delta nets; None where all layers have attention.
+        output_gate: True if a sigmoid of the token scales the output of attention, element by element.
+        centred_norms: True if norms multiply by one plus their weight, those of gated delta nets aside.
     """
 
     layers: int
@@ -78,6 +116,10 @@ class Sizes:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    expert_biases: bool = False
+    sinks: bool = False
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -89,6 +131,9 @@ class Sizes:
     normalised_routing: bool = False
     sparse: tuple[bool, ...] = ()
     latent: Latent | None = None
+    delta: Delta | None = None
+    output_gate: bool = False
+    centred_norms: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -102,8 +147,17 @@ class Sizes:
             return 0
         return self.heads * (self.head_dim - self.latent.rotary_dim + self.latent.value_dim)
 
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention, whose keys and values engines cache."""
+        return self.layers - (sum(self.delta.linear) if self.delta else 0)
+
     def is_sparse(self, layer: int) -> bool:
         return bool(self.sparse) and self.sparse[layer]
+
+    def is_linear(self, layer: int) -> bool:
+        """True if the layer has a gated delta net in place of attention."""
+        return self.delta is not None and self.delta.linear[layer]
 
 
 def attention_biases(config: HFConfig) -> dict[str, bool]:
@@ -142,6 +196,24 @@ def common_head_dim(config: HFConfig, *, nullable: bool = False) -> int:
     return divided
 
 
+def local_experts(config: HFConfig, experts: int, experts_per_token: int) -> tuple[int, int]:
+    """Experts, and experts of a token, of a family whose weights are the softmax over a token's experts alone.
+
+    Args:
+        config: of the model.
+        experts: count where the config has none.
+        experts_per_token: likewise.
+
+    Raises:
+        UserError: a token has one expert, whose weight would be 1 for every token, or more than there are.
+    """
+    experts = config.integer("num_local_experts", experts)
+    experts_per_token = config.integer("num_experts_per_tok", experts_per_token)
+    if not 2 <= experts_per_token <= experts:
+        raise config.error("num_experts_per_tok", f"between 2 and num_local_experts={experts}")
+    return experts, experts_per_token
+
+
 def dense_sizes(config: HFConfig, *, groups: int, head_dim: int, **switches: Any) -> Sizes:
     """The sizes that every decoder with grouped-query attention and gated MLPs has.
 
@@ -169,7 +241,8 @@ def decoder_sizes(config: HFConfig, **others: Any) -> Sizes:
     config.require("attention_dropout", (0, 0.0), 0.0)
     config.require("dual_chunk_attention_config", (None,))  # which transformers passes over and SGLang obeys
     config.require("use_sliding_window", (False,), False)
-    if any(kind != "full_attention" for kind in config.texts("layer_types")):
+    kinds = set(config.texts("layer_types"))
+    if not others.keys() & {"windowed", "delta"} and kinds - {"full_attention"}:
         raise config.error("layer_types", 'only "full_attention"')
     common: dict[str, Any] = {
         "layers": config.integer("num_hidden_layers"),

@@ -9,18 +9,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.module.base import get_dummy_wgrad
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, get_dummy_wgrad
 from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
 from engine3d.models.experts.fused_experts import Weights
 from engine3d.models.experts.grouped_gemm import CAPABILITY, are_adjacent, grouped_linear, stacked_view
 from engine3d.models.local_modules import RMSNorm
 from engine3d.models.sizes import ROW_ELEMENTS
+
+COLUMN_PARALLEL = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEColumnParallelGroupedLinear)
+"""Linear layers with a weight whose rows are cut over ranks."""
+ROW_PARALLEL = (TERowParallelLinear, TERowParallelGroupedLinear)
+"""Linear layers with a weight whose columns are."""
 
 
 def may_group(config: TransformerConfig) -> bool:
@@ -82,9 +93,9 @@ class _Grouped:
         """True if all weights, and their gradients, are adjacent in memory, and a grouped GEMM can multiply them."""
         parameters = [self._parameters[name] for name in self._names]  # type: ignore[attr-defined]
         gradients = not trained or are_adjacent([parameter.main_grad for parameter in parameters])
-        return self._may_group(dtype, parameters[0]) and gradients and are_adjacent(parameters)
+        return self.has_kernel(dtype, parameters[0]) and gradients and are_adjacent(parameters)
 
-    def _may_group(self, dtype: torch.dtype, weight: Tensor) -> bool:
+    def has_kernel(self, dtype: torch.dtype, weight: Tensor) -> bool:
         """True if PyTorch has a reliable kernel: for bf16, complete rows, and this GPU."""
         complete = all(size % ROW_ELEMENTS == 0 for size in weight.shape)
         return (
@@ -112,13 +123,28 @@ def take_dummy_gradients(model: torch.nn.Module) -> None:
                     get_dummy_wgrad(list(weight.shape), weight.dtype)
 
 
+def release_quantised_weights(model: torch.nn.Module) -> None:
+    """Free the quantised weights that linear layers keep after a pass. The first micro-batch of each pass quantises.
+
+    A pass with gradients needs them in two layouts, of one byte an element each.
+    """
+    for module in model.modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            module._fp8_workspaces.clear()
+
+
 class KernelRMSNorm(RMSNorm):
     """RMSNorm by Transformer Engine's kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) of any floating dtype -> the same shape in the weight's dtype."""
-        normed: Tensor = _Normed.apply(x.to(self.weight.dtype), self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return normed
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm by Transformer Engine's kernels: (..., hidden) of any floating dtype -> that in the weight's dtype."""
+    normed: Tensor = _Normed.apply(x.to(weight.dtype), weight, eps)  # type: ignore[no-untyped-call]
+    return normed
 
 
 class _Normed(torch.autograd.Function):

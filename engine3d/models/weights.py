@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.blocks import EMBEDDING, OUTPUT_LAYER
 from engine3d.models.family import ModelSpec
+from engine3d.models.multi_token import LAYERS_KEY, MultiTokenLayers, is_multi_token
 from engine3d.models.precision import (
     Precision,
     check_shards,
@@ -26,13 +26,19 @@ from engine3d.models.precision import (
     served_tensors,
     stored_tensors,
 )
-from engine3d.models.quantised import QUANTISATION_KEY, QUANTISATION_KEYS, check_quantisation, fp8_tensors, named_method
+from engine3d.models.quantised import (
+    QUANTISATION_KEY,
+    QUANTISATION_KEYS,
+    check_quantisation,
+    fp8_tensors,
+    mxfp4_tensors,
+    named_method,
+)
 from engine3d.models.rules import Box, LocalParameter, is_adapter
 from engine3d.models.safetensors_files import DTYPES, INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
 from engine3d.platform import platform
 from engine3d.startup.lazy_imports import dist, torch
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -67,11 +73,13 @@ def weight_notes(spec: ModelSpec, directory: str | Path) -> list[str]:
     """Notes on files that pass `check_weights`, a line each, about tensors that are not read."""
     notes = []
     with TensorFiles(Path(directory)) as files:
-        in_fp8 = fp8_tensors(files.tensors)
+        in_fp8, in_mxfp4 = fp8_tensors(files.tensors), mxfp4_tensors(files.tensors)
         known = spec.hf_tensors.keys() | map(scale_name, in_fp8)
         unread = [name for name in files.tensors if name not in known and not _is_known(spec, name)]
     if count := len(in_fp8 & spec.hf_tensors.keys()):
         notes.append(f"{count:,} tensors of the files are in fp8: they are dequantised when they are read")
+    elif in_mxfp4:
+        notes.append(f"{len(in_mxfp4):,} tensors of the files are in MXFP4: they are dequantised when they are read")
     elif (method := named_method(spec.hf_config)) is not None:
         notes.append(f"config.json names a quantisation ({method}), and the weights are not quantised: it is ignored")
     if unread:
@@ -82,10 +90,7 @@ def weight_notes(spec: ModelSpec, directory: str | Path) -> list[str]:
 
 def _is_known(spec: ModelSpec, name: str) -> bool:
     """True of tensors that checkpoints of the family have next to the model's own."""
-    layer = _LAYER.match(name)
-    if layer is not None and int(layer[1]) >= spec.sizes.layers:
-        return True  # of multi-token prediction
-    return name == OUTPUT_LAYER or name.endswith("rotary_emb.inv_freq")
+    return is_multi_token(spec, name) or name == OUTPUT_LAYER or name.endswith("rotary_emb.inv_freq")
 
 
 def _check_tied(spec: ModelSpec, files: TensorFiles) -> None:
@@ -175,7 +180,7 @@ def load_weights(
             if sum(_elements(tensor_slice.local_box) for tensor_slice in local.slices) < parameter.numel():
                 parameter.zero_()
             for tensor_slice in local.slices:
-                target = parameter[_slices(tensor_slice.local_box)]
+                target = tensor_slice.to_hf(parameter[_slices(tensor_slice.local_box)])
                 if tensor_slice.hf_name in files.tensors:
                     target.copy_(files.read(tensor_slice.hf_name, tensor_slice.hf_box))
                     if not bool(target.isfinite().all()):
@@ -201,6 +206,7 @@ def export_weights(
     max_shard_bytes: float = 5e9,
     group: dist.ProcessGroup | None = None,
     merged: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    multi_token: bool = False,
 ) -> None:
     """Write the model as a HuggingFace directory; every rank of the layout calls this together.
 
@@ -218,6 +224,7 @@ def export_weights(
         max_shard_bytes: largest file, unless a single tensor is larger.
         group: the ranks of the layout, if they are not all ranks.
         merged: gives a parameter with its adapter (`Adapters.merged`), if there are adapters.
+        multi_token: True to write the layers for multi-token prediction of the model's directory, too.
 
     Raises:
         UserError: the directory exists already, or the layout divides blocks of fp8.
@@ -227,7 +234,8 @@ def export_weights(
     partial = directory.with_name(f".{directory.name}.partial")
     if precision is not None:
         check_shards(spec, layout, transformer_engine=platform.has_transformer_engine)
-    plan = plan_model_export(spec, dtype, max_shard_bytes, precision)
+    further = MultiTokenLayers(spec, spec.directory if multi_token else None, dtype, precision)
+    plan = plan_model_export(spec, dtype, max_shard_bytes, precision, further)
     files = ExportFiles(plan, partial)
     leader = not dist.is_initialized() or dist.get_rank(group) == 0
 
@@ -238,16 +246,18 @@ def export_weights(
 
     def write() -> None:
         for local, parameter in rank_parameters(model, spec, layout, coordinates):
-            for name, (box, slices) in joined_slices(local.slices if local.owner else ()).items():
+            for name, box, slices in joined_slices(local.slices if local.owner else ()):
                 values = joined_values(parameter.data if merged is None else merged(parameter), box, slices)
                 for stored in stored_tensors(spec.hf_tensors[name], box, values, dtype, precision):
                     files.write(*stored)
+        for stored in further.read() if leader else ():
+            files.write(*stored)
         files.close()
 
     def finish() -> None:
         if leader:
             write_index(plan, partial)
-            finish_export(spec, dtype, partial, directory, precision)
+            finish_export(spec, dtype, partial, directory, precision, further)
 
     for action in (create, write, finish):
         _on_all_ranks(action, group)
@@ -280,10 +290,14 @@ def rank_parameters(
 
 
 def plan_model_export(
-    spec: ModelSpec, dtype: torch.dtype, max_shard_bytes: float, precision: Precision | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    max_shard_bytes: float,
+    precision: Precision | None = None,
+    further: MultiTokenLayers | None = None,
 ) -> ExportPlan:
-    """The files of a complete model."""
-    tensors = served_tensors(spec, dtype, precision)
+    """The files of a complete model, and of its layers for multi-token prediction."""
+    tensors = served_tensors(spec, dtype, precision) | (further.tensors if further is not None else {})
     shapes = {name: shape for name, (shape, _) in tensors.items()}
     others = {name: other for name, (_, other) in tensors.items() if other != dtype}
     return plan_export(shapes, dtype, max_shard_bytes, others)
@@ -306,13 +320,20 @@ def write_index(plan: ExportPlan, partial: Path) -> None:
 
 
 def finish_export(
-    spec: ModelSpec, dtype: torch.dtype, partial: Path, directory: Path, precision: Precision | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    partial: Path,
+    directory: Path,
+    precision: Precision | None = None,
+    further: MultiTokenLayers | None = None,
 ) -> None:
     """Add config.json and the tokenizer's files, and give the directory its name."""
     for name in TOKENIZER_FILES:
         if spec.directory is not None and (spec.directory / name).is_file():
             shutil.copyfile(spec.directory / name, partial / name)
     config = exported_config(spec, str(dtype).removeprefix("torch."))
+    if further is not None and further.tensors and LAYERS_KEY in spec.hf_config:
+        config[LAYERS_KEY] = spec.hf_config[LAYERS_KEY]
     if precision is not None:
         config[QUANTISATION_KEY] = quantisation_config(spec)
     with naming(partial / "config.json"):
@@ -326,9 +347,10 @@ def finish_export(
 def exported_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """The config.json of an export: the model's own, with the dtype and the kind of head that the files have.
 
-    It names no quantisation, and none of the Python files of `auto_map`. It has no layers for multi-token prediction.
+    It names no quantisation, and none of the Python files of `auto_map`. `finish_export` adds the
+    number of layers for multi-token prediction.
     """
-    absent = (*QUANTISATION_KEYS, "num_nextn_predict_layers", "auto_map")
+    absent = (*QUANTISATION_KEYS, LAYERS_KEY, "auto_map")
     config = {key: value for key, value in spec.hf_config.items() if key not in absent}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if spec.value_head:

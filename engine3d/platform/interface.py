@@ -147,6 +147,10 @@ class Platform(ABC):
         """More of them, for a server that is asked for answers of a schema."""
 
     @abstractmethod
+    def sink_arguments(self) -> dict[str, Any]:
+        """More of them, for a model whose attention has sinks."""
+
+    @abstractmethod
     def rollout_device_arguments(self) -> dict[str, Any]:
         """More of them, for the devices that this process sees; called in SGLang's own main process."""
 

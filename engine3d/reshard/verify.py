@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from engine3d.errors import UserError
+from engine3d.models.lora.peft_files import ADAPTERS
+from engine3d.models.lora.spec import A, B, module_name
 from engine3d.models.safetensors_files import TensorFiles
+from engine3d.reshard.describe.adapter import resident_adapter
 from engine3d.reshard.describe.shards import Holding
 from engine3d.reshard.describe.trace import LoadTrace, derived_tensors
 
@@ -96,6 +99,54 @@ def _compare(
         if count := int(differ.sum()):
             tensor = next((h.tensor for h in holdings if h.buffer == index and _within(differ, h).any()), None)
             yield BufferDifference(trace.buffers[index].name, tensor, count, differ.numel())
+
+
+def adapter_differences(manager: Any, trace: LoadTrace, directory: Path) -> list[BufferDifference]:
+    """Compare a rank's adapter with what SGLang's LoRA loads of an export.
+
+    SGLang's loader fills the slot of requests without an adapter, whose elements nothing reads. It gets zeros for
+    layers of a fused one that have no adapter, since it loads some sets of these not at all.
+
+    Args:
+        manager: SGLang's `LoRAManager`.
+        trace: of the adapter (`adapter_trace`).
+        directory: export with the adapters in `ADAPTERS`.
+    """
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    name, slot = resident_adapter(manager)
+    pool, config = manager.memory_pool, manager.configs[name]
+    other = pool.get_buffer_id(None)
+    with TensorFiles(directory) as files, TensorFiles(directory / ADAPTERS) as stored:
+        tensors = dict(_read(stored, list(stored.tensors)))
+        for weight, tensor in files.tensors.items():
+            if weight.endswith("_proj.weight"):
+                rows, columns = tensor.shape
+                for kind, shape in ((A, (config.r, columns)), (B, (rows, config.r))):
+                    tensors.setdefault(f"{module_name(weight)}.{kind}.weight", torch.zeros(shape))
+    adapter = LoRAAdapter(
+        name, config, manager.base_hf_config, manager.load_config, manager.lora_backend, base_model=manager.base_model
+    )
+    layers = {buffer.name.rpartition(".")[0] for buffer in trace.buffers}
+    adapter.initialize_weights_from_tensors(
+        {tensor: values for tensor, values in tensors.items() if _fused_layer(tensor) in layers}
+    )
+    pool.load_lora_weight_to_buffer(name, other, adapter, manager.lora_modules, None, None)
+    differing: list[BufferDifference] = []
+    for buffer, pooled in zip(trace.buffers, trace.tensors, strict=True):
+        if count := int(torch.ne(_bits(pooled[slot]), _bits(pooled[other])).sum()):
+            differing.append(BufferDifference(buffer.name, None, count, pooled[slot].numel()))
+    pool._clear_buffer_slot_for_base(other)
+    return differing
+
+
+def _fused_layer(tensor: str) -> str:
+    """SGLang's layer of an adapter's tensor."""
+    from sglang.srt.lora.utils import get_normalized_target_modules
+
+    module, _, last = module_name(tensor.removesuffix(".weight")).rpartition(".")
+    (fused,) = get_normalized_target_modules([last])
+    return f"{module}.{fused}"
 
 
 def loadable_memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:

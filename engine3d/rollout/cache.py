@@ -16,16 +16,21 @@ RESERVED_TOKENS = 8
 SPARE_REQUESTS = 1
 
 
+STATES_OF_A_REQUEST = 4
+"""States of gated delta nets for each request that may run: SGLang needs three of them, one for its prefix, to run as
+many requests as it was asked for."""
+
+
 def samples_together(prompts: int, samples: int, groups: int) -> int:
     """Samples of a prompt that one group of an engine's ranks draws, which computes the prompt once for them.
 
-    All of them where there is a prompt for each group; one by one they are dealt out where there is not.
+    All of them where there is a prompt for each group; one by one they are distributed where there is not.
     """
     return samples if prompts >= groups else 1
 
 
 def tokens_needed(*, requests: int, sequence_tokens: int, page_tokens: int) -> int:
-    """Tokens of a cache in which so many requests run at once.
+    """Tokens of a cache in which this many requests run at once.
 
     SGLang begins a request where its prompt, all that it may generate and a page more are free (`PrefillAdder` in
     managers/schedule_policy.py).

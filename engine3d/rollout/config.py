@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.models.precision import Precision
+from engine3d.rollout.cache import SPARE_REQUESTS
 from engine3d.rollout.server_arguments import check_attention_backend, check_server_arguments
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 
@@ -19,6 +20,9 @@ LEAST_TEMPERATURE = 1e-6
 
 MOST_REQUESTS = 1024
 """Most requests in flight in a group of ranks with `cascade_attention`: each is compared with all others."""
+
+ADAPTER_SLOTS = 2
+"""Slots of SGLang's pool of adapters: of the adapter, and of requests without one, so that neither is ever evicted."""
 
 _OTHER_GRAPHS = "cuda_graph_max_bs_decode"
 """SGLang's argument that sets other batch sizes for CUDA graphs than the platform's."""
@@ -258,6 +262,11 @@ class RolloutConfig(Settings):
         """Most requests that a group of ranks with attention of its own generates at the same time."""
         return -(-self.max_running_requests // self.attention_dp)
 
+    @property
+    def most_requests(self) -> int:
+        """Requests that SGLang may run at once, in each group of ranks with attention of its own."""
+        return self.requests_of_a_group + (0 if self.has_own_graphs else SPARE_REQUESTS)
+
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -274,7 +283,7 @@ class Alterations(Settings):
     top_p: float = Field(1.0, gt=0, le=1)
     """Draw from the most likely tokens that together have this probability."""
     top_k: int = Field(-1, le=MOST_TOKENS)
-    """Draw from so many of the most likely tokens; -1 for no limit."""
+    """Number of most likely tokens to draw from; -1 for no limit."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Draw from tokens whose probability is at least this share of the most likely one's."""
     repetition_penalty: float = Field(1.0, gt=0, le=2)
@@ -325,7 +334,7 @@ class SamplingConfig(Alterations):
     """Texts at which a response ends, with the token that completes one: it is a part of the response. They need a
     tokenizer in the model's directory."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token, up to max_new_tokens."""
+    """Continue after the end-of-sequence token, up to max_new_tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:

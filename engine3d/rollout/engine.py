@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from engine3d.errors import EngineError, UserError
+from engine3d.models.lora.config import LoraConfig
 from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.messages import GivenLogprobs
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.host.stream import InFlightPolicy
-from engine3d.rollout.scheduler.rank import Call
+from engine3d.rollout.scheduler.rank import AdapterBase, Call
 from engine3d.rollout.shard import SINGLE_HOST, EngineShard
 from engine3d.rollout.streams import ResponseStreams
 
@@ -43,6 +44,7 @@ class RolloutEngine(ResponseStreams):
         log_path: str | Path | None = None,
         weight_sources: Sequence[Path | None] = (),
         shard: EngineShard = SINGLE_HOST,
+        adapters: LoraConfig | None = None,
     ) -> None:
         """Check everything that can be checked without starting anything.
 
@@ -55,9 +57,12 @@ class RolloutEngine(ResponseStreams):
         the first transfer was committed.
         `shard`: the first of an engine on several hosts, whose others are an `EngineMember` each; the start waits for
         them. Such an engine must not be asked for anything before all have been started.
+        `adapters`: that SGLang adds to the weights; transfers bring them apart (`lora.engine`).
         """
         super().__init__(config, log_path)
-        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=config.loads_weights)
+        self._model = launch.read_model(
+            Path(model_dir).resolve(), weights_needed=config.loads_weights, adapters=adapters
+        )
         self._context_length = launch.context_length(config, self._model)
         self._devices = tuple(devices)
         launch.check_shard(config, shard, self._devices, weight_sources)
@@ -174,15 +179,23 @@ class RolloutEngine(ResponseStreams):
             f"transfer of weights version {version}", "receive", self._receive_timeout_s, version=version
         )
 
-    def seal_weights(self, version: int, flush_cache: bool = True) -> None:
+    def seal_weights(self, version: int, flush_cache: bool = True, base: AdapterBase | None = None) -> None:
         """Every element of `version` has been written: do all that can fail before it is served.
 
         What SGLang computes after a load is derived from the new weights. `flush_cache=False` keeps the KV cache of the
         old ones.
+
+        Args:
+            version: of the weights.
+            flush_cache: drop the KV cache.
+            base: the model under adapters.
+
+        Raises:
+            EngineError: the adapters came alone, and the engine has another model, or none that a transfer brought.
         """
         self._check_begun(version)
         phase = f"seal of weights version {version}"
-        self._call_ranks(phase, "seal")
+        self._call_ranks(phase, "seal", base=base)
         if flush_cache:
             self._call(phase, "drop_old_cache")
         self._sealed = True
@@ -260,7 +273,7 @@ class RolloutEngine(ResponseStreams):
             raise EngineError("rollout engine's weights were released with its memory: restore_memory comes first")
 
     def trace(self, directory: str | Path, steps: int) -> None:
-        """Begin a trace of each rank's next steps, as torch.profiler sees them; they go on meanwhile.
+        """Begin a trace of each rank's next steps, as torch.profiler sees them; they continue meanwhile.
 
         Args:
             directory: for the traces, in Chrome's trace event format; their names end in `-TP-RANK.trace.json.gz`, or

@@ -13,12 +13,23 @@ from typing import Any
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
 from engine3d.models import load_model_spec, sglang_overrides
+from engine3d.models.families.gpt_oss import GPT_OSS
+from engine3d.models.families.qwen3_next import QWEN3_NEXT
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.peft_files import peft_config
+from engine3d.models.lora.spec import target_names
 from engine3d.models.precision import quantisation_config
 from engine3d.models.quantised import QUANTISATION_KEY
 from engine3d.models.safetensors_files import read_header
 from engine3d.platform import platform
-from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
-from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.cache import (
+    PAGE_TOKENS,
+    RESERVED_TOKENS,
+    STATES_OF_A_REQUEST,
+    tokens_needed,
+)
+from engine3d.rollout.config import ADAPTER_SLOTS, RolloutConfig
+from engine3d.rollout.host.generation import ADAPTER_VARIABLE
 from engine3d.rollout.host.log import temporary_log
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.scheduler.plugin import (
@@ -57,9 +68,11 @@ class ModelDirectory:
     max_positions: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the config that SGLang is to read otherwise than the file has them, and their values."""
+    adapters: LoraConfig | None = None
+    """Adapters that SGLang adds to the model."""
 
 
-def read_model(directory: Path, weights_needed: bool) -> ModelDirectory:
+def read_model(directory: Path, weights_needed: bool, adapters: LoraConfig | None = None) -> ModelDirectory:
     """Read a model directory's config.json and the headers of its weights. Raises UserError naming what is missing."""
     config_path = directory / "config.json"
     if not config_path.is_file():
@@ -77,7 +90,7 @@ def read_model(directory: Path, weights_needed: bool) -> ModelDirectory:
     stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
     if weights_needed:
         check_unquantised(directory, stored)
-    return ModelDirectory(directory, architectures, vocab_size, max_positions, overrides)
+    return ModelDirectory(directory, architectures, vocab_size, max_positions, overrides, adapters)
 
 
 def context_length(config: RolloutConfig, model: ModelDirectory) -> int:
@@ -91,11 +104,6 @@ def context_length(config: RolloutConfig, model: ModelDirectory) -> int:
     return config.context_length
 
 
-def most_requests(config: RolloutConfig) -> int:
-    """Requests that SGLang is told to run at once, in each group of ranks with attention of its own."""
-    return config.requests_of_a_group + (0 if config.has_own_graphs else SPARE_REQUESTS)
-
-
 def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: EngineShard = SINGLE_HOST) -> dict[str, Any]:
     """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang.
 
@@ -107,10 +115,10 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
     Raises:
         UserError: names a setting that this platform cannot have.
     """
-    requests, groups = most_requests(config), config.attention_dp
+    requests, groups = config.most_requests, config.attention_dp
     untried = (
         (groups > 1, f"attention_dp={groups}", "1"),
-        (config.routes, "routes=true", "false"),
+        (model.adapters is not None, "lora.engine=adapter", "merged"),
         *((True, f"{name}={value}", "null") for name, value in config.altered_policy.items()),
     )
     for used, setting, expected in untried:
@@ -124,7 +132,7 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         "dtype": config.dtype,
         "context_length": context_length(config, model) + RESERVED_TOKENS,
         "mem_fraction_static": config.mem_fraction_static,
-        "max_running_requests": requests * groups,  # which SGLang deals out
+        "max_running_requests": requests * groups,  # which SGLang distributes
         "random_seed": config.seed,
         "enable_deterministic_inference": config.deterministic,
         "disable_cuda_graph": not config.cuda_graph,
@@ -136,6 +144,12 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         "log_level": "info",
     }
     fixed = platform.rollout_server_arguments(requests)
+    if GPT_OSS.architecture in model.architectures:
+        fixed |= platform.sink_arguments()
+    if model.adapters is not None:
+        arguments |= _adapter_arguments(model, model.adapters)
+    if QWEN3_NEXT.architecture in model.architectures:
+        fixed["max_mamba_cache_size"] = STATES_OF_A_REQUEST * requests
     check_against_platform(config.server_args, config.attention_backend, fixed)
     check_device(config, on_gpu=platform.gpus > 0)
     arguments |= fixed
@@ -165,6 +179,21 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
     given = config.max_total_tokens
     arguments["max_total_tokens"] = needed if given is None else -(-given // groups)
     return arguments | config.server_args
+
+
+def _adapter_arguments(model: ModelDirectory, adapters: LoraConfig) -> dict[str, Any]:
+    """SGLang's arguments for one adapter."""
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapters.rank,
+        "lora_target_modules": _targets(model, adapters),
+        "max_loras_per_batch": ADAPTER_SLOTS,
+        "lora_backend": "torch_native",
+    }
+
+
+def _targets(model: ModelDirectory, adapters: LoraConfig) -> list[str]:
+    return list(adapters.targets or target_names(load_model_spec(model.directory)))
 
 
 def environment(
@@ -213,11 +242,17 @@ def environment(
         variables[LOCAL_EXPERTS_VARIABLE] = "1"
     if config.routes:
         variables[ROUTES_VARIABLE] = "1"
+    if model.adapters is not None:
+        targets = _targets(model, model.adapters)
+        variables[ADAPTER_VARIABLE] = json.dumps(peft_config(model.adapters.rank, model.adapters.alpha, targets))
     if any(weight_sources):
         variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
         # Stages of a pipeline leave unequal parts of their devices: SGLang goes by the smallest.
         variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    if QWEN3_NEXT.architecture in model.architectures:
+        # SGLang keeps the tokens before the next one, which the convolution sees, in bfloat16 whatever the model has.
+        variables["SGLANG_MAMBA_CONV_DTYPE"] = config.dtype
     # For RESERVED_TOKENS: no position beyond the model's is used.
     return variables | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 

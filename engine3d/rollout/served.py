@@ -7,14 +7,18 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
+from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import BLOCK
-from engine3d.models.quantised import fp8_tensors
+from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
 from engine3d.models.safetensors_files import StoredTensor, TensorFiles
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.scheduler.local_experts import LEAST_EXPERTS
 
 _VOCABULARY_ROWS = 64
 """SGLang pads the vocabulary to a multiple of it (layers/vocab_parallel_embedding.py)."""
+
+_WITH_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose adapters SGLang was seen to add."""
 
 _DETERMINISTIC = ("fa3", "flashinfer", "triton")
 _DETERMINISTIC_LATENT = ("fa3", "triton")
@@ -36,11 +40,17 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
             f"rollout.engine.attention_dp={config.attention_dp}: expected 1, because {spec.family.architecture} has no "
             "experts, for which alone it was tried"
         )
-    if config.cascade_attention and sizes.latent is not None:
+    if config.cascade_attention and (sizes.latent is not None or sizes.sinks):
+        kind = "attention sinks" if sizes.sinks else "latent attention"
         raise UserError(
-            f"rollout.engine.cascade_attention=true: expected false, because {spec.family.architecture} has latent "
-            "attention, with which it was not tried"
+            f"rollout.engine.cascade_attention=true: expected false, because {spec.family.architecture} has {kind}, "
+            "with which it was not tried"
         )
+    if sizes.sinks:
+        _check_sinks(spec, config)
+    if sizes.delta is not None:
+        _check_delta_nets(spec, config)
+        _divides("tp", tp, "key heads of gated delta nets (linear_num_key_heads)", sizes.delta.key_heads)
     if config.routes and not sizes.experts:
         raise UserError(
             f"rollout.engine.routes=true: expected false, because {spec.family.architecture} has no experts"
@@ -73,6 +83,11 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         _divides("tp", tp, "intermediate size of a dense MLP (intermediate_size)", sizes.ffn)
     _divides("tp", tp, "intermediate size of the shared expert", sizes.shared_ffn)
     if sizes.experts:
+        if sizes.expert_biases and ep > 1:
+            raise UserError(
+                f"rollout.engine.ep={ep}: expected 1: SGLang loads all experts of {spec.family.architecture} on every "
+                "rank; tp cuts each of them"
+            )
         _divides("ep", ep, "experts", sizes.experts)
         if config.local_experts_only and sizes.experts_per_token < LEAST_EXPERTS:
             raise UserError(
@@ -90,8 +105,39 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         )
 
 
+def check_adapters(spec: ModelSpec, config: RolloutConfig, lora: LoraConfig, *, on_gpu: bool) -> None:
+    """Refuse engines with adapters apart from the model that were not tried, or that SGLang has no kernels for.
+
+    Raises:
+        UserError: names the setting.
+    """
+    if on_gpu:
+        raise UserError("train.lora.engine=adapter was not tried on GPUs; expected merged")
+    name = spec.family.architecture
+    if spec.family.name not in _WITH_ADAPTERS:
+        raise UserError(f"train.lora.engine=adapter was not tried with {name}; expected merged")
+    if spec.sizes.experts and lora.adapts_mlps:
+        raise UserError(
+            f"train.lora.engine=adapter with lora.targets of experts: SGLang adds these to {name} by kernels for GPUs; "
+            "expected targets of attention alone, or merged"
+        )
+    settings = {
+        "precision": config.precision is not None,
+        "kv_cache_dtype": config.kv_cache_dtype is not None,
+        "attention_dp": config.attention_dp > 1,
+        "release_weights": config.release_weights,
+        "memory_saver": config.memory_saver,
+        "routes": config.routes,
+    }
+    for setting, is_set in settings.items():
+        if is_set:
+            raise UserError(
+                f"train.lora.engine=adapter was not tried with rollout.engine.{setting}; expected one of them"
+            )
+
+
 def check_unquantised(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse files in fp8, which SGLang would load into an engine of 16 bits without their scales.
+    """Refuse files in fp8 or MXFP4, which SGLang would load into an engine of 16 bits without their scales.
 
     Args:
         directory: of the model.
@@ -100,10 +146,12 @@ def check_unquantised(directory: Path, stored: Mapping[str, StoredTensor]) -> No
     Raises:
         UserError: names a tensor.
     """
-    if in_fp8 := sorted(fp8_tensors(stored)):
+    in_fp8 = fp8_tensors(stored)
+    if quantised := sorted(in_fp8 | mxfp4_tensors(stored)):
+        kind = "fp8" if quantised[0] in in_fp8 else "MXFP4"
         raise UserError(
-            f"model {directory}: {in_fp8[0]} is in fp8, which engines load without its scales; expected bfloat16, or "
-            "server_args.load_format=dummy where a trainer's weights come before anything is generated"
+            f"model {directory}: {quantised[0]} is in {kind}, which engines load without its scales; expected "
+            "bfloat16, or server_args.load_format=dummy where a trainer's weights come before anything is generated"
         )
 
 
@@ -164,6 +212,19 @@ def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
         )
 
 
+def check_on_gpus(spec: ModelSpec) -> None:
+    """Refuse models that were not tried in engines on GPUs.
+
+    Raises:
+        UserError: names the model.
+    """
+    if spec.sizes.delta is not None:
+        raise UserError(
+            f"model: {spec.family.architecture} has gated delta nets, which were not tried in engines on GPUs; "
+            "expected another model, or placement.rollout on a CPU"
+        )
+
+
 def check_input_blocks(spec: ModelSpec, config: RolloutConfig) -> None:
     """Refuse engines in fp8 on GPUs whose kernels cannot quantise inputs, in groups as long as a block.
 
@@ -198,6 +259,49 @@ def _check_architecture(spec: ModelSpec) -> None:
         raise UserError(f"model: rope_theta={spec.rope.base}: SGLang rounds it for {name}; expected a whole number")
     if sizes.mlp_bias:
         raise UserError(f"model: mlp_bias=true: SGLang builds {name} without biases in its MLPs; expected false")
+
+
+def _check_sinks(spec: ModelSpec, config: RolloutConfig) -> None:
+    """Refuse kernels that know no attention sinks, and those that keep weights of experts transposed."""
+    if config.attention_backend is not None:
+        raise UserError(
+            f"rollout.engine.attention_backend={config.attention_backend}: expected null, because "
+            f"{spec.family.architecture} has attention sinks: SGLang chooses a backend that knows them"
+        )
+    runner = config.server_args.get("moe_runner_backend", "triton")
+    if runner != "triton":
+        raise UserError(
+            f"rollout.engine.server_args.moe_runner_backend={runner}: expected triton, because others keep weights of "
+            f"the experts of {spec.family.architecture} transposed"
+        )
+    if config.kv_cache_dtype is not None:
+        raise UserError(
+            f"rollout.engine.kv_cache_dtype={config.kv_cache_dtype}: expected null, because "
+            f"{spec.family.architecture} has attention sinks, with which it was not tried"
+        )
+    if config.routes:
+        raise UserError(f"rollout.engine.routes=true: expected false: not tried with {spec.family.architecture}")
+
+
+def _check_delta_nets(spec: ModelSpec, config: RolloutConfig) -> None:
+    """Refuse settings that were not tried with gated delta nets."""
+    untried = {
+        "attention_dp": (config.attention_dp, 1),
+        "cascade_attention": (config.cascade_attention, False),
+        "kv_cache_dtype": (config.kv_cache_dtype, None),
+        "precision": (config.precision, None),
+        "routes": (config.routes, False),
+    }
+    for name, (value, plain) in untried.items():
+        if value != plain:
+            raise UserError(
+                f"rollout.engine.{name}={_yaml(value)}: expected {_yaml(plain)}, because {spec.family.architecture} "
+                "has gated delta nets, with which it was not tried"
+            )
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def _check_blocks(spec: ModelSpec, config: RolloutConfig) -> None:

@@ -65,7 +65,7 @@ ACCEPTED: Mapping[str, Accepted] = {
     ),
     "chunked_prefill_size": Accepted(
         "tokens of prompts that are read at a time; the memory estimate goes by it",
-        "a whole number of at least 1, or -1 for prompts in one piece",
+        "a whole number of at least 1, or -1 for whole prompts",
         lambda value: _is_integer(value) and (value >= 1 or value == -1),
     ),
     "max_prefill_tokens": _count("the same where prompts are not cut; the memory estimate goes by it"),
@@ -136,7 +136,7 @@ _REASONS = {
     r"disaggregation_.*|encoder_.*|language_only|enable_pdmux|pdmux_.*|sm_group_num|num_reserved_decode_tokens": (
         "a second engine reads the prompts, whose weights no transfer writes"
     ),
-    r".*lora.*": "adapters are other weights than the trainer's",
+    r".*lora.*": "engines get the adapters of train.lora, merged or as train.lora.engine says",
     r"json_model_override_args|model_impl|model_config_parser|trust_remote_code|revision|decrypted_.*|is_embedding"
     r"|enable_multimodal": "the engine serves another model than is trained",
     r"custom_weight_loader|remote_instance_.*|checkpoint_engine_.*|modelexpress_.*|delete_ckpt_after_loading"

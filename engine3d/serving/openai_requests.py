@@ -90,6 +90,7 @@ def chat_order(body: Mapping[str, Any], sampling: ServedSampling) -> CompletionO
     """
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
+    body = _given(body, sampling)
     checked = _checked(ChatCompletionRequest, body, sampling)
     choice = checked.tool_choice
     if choice not in ("auto", "none"):
@@ -114,6 +115,7 @@ def text_order(body: Mapping[str, Any], sampling: ServedSampling) -> CompletionO
     """Check a request of `/v1/completions`. Raises as `chat_order`."""
     from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
+    body = _given(body, sampling)
     checked = _checked(CompletionRequest, body, sampling)
     prompt = checked.prompt
     if not prompt or not (isinstance(prompt, str) or isinstance(prompt[0], int)):
@@ -136,9 +138,13 @@ def _positive(most: Any) -> int | None:
     return most
 
 
-def _checked(kind: type[BaseModel], body: Mapping[str, Any], sampling: ServedSampling) -> Any:
+def _given(body: Mapping[str, Any], sampling: ServedSampling) -> Mapping[str, Any]:
+    """The options of a request without those that are null or ignored."""
+    return {name: value for name, value in body.items() if value is not None and name not in sampling.ignored}
+
+
+def _checked(kind: type[BaseModel], given: Mapping[str, Any], sampling: ServedSampling) -> Any:
     """The request as SGLang reads it."""
-    given = {name: value for name, value in body.items() if value is not None and name not in sampling.ignored}
     try:
         checked = kind.model_validate({**given})
     except ValidationError as error:

@@ -176,13 +176,18 @@ class TrainConfig(Settings):
         "functions, or whole layers",
     )
     recompute_layers: int | None = Field(
-        None, ge=1, description="with recompute=full: of so many layers of each virtual pipeline stage; null: of all"
+        None, ge=1, description="with recompute=full: number of layers of each virtual pipeline stage; null: all"
     )
     routing_replay: Literal["none", "update", "rollout"] = Field(
         "none",
         description="experts that an update gives a token to: none, those that its own routers choose; update, those "
         "of the pass that computed the old log-probs; rollout, those of the engine that drew the sample, in that pass "
         "too. Weights of experts are always of the live routers",
+    )
+    older_routes: Literal["keep", "live"] = Field(
+        "keep",
+        description="with routing_replay=rollout: routes of tokens that older weights drew than those before the step. "
+        "keep, replay them; live, let the live routers choose",
     )
     deterministic: bool = Field(
         False, description="make the same bits in every run, also on a GPU, where attention is then slower"
@@ -217,8 +222,9 @@ class TrainConfig(Settings):
         together = layout.ep == 1 or self.gathers_tokens(layout)
         unsplit = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
         rows = self.dtype == "bfloat16" and not (sizes.hidden % ROW_ELEMENTS or sizes.expert_ffn % ROW_ELEMENTS)
-        unquantised = self.precision is None
-        return self.fused_experts and together and unsplit and rows and unquantised and not sizes.mlp_bias
+        adapted = self.lora is not None and self.lora.adapts_mlps
+        plain = self.precision is None and not (sizes.mlp_bias or sizes.expert_biases or adapted)
+        return self.fused_experts and together and unsplit and rows and plain
 
     def shares_fused_experts(self, sizes: Sizes, layout: Layout) -> bool:
         """True if a model's experts are fused, and sharded over several ranks."""
@@ -258,6 +264,12 @@ class TrainConfig(Settings):
                 "optimizer.precision_aware=true with dtype=float32, whose masters Transformer Engine does not update: "
                 "expected dtype=bfloat16, or false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _older_routes_are_replayed(self) -> TrainConfig:
+        if self.older_routes == "live" and self.routing_replay != "rollout":
+            raise ValueError(f"older_routes=live needs routing_replay=rollout, found {self.routing_replay}")
         return self
 
     @model_validator(mode="after")

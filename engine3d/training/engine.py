@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import export_weights, load_weights
 from engine3d.models.experts.token_dispatcher import forget_pass
+from engine3d.models.lora.peft_files import ADAPTERS
 from engine3d.models.precision import Precision, check_shards
+from engine3d.models.safetensors_files import TensorFiles
 from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
 from engine3d.training import parallel
@@ -128,26 +132,53 @@ class TrainEngine(TrainedModel):
         with self._onloaded():
             if self._offload is not None:
                 self._offload.forget()
+            if self.adapters is not None:
+                raise UserError(f"load of {directory}: adapters belong to the model that they were trained on")
             load_weights(self.module, self.spec, self.layout, self.coordinates, directory)
             if self.optimizer is not None:
                 self.optimizer.reload_model_params()
 
-    def export(self, directory: Path, *, dtype: torch.dtype | None = None, precision: Precision | None = None) -> None:
+    def export(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        precision: Precision | None = None,
+        served: bool = False,
+    ) -> None:
         """Write the weights as a HuggingFace directory; every rank writes its own part, nothing is gathered.
 
-        Adapters are merged into them.
+        Adapters are merged into them. With `served` they are where the engines have them: in a folder of their own if
+        they are sent apart.
         """
+        directory, apart = Path(directory), served and self._sends_adapters
+        merged = self.adapters.merged if self.adapters is not None and not apart else None
         with self._onloaded():
-            export_weights(
-                self.module,
-                self.spec,
-                self.layout,
-                self.coordinates,
-                Path(directory),
-                dtype=dtype or self.dtype,
-                precision=precision,
-                merged=self.adapters.merged if self.adapters is not None else None,
-            )
+            for spec, path in [(self.spec, directory), *([(self.trained, directory / ADAPTERS)] if apart else [])]:
+                export_weights(
+                    self.module,
+                    spec,
+                    self.layout,
+                    self.coordinates,
+                    path,
+                    dtype=dtype or self.dtype,
+                    precision=precision,
+                    merged=merged,
+                    multi_token=not served,
+                )
+
+    @cached_property
+    def base_fingerprint(self) -> str:
+        """Fingerprint of the model's directory. Only the first rank reads it; empty on others."""
+        if dist.get_rank() or self.spec.directory is None:
+            return ""
+        with TensorFiles(self.spec.directory) as files:
+            return files.fingerprint()
+
+    @property
+    def _sends_adapters(self) -> bool:
+        """True if engines get adapters apart from the model."""
+        return self.adapters is not None and self.config.lora is not None and self.config.lora.engine == "adapter"
 
     def weight_sender(
         self, name: str, rank: int, location: Location, precision: Precision | None = None
@@ -169,22 +200,25 @@ class TrainEngine(TrainedModel):
         from engine3d.reshard.transport.sender import WeightSender
 
         parameters = rank_parameters(self.module, self.spec, self.layout, self.coordinates)
-        update = None
-        if self.adapters is not None:
+        updates: list[Callable[[], None]] = []
+        if self._sends_adapters:
+            parameters += rank_parameters(self.module, self.trained, self.layout, self.coordinates)
+        elif self.adapters is not None:
             from engine3d.reshard.transport.merged import MergedWeights
 
             merged = MergedWeights(parameters, self.adapters)
-            parameters, update = merged.parameters, merged.merge
+            parameters = merged.parameters
+            updates.append(merged.merge)
         parameters = [(local, tensor.data) for local, tensor in parameters]
         if precision is None:
-            return WeightSender(*model_shards(parameters, name, rank, location), update)
+            base = self.base_fingerprint if self._sends_adapters else None
+            return WeightSender(*model_shards(parameters, name, rank, location), *updates, base=base)
         from engine3d.reshard.transport.quantised import QuantisedWeights
 
-        if update is not None:
-            raise UserError(f"lora with engines of precision={precision} was not tried; expected null")
         check_shards(self.spec, self.layout, transformer_engine=platform.has_transformer_engine)
         weights = QuantisedWeights(parameters, self.spec.hf_tensors, name, rank, location)
-        return WeightSender(weights.shards, weights.storages, weights.quantise)
+        updates.append(weights.quantise)  # of merged weights
+        return WeightSender(weights.shards, weights.storages, *updates)
 
     def close(self) -> None:
         """End the model's process groups. Another engine may be built in this process after it."""

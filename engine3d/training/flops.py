@@ -2,9 +2,10 @@
 
 Counted are matrix multiplications, an (m, k) by a (k, n) one as 2 * m * n * k: projections, MLPs, routers, the experts
 that a token is given to, and the output layer or the value head's vector. Of attention's scores and of their sum over
-values the causal half counts, n^2 / 2 pairs for n tokens. Norms, activations, rotary embeddings, softmax, biases and
-look-ups in the embedding are not counted, nor is anything that is computed only because of padding, of a pipeline, or
-again in the backward pass.
+values the causal half counts, n^2 / 2 pairs for n tokens. Of gated delta nets the recurrence counts, whose state each
+token reads twice and changes once: chunks of tokens multiply more. Norms, convolutions, activations, rotary embeddings,
+softmax, biases and look-ups in the embedding are not counted, nor is anything that is computed only because of padding,
+of a pipeline, or again in the backward pass.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ def sequence_flops(spec: ModelSpec, lengths: npt.ArrayLike) -> npt.NDArray[np.fl
     Returns:
         float64 of the same shape.
     """
-    tokens = np.asarray(lengths, np.float64)
-    return tokens * (token_flops(spec) + tokens * pair_flops(spec.sizes))
+    tokens, sizes = np.asarray(lengths, np.float64), spec.sizes
+    flops = tokens * (token_flops(spec) + state_flops(sizes) + tokens * pair_flops(sizes))
+    if sizes.window is not None:  # pairs that are further apart
+        flops -= sum(sizes.windowed) / sizes.layers * pair_flops(sizes) * np.maximum(tokens - sizes.window, 0) ** 2
+    return flops
 
 
 def token_flops(spec: ModelSpec) -> int:
@@ -43,12 +47,31 @@ def token_flops(spec: ModelSpec) -> int:
     experts += _linear(sizes.hidden, 1) if sizes.shared_gate else 0
     mlps = (sizes.layers - sparse) * _gated(sizes, sizes.ffn) + sparse * (router + experts)
     head = _linear(sizes.hidden, 1 if spec.value_head else sizes.vocabulary)
-    return sizes.layers * _projections(sizes) + mlps + head
+    linear = sizes.layers - sizes.attention_layers
+    return sizes.attention_layers * _projections(sizes) + linear * _delta_projections(sizes) + mlps + head
 
 
 def pair_flops(sizes: Sizes) -> int:
-    """Operations of attention in one forward pass over n tokens, by n^2: a score and a sum for half of all pairs."""
-    return sizes.layers * sizes.heads * (sizes.head_dim + sizes.value_dim)
+    """Operations of attention in one forward pass over n tokens, by n^2: a score and a sum for half of all pairs.
+
+    Windows are not counted.
+    """
+    return sizes.attention_layers * sizes.heads * (sizes.head_dim + sizes.value_dim)
+
+
+def state_flops(sizes: Sizes) -> int:
+    """Operations of gated delta nets on their states in one forward pass for each token."""
+    if (delta := sizes.delta) is None:
+        return 0
+    return (sizes.layers - sizes.attention_layers) * 3 * 2 * delta.key_dim * delta.values
+
+
+def _delta_projections(sizes: Sizes) -> int:
+    """FLOPs of a token's projections into and out of a gated delta net."""
+    if (delta := sizes.delta) is None:
+        return 0
+    inputs = _linear(sizes.hidden, 2 * (delta.keys + delta.values + delta.value_heads))
+    return inputs + _linear(delta.values, sizes.hidden)
 
 
 def _projections(sizes: Sizes) -> int:
@@ -57,7 +80,7 @@ def _projections(sizes: Sizes) -> int:
     output = _linear(sizes.heads * sizes.value_dim, hidden)
     latent = sizes.latent
     if latent is None:
-        return _linear(hidden, queries + 2 * sizes.groups * sizes.head_dim) + output
+        return _linear(hidden, queries * (1 + sizes.output_gate) + 2 * sizes.groups * sizes.head_dim) + output
     if latent.query_rank is None:
         to_queries = _linear(hidden, queries)
     else:

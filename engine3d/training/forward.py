@@ -16,6 +16,8 @@ from engine3d.errors import UserError
 from engine3d.models.build import model_chunks
 from engine3d.models.experts.load_balance import LoadBalance
 from engine3d.models.experts.row_capacity import PredictedCapacity
+from engine3d.models.precision import GEMM_TOKENS
+from engine3d.platform import platform
 from engine3d.progress import progress
 from engine3d.training.flops import sequence_flops
 from engine3d.training.logit_chunks import logprobs_of_states
@@ -46,7 +48,7 @@ class TokenOutputs:
         sequences: (T,) int64 the sequence of each token, of K; all tokens of a sequence are here.
         top_tokens: (T, k) int64 the most likely tokens at each position, by falling probability, or None.
         chosen_logprobs: (T, k) float32 of the tokens in the column `CHOSEN`, or else of `top_tokens`, or None.
-        routes: (T, c) experts of each token, a column `ROUTES`, or None: one tensor- and context-parallel rank has it.
+        routes: (T, C) experts of each token, or None: one tensor- and context-parallel rank has them.
     """
 
     logprobs: Tensor | None = None
@@ -97,8 +99,8 @@ class ForwardModel(RoutedModel):
         """Log-probs (and entropies) of every token of this data-parallel rank's sequences, without gradients.
 
         Args:
-            sequences: with the column `CHOSEN` where the log-probs of further tokens are requested, and the column
-                `ROUTES` where tokens are routed by it (`routing_replay`).
+            sequences: with the column `CHOSEN` where the log-probs of further tokens are requested. Tokens are routed
+                by the sequences' routes, if there are any (`routing_replay`).
             temperature: the logits are divided by it.
             with_entropy: compute entropies.
             top: number of most likely tokens to find at each position; with their log-probs, if there is no column
@@ -128,13 +130,12 @@ class ForwardModel(RoutedModel):
         self, sequences: Sequences, temperature: float, with_entropy: bool, top: int = 0, record_routes: bool = False
     ) -> TokenOutputs | None:
         self.onload()
-        sequences, routes = self._without_routes(sequences)
         batches = self.micro_batches(sequences)
 
         def collect(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, TokenOutputs]:
             return torch.zeros((), device=self.device), outputs
 
-        with torch.no_grad(), self._routed(sequences, batches, routes, records=record_routes):
+        with torch.no_grad(), self._routed(sequences, batches, records=record_routes):
             loss = partial(self._loss, collect, temperature, with_entropy, top=top)
             results = self._run(batches, loss, forward_only=True)
             recorded = self._collect_routes() if record_routes else None
@@ -171,6 +172,8 @@ class ForwardModel(RoutedModel):
         group = self.layout.micro_batch_group
         batches = plan.micro_batches(at_least=group * -(-max(1, int(count)) // group))
         multiple = (self.layout.tp if self.config.sequence_parallel else 1) * (1 if cp == 1 else 2 * cp)
+        if self._has_quantised_gemms:
+            multiple *= GEMM_TOKENS
         positions = [0] * len(batches)
         if self.config.gathers_tokens(self.layout):
             most = torch.tensor(
@@ -233,7 +236,7 @@ class ForwardModel(RoutedModel):
         if self._trace is not None and not forward_only:
             schedule, self._trace = partial(self._trace.run, schedule), None
         iterators = [iter(enumerate(batches)) for _ in self.chunks]
-        return schedule(
+        results = schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks,
@@ -242,6 +245,16 @@ class ForwardModel(RoutedModel):
             micro_batch_size=batches[0].input_ids.shape[0],
             forward_only=forward_only,
         )
+        if self._has_quantised_gemms:
+            from engine3d.models.transformer_engine_modules import release_quantised_weights
+
+            release_quantised_weights(self.module)
+        return results
+
+    @property
+    def _has_quantised_gemms(self) -> bool:
+        """True if Transformer Engine multiplies quantised operands."""
+        return self.config.precision is not None and platform.has_transformer_engine
 
     def _positions_of(self, number: int, batch: MicroBatch, embeds: bool) -> Tensor | None:
         """(B, S / cp), or (B, S / cp / tp) where Megatron-Core does not cut it itself: argument of `Router.locate`."""

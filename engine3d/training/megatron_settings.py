@@ -79,6 +79,11 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     Raises:
         UserError: names the option.
     """
+    if spec.sizes.delta is not None and transformer_engine:
+        raise UserError(
+            f"{spec.family.architecture} has gated delta nets, which run on CPUs alone here: kernels of "
+            "flash-linear-attention were not tried; expected another model, or placement on a CPU"
+        )
     if config.precision is not None:
         check_trained_blocks(spec, layout, transformer_engine=transformer_engine)
         if config.fused_query_key:
@@ -88,7 +93,9 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     if layout.cp > 1:
         _check_context_parallel(config, spec, layout)
     if config.lora is not None:
-        _check_lora(config, config.lora, spec, layout, transformer_engine=transformer_engine)
+        _check_lora(config, config.lora, spec)
+        if transformer_engine:
+            check_lora_on_gpus(spec, layout)
     options = config.megatron
     if config.routing_replay != "none" and options.get("moe_router_fusion"):
         raise UserError(
@@ -103,8 +110,8 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         if not config.shares_fused_experts(spec.sizes, layout):
             raise UserError(
                 f"{setting}=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected fused "
-                "experts (fused_experts=true, bfloat16, precision=null, etp=1) on several ranks that gather tokens "
-                "(megatron.moe_token_dispatcher_type=allgather), or false"
+                "experts (fused_experts=true, bfloat16, precision=null, etp=1, no adapters) on several ranks that "
+                "gather tokens (megatron.moe_token_dispatcher_type=allgather), or false"
             )
     if config.has_predicted_capacity(spec.sizes, layout) and (config.deterministic or layout.pp > 1):
         setting = "deterministic=true" if config.deterministic else f"pp={layout.pp}"
@@ -152,6 +159,13 @@ def _check_context_parallel(config: TrainConfig, spec: ModelSpec, layout: Layout
     cp = f"with layout.cp={layout.cp}"
     if not config.packing:
         raise UserError(f"packing=false {cp}: expected packing=true, because ranks share packed sequences")
+    for has, kind in (
+        (spec.sizes.sinks, "attention sinks"),
+        (spec.sizes.window is not None, "sliding windows"),
+        (spec.sizes.delta is not None, "gated delta nets"),
+    ):
+        if has:
+            raise UserError(f"{spec.family.architecture} has {kind}, which was not tried {cp}; expected 1")
     if config.has_flash_attention:
         raise UserError(
             f"megatron.attention_backend=flash {cp}: expected auto, because Transformer Engine shares no sequences "
@@ -185,10 +199,22 @@ def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None
             raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no bias of experts")
 
 
-def _check_lora(
-    config: TrainConfig, lora: LoraConfig, spec: ModelSpec, layout: Layout, *, transformer_engine: bool
-) -> None:
+def check_lora_on_gpus(spec: ModelSpec, layout: Layout) -> None:
+    """Refuse adapters of Transformer Engine's layers where no GPU has run them yet.
+
+    Raises:
+        UserError: names the layout, or the kind of attention.
+    """
+    if layout.world_size > 1:
+        raise UserError(f"lora on {layout.world_size} GPUs was not tried; expected one GPU for the actor, or lora=null")
+    if spec.sizes.latent is not None:
+        raise UserError(f"lora of latent attention ({spec.family.architecture}) was not tried on a GPU; expected null")
+
+
+def _check_lora(config: TrainConfig, lora: LoraConfig, spec: ModelSpec) -> None:
     """Refuse adapters with settings that they were not tried with."""
+    if spec.sizes.delta is not None:
+        raise UserError(f"lora was not tried with the gated delta nets of {spec.family.architecture}; expected null")
     adapters = AdapterSpec.of(spec, lora)
     if lora.path is not None:
         check_peft(lora.path, adapters)
@@ -199,12 +225,8 @@ def _check_lora(
         )
     if spec.value_head:
         raise UserError("lora with a scalar head was not tried; expected null")
-    if transformer_engine:
-        raise UserError("lora was tried with Megatron-Core's own layers alone, on a CPU; expected null on GPUs")
     if config.precision is not None:
         raise UserError(f"lora with precision={config.precision} was not tried; expected precision=null, or lora=null")
-    if layout.cp > 1:
-        raise UserError(f"lora with cp={layout.cp} was not tried; expected cp=1, or lora=null")
     rate = config.megatron.get("moe_router_bias_update_rate", 0.0)
     if rate:
         raise UserError(

@@ -71,7 +71,7 @@ def wrap_for_training(module: Any, config: TrainConfig, adapters: Adapters | Non
     )
     modules = model_chunks(module)
     chunks = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in modules]
-    _fuse_weight_gradients(module)
+    _fuse_weight_gradients(module, fused=adapters is None)
 
     def finalise(chunks: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
         # The loss carries its own weights: no division by a number of tokens.
@@ -83,15 +83,15 @@ def wrap_for_training(module: Any, config: TrainConfig, adapters: Adapters | Non
     return chunks
 
 
-def _fuse_weight_gradients(module: Any) -> None:
+def _fuse_weight_gradients(module: Any, *, fused: bool) -> None:
     """Make Transformer Engine's layers add their weights' gradients to the buffers in the GEMM that computes them.
 
     Megatron-Core has one setting for these and for its own layers, which need apex for it. Experts with a grouped GEMM
-    add theirs after it (`models.experts.grouped_gemm`).
+    add theirs after it (`models.experts.grouped_gemm`). Weights with adapters have no gradients.
     """
     for layer in module.modules():
         if hasattr(layer, "fuse_wgrad_accumulation"):
-            layer.fuse_wgrad_accumulation = True
+            layer.fuse_wgrad_accumulation = fused
 
 
 def build_optimizer(chunks: list[Any], config: TrainConfig) -> tuple[Any, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,9 +76,11 @@ class UpdateTrace:
     def _begin(self) -> None:
         platform.synchronize()
         devices = [ProfilerActivity.CUDA] if platform.device_type == "cuda" else []
-        # Without acc_events it warns that it keeps the last of several cycles; this is one.
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *devices], acc_events=True)
-        self._profiler.start()
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *devices])
+        with warnings.catch_warnings():
+            # It keeps the last of several cycles; this is one. With acc_events it would make an object of each event.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+            self._profiler.start()
 
     def _end(self) -> profile | None:
         """End the profiler, if it runs; it has the events."""
@@ -89,6 +95,10 @@ class UpdateTrace:
         profiler = self._end()
         if profiler is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_name(f".partial-{self._path.name}")
-            profiler.export_chrome_trace(str(partial))
-            partial.replace(self._path)
+            with tempfile.TemporaryDirectory(prefix=".partial-", dir=self._path.parent) as directory:
+                events, packed = Path(directory) / "trace.json", Path(directory) / "trace.json.gz"
+                profiler.export_chrome_trace(str(events))
+                # PyTorch itself compresses line by line, at the slowest level.
+                with events.open("rb") as source, gzip.open(packed, "wb", compresslevel=4) as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+                packed.replace(self._path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine3d.collectives import all_gather
+from engine3d.models.experts.routes import TokenRoutes
 from engine3d.models.experts.routing_replay import RoutingReplay, encode
 from engine3d.platform import platform
 from engine3d.training.sequences import MicroBatch
@@ -24,7 +25,8 @@ class RoutePass:
         replay: tables of the model.
         batches: micro-batches of the pass, in host memory.
         lengths: (N,) int64 tokens of each of this data-parallel rank's sequences.
-        routes: (T, c) of these sequences and this rank's layers; None without.
+        routes: of these sequences; None without. The rank reads those of its own positions and layers.
+        name: of a sequence by its number, for errors.
         slots: most micro-batches that are in flight on this rank.
         replays: True to route by them.
         records: True to record what the routers choose.
@@ -32,6 +34,9 @@ class RoutePass:
         keeps: True on the rank of these that keeps recorded routes.
         shards: tensor-parallel ranks that have a chunk of each micro-batch's positions; 1 where each has all.
         shard: this rank of them.
+
+    Raises:
+        UserError: routes of another model, or that are no routes.
     """
 
     def __init__(
@@ -39,8 +44,9 @@ class RoutePass:
         replay: RoutingReplay,
         batches: Sequence[MicroBatch],
         lengths: Tensor,
-        routes: Tensor | None,
+        routes: TokenRoutes | None,
         *,
+        name: Callable[[int], str],
         slots: int,
         replays: bool,
         records: bool,
@@ -56,6 +62,8 @@ class RoutePass:
         self._tokens = [_tokens(batch, ends - lengths).chunk(shards, dim=1)[shard] for batch in batches]
         self._is_last = torch.zeros(self._count, dtype=torch.bool)
         self._is_last[ends - 1] = True
+        if routes is not None:
+            replay.check(routes, (tokens.flatten() for tokens in self._tokens), name)
         self._slots = min(slots, len(batches))
         self._slot_rows = max(tokens.numel() for tokens in self._tokens)
         self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
@@ -76,10 +84,8 @@ class RoutePass:
         flat, device = tokens.flatten(), self._replay.device
         is_real = flat >= 0
         counted = is_real & ~self._is_last[flat]
-        routes = None
-        if self._routes is not None:
-            routes = self._routes[flat].where(is_real[:, None], self._replay.routes.missing)
-        self._replay.put(first, None if routes is None else _moved(routes, device), _moved(counted, device))
+        routes = None if self._routes is None else _moved(self._routes.read(flat, self._replay.columns), device)
+        self._replay.put(first, routes, _moved(counted, device))
         rows = torch.arange(first, first + len(flat), device=device).view(tokens.shape)
         return encode(rows.repeat(1, sequences.shape[1] // tokens.shape[1]), sequences)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from engine3d.models.experts.routes import RouteFormat
 from engine3d.models.experts.routing_replay import RoutingReplay
 from engine3d.training.build import BuiltModel
 from engine3d.training.route_pass import RoutePass
-from engine3d.training.sequences import ROUTES, MicroBatch, Sequences
+from engine3d.training.sequences import MicroBatch, Sequences
 
 
 class RoutedModel(BuiltModel):
@@ -30,26 +29,11 @@ class RoutedModel(BuiltModel):
             numbering = self.spec.expert_numbering(self.layout)
             self._replay = routing_replay(self.module, RouteFormat.of(self.spec.sizes), numbering)
 
-    def _without_routes(self, sequences: Sequences) -> tuple[Sequences, Tensor | None]:
-        """Split sequences into those without the column `ROUTES`, and this rank's layers of it.
-
-        Raises:
-            UserError: routes of another model, or that are no routes.
-        """
-        columns = dict(sequences.columns)
-        routes = columns.pop(ROUTES, None)
-        if routes is None:
-            return sequences, None
-        if self._replay is None:
-            raise UserError(f"column {ROUTES!r}: {self.spec.family.architecture} has no experts, expected no routes")
-        return replace(sequences, columns=columns), self._replay.of_rank(routes, sequences.lengths, sequences.name)
-
     @contextmanager
     def _routed(
         self,
         sequences: Sequences,
         batches: list[MicroBatch],
-        routes: Tensor | None,
         *,
         records: bool = False,
         forward_only: bool = True,
@@ -57,15 +41,19 @@ class RoutedModel(BuiltModel):
         """Give a pass its routes, or record them.
 
         Args:
-            sequences: of the pass.
+            sequences: of the pass, with their routes if there are any.
             batches: their micro-batches.
-            routes: (T, c) of this rank's layers, or None.
             records: True to record what routers choose.
             forward_only: False for a pass with gradients.
+
+        Raises:
+            UserError: routes of another model, or that are no routes.
         """
-        if self._replay is None or (routes is None and not records):
+        if sequences.routes is None and not records:
             yield
             return
+        if self._replay is None:
+            raise UserError(f"routes: {self.spec.family.architecture} has no experts, expected no routes")
         from megatron.core import parallel_state
 
         sharded = self.megatron.sequence_parallel
@@ -78,7 +66,8 @@ class RoutedModel(BuiltModel):
             self._replay,
             batches,
             sequences.lengths,
-            routes,
+            sequences.routes,
+            name=sequences.name,
             slots=self.layout.micro_batch_group if forward_only else in_flight,
             replays=self.config.routing_replay != "none",
             records=records,

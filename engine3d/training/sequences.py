@@ -10,13 +10,12 @@ from torch import Tensor
 
 from engine3d.errors import UserError
 from engine3d.models.attention.context_parallel import rank_order
+from engine3d.models.experts.routes import TokenRoutes
 from engine3d.training.micro_batch_plan import padded_length
 
 CHOSEN = "chosen_tokens"
 """Column (T, k) int64 of k further tokens at each position whose log-probs are requested. The model reads it, and the
 loss function gets it like any other column."""
-ROUTES = "routes"
-"""Column (T, layers * top-k) of the experts that each token was given to; see `models.experts.routes`."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,17 @@ class Sequences:
         lengths: (N,) int64 tokens of each sequence, at least 1 each.
         columns: name to (T,) tensor, or (T, k) with k values of each token.
         names: of the sequences in errors; numbers if absent.
+        routes: experts of each token, by sequence (`models.experts.routes`); None if the routers choose.
 
     Raises:
-        UserError: lengths that do not add up to T, an empty sequence, or a column of another length.
+        UserError: lengths that do not add up to T, an empty sequence, or a column or routes of another length.
     """
 
     tokens: Tensor
     lengths: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     names: Sequence[str] = ()
+    routes: TokenRoutes | None = None
 
     def __post_init__(self) -> None:
         total = int(self.lengths.sum())
@@ -47,6 +48,11 @@ class Sequences:
             raise UserError(f"sequences: lengths add up to {total} tokens, {self.tokens.numel()} were given")
         if self.lengths.numel() and int(self.lengths.min()) < 1:
             raise UserError(f"sequences: sequence {int(self.lengths.argmin())} is empty")
+        if (
+            self.routes is not None
+            and (lengths := [len(rows) for rows in self.routes.samples]) != self.lengths.tolist()
+        ):
+            raise UserError(f"sequences: routes of {lengths} tokens, expected {self.lengths.tolist()}")
         for name, column in self.columns.items():
             if column.shape[:1] != self.tokens.shape or column.dim() > 2:
                 raise UserError(

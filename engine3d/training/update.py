@@ -25,7 +25,7 @@ from engine3d.training.forward import ForwardModel, LossFunction
 from engine3d.training.host_state import HostState
 from engine3d.training.optimizer import buffer_optimizers, build_optimizer, element_bytes, wrap_for_training
 from engine3d.training.profile import UpdateTrace
-from engine3d.training.sequences import ROUTES, MicroBatch, Sequences
+from engine3d.training.sequences import MicroBatch, Sequences
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,15 @@ class TrainedModel(ForwardModel):
             chunk.restore_grad_buffers(synchronize=False)
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sequences, routes = self._without_routes(sequences)
-        if routes is None and self.config.routing_replay != "none":
-            raise UserError(f"update: routing_replay={self.config.routing_replay} needs the column {ROUTES!r}")
+        if sequences.routes is None and self.config.routing_replay != "none":
+            raise UserError(f"update: routing_replay={self.config.routing_replay} needs sequences with routes")
         batches = self.micro_batches(sequences)
         predicted = self._predicted
         recomputed_before = 0 if predicted is None else predicted.recomputed
         run = partial(self._run, batches, partial(self._loss, loss_function, temperature, with_entropy))
-        with self._routed(sequences, batches, routes, forward_only=False):
+        with self._routed(sequences, batches, forward_only=False):
             loss_outputs, routing = self._run_with_routing(sequences, batches, partial(run, forward_only=False))
-        replay = self._replay.finish() if self._replay is not None and routes is not None else None
+        replay = self._replay.finish() if self._replay is not None and sequences.routes is not None else None
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         # Looked at before `step`, which would write a gradient that is not finite into the weights.
         self.optimizer.prepare_grads()

@@ -128,7 +128,7 @@ def prepare(step: Step[Any], mini_batch: RemoteBatch, *, loss: PreferenceLoss, t
         step: of the update.
         mini_batch: two samples a prompt, side by side.
         loss: of the two.
-        learned: how many of the two are trained on: the first ones.
+        trained_on: how many of the two, the first ones.
     """
     per_sample = mini_batch.per_sample
     policy = step.apply(step.current_logprobs(mini_batch), sequence_logprobs).per_sample()["policy"]

@@ -24,8 +24,8 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.api.stage_worker import StageWorker
 from hybridflow.cluster.devices.device_map import DeviceMap, highest_cpu_slot, pool_devices
-from hybridflow.cluster.runtime import ray_runtime, resource_pool
-from hybridflow.cluster.runtime.resource_pool import ResourcePool
+from hybridflow.cluster.ray import ray_session, resource_pool
+from hybridflow.cluster.ray.resource_pool import ResourcePool
 from hybridflow.config.reading.known_names import no_attribute
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import registrations
@@ -178,8 +178,8 @@ class DataFlow:
         maps = device_maps(list(self._inputs))
         with ExitStack() as stack:
             if not ray.is_initialized():
-                ray_runtime.start_ray(cpu_slots=highest_cpu_slot(list(maps.values())))
-                stack.callback(ray_runtime.stop_ray)
+                ray_session.start_ray(cpu_slots=highest_cpu_slot(list(maps.values())))
+                stack.callback(ray_session.stop_ray)
             try:
                 devices = pool_devices(maps, {}, resource_pool.cluster_nodes())
             except UserError as error:

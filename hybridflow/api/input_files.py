@@ -16,7 +16,7 @@ from engine3d.durable import naming
 from engine3d.errors import UserError
 from engine3d.models.weights import TOKENIZER_FILES
 from hybridflow.api.recipe_builder import Given
-from hybridflow.rundir.lock import hold, move_aside
+from hybridflow.rundir.status.lock import hold, move_aside
 
 _TOKENIZER_FILES = frozenset(TOKENIZER_FILES) - {"generation_config.json"}
 

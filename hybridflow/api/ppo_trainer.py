@@ -140,11 +140,11 @@ class PPOTrainer:
         Args:
             rollouts: what `rollout` returned since the last update: as it is, some samples of it (`select`), several
                 joined (`concatenate`), or with other `rewards`, `costs` or `advantages` (`replace`). Where rewards or
-                costs are others and advantages are not, the advantages are estimated anew. With `rollout.stream` or
+                costs are others and advantages are not, the advantages are estimated again. With `rollout.stream` or
                 `trainer.max_staleness` above 0 an update has one rollout.
 
         Returns:
-            The figures of the step by metric name, and `reward`, the mean of `rollouts.rewards`.
+            The metrics of the step by name, and `reward`, the mean of `rollouts.rewards`.
 
         Raises:
             UserError: samples that were not rolled out since the last update, too few of them, or without rewards.
@@ -176,7 +176,7 @@ class PPOTrainer:
         return step.values | {"reward": float(rollouts.rewards.mean())}
 
     def export(self, directory: str | Path) -> Path:
-        """Write the model of now as a HuggingFace directory; its path.
+        """Write the current model as a HuggingFace directory; return its path.
 
         Raises:
             EngineError: the actor failed.
@@ -230,7 +230,7 @@ class PPOTrainer:
     def _experience(self, given: RolloutBatch) -> Experience:
         """Build the experience of rollouts that the caller has changed."""
         experiences = [made.experience for made in self._made]
-        whiten = None  # where advantages are estimated anew, so are their moments
+        whiten = None  # where advantages are estimated again, so are their moments
         if given.advantages is not None and any(experience.whiten is not None for experience in experiences):
             whiten = moments(given.advantages, given.response_mask)
         baselines = {group: reward for experience in experiences for group, reward in experience.baselines.items()}
@@ -246,7 +246,7 @@ def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: 
         least: samples that an update needs.
 
     Returns:
-        The same samples; without advantages and returns where these are to be estimated anew, from rewards or costs
+        The same samples; without advantages and returns where these are to be estimated again, from rewards or costs
         that are others than those of the advantages.
 
     Raises:
@@ -275,8 +275,8 @@ def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: 
         raise UserError(str(error)) from None
     if rollouts.advantages is not None:
         scores = [(rollouts.rewards, before.rewards), (rollouts.costs, before.costs)]
-        scored_anew = any(now is not None and not torch.equal(now, then) for now, then in scores)  # type: ignore[arg-type]
-        if not scored_anew or not _same(rollouts.advantages, before.advantages):
+        scored_again = any(now is not None and not torch.equal(now, then) for now, then in scores)  # type: ignore[arg-type]
+        if not scored_again or not _same(rollouts.advantages, before.advantages):
             return rollouts
     return rollouts.replace(advantages=None, returns=None, cost_returns=None)
 

@@ -21,7 +21,7 @@ from hybridflow.metrics.names import EVAL
 from hybridflow.planning.checks.recipe import check_recipe
 from hybridflow.rundir.file_names import EXPORT
 from hybridflow.trainer.run import train
-from hybridflow.trainer.startup.attached_cluster import check_cluster_of
+from hybridflow.trainer.startup.node_checks import check_nodes_of
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,8 @@ def checked_recipe(config: PPOConfig, given: Given) -> Recipe:
     recipe = make_recipe(config, given, gpus=platform.gpus)
     for warning in check_recipe(recipe):
         log.info(warning)
-    check_cluster_of(recipe.placement, recipe.device_maps, recipe.run_dir, recipe.limits)
+    if recipe.placement.cluster is not None:
+        check_nodes_of(recipe)
     return recipe
 
 

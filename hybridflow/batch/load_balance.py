@@ -1,4 +1,4 @@
-"""Samples dealt to ranks so that each has about as much to compute."""
+"""Samples sharded over ranks so that each has about as much to compute."""
 
 from __future__ import annotations
 

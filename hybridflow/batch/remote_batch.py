@@ -25,7 +25,15 @@ from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.load_balance import balanced_partition, even_ranges
 from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, SampleBatch
 from hybridflow.batch.sample_fields import ROUTES, SAMPLE
-from hybridflow.batch.worker_output import ROUTE_BYTES, Kept, Packed, Spans, Summary, joined_per_sample, pack
+from hybridflow.batch.worker_output import (
+    ROUTE_BYTES,
+    Kept,
+    Packed,
+    Spans,
+    Summary,
+    joined_per_sample,
+    pack,
+)
 from hybridflow.errors.rank_failure import Failure
 
 if TYPE_CHECKING:
@@ -124,7 +132,7 @@ class BatchShard(Kept):
     without: tuple[str, ...] = ()
 
     def unpack(self) -> SampleBatch | Failure:
-        """Fetch the tokens of these samples.
+        """Fetch the tokens of these samples. Their routes stay in the node's object store (`stored_routes`).
 
         A per-sample column that is named like a column of tokens holds for every loss token of its sample.
 
@@ -146,12 +154,22 @@ class BatchShard(Kept):
                 rows = columns.setdefault(name, [None] * self.size)
                 for sample, row in zip(slice_.samples.tolist(), slice_.spans.cut(name, array), strict=True):
                     rows[sample] = row
-        return self._with_per_sample({name: self._joined(name, rows) for name, rows in columns.items()})
+        complete = {name: self._complete(name, rows) for name, rows in columns.items()}
+        routes = complete.pop(ROUTES, None)
+        batch = self._with_per_sample({name: self._joined(name, rows) for name, rows in complete.items()})
+        if routes is None:
+            return batch
+        from engine3d.models.experts.routes import TokenRoutes  # imports torch
 
-    def _joined(self, name: str, rows: list[np.ndarray[Any, Any] | None]) -> Tensor:
+        return dataclasses.replace(batch, stored_routes=TokenRoutes(tuple(routes)))
+
+    def _complete(self, name: str, rows: list[np.ndarray[Any, Any] | None]) -> list[np.ndarray[Any, Any]]:
         present = [row for row in rows if row is not None]
         if len(present) != self.size:
             raise ValueError(f"batch: column {name} is there for {len(present)} of {self.size} samples")
+        return present
+
+    def _joined(self, name: str, present: list[np.ndarray[Any, Any]]) -> Tensor:
         dtypes = SampleBatch.dtypes_of(name)
         if not present:
             return torch.empty(0, dtype=dtypes[0])
@@ -168,7 +186,7 @@ class BatchShard(Kept):
                     self.per_sample["response_lengths"]
                 )
                 columns[name] = of_tokens.where(columns["response_mask"], 0)
-        return SampleBatch(**columns)
+        return SampleBatch(**columns, stored_routes=None)
 
 
 def _named(packed: Packed, name: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -376,7 +394,7 @@ class RemoteBatch:
         batch = batch_shard.unpack()
         if isinstance(batch, Failure):
             raise UserError(f"{batch.role} rank {batch.rank}, {batch.method}: {batch.error}")
-        return batch
+        return batch.with_routes()
 
 
 def _lengths(per_sample: dict[str, Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from engine3d.rollout.requests import GIVEN
 from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_fields import (
     ROUTES,
@@ -30,6 +31,8 @@ from hybridflow.batch.sample_fields import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from engine3d.models.experts.routes import TokenRoutes
 
 TOKENS, RESPONSE = "(T,)", "(R,)"
 WIDE_RESPONSE, TOKEN_ROUTES = wide(RESPONSE), "(T, C)"
@@ -51,6 +54,8 @@ class SampleBatch(SampleFields):
 
     tokens: Tensor
     """(T,) int64: prompt and response of each sample, the end-of-sequence token included."""
+    stored_routes: TokenRoutes | None = None
+    """Routes in memory that is shared with other processes. They are no column."""
 
     def __post_init__(self) -> None:
         if self.prompt_lengths.dim() != 1 or self.response_lengths.shape != self.prompt_lengths.shape:
@@ -65,6 +70,20 @@ class SampleBatch(SampleFields):
         sizes: dict[str, tuple[int, ...]] = {TOKENS: (tokens,), RESPONSE: (responses,), SAMPLE: (len(self),)}
         sizes |= {WIDE_RESPONSE: (responses, *self.width), TOKEN_ROUTES: (tokens, *self.route_shape[-1:])}
         self._check_columns(sizes, torch.device("cpu"))
+
+    @property
+    def token_routes(self) -> TokenRoutes | None:
+        """Routes of every token, by sample: those of the column, or stored ones."""
+        from engine3d.models.experts.routes import TokenRoutes
+
+        return self.stored_routes if self.routes is None else TokenRoutes.of(self.routes, self.sequence_lengths)
+
+    def with_routes(self) -> SampleBatch:
+        """Copy stored routes into the column `routes`."""
+        if self.stored_routes is None:
+            return self
+        rows = np.concatenate(self.stored_routes.samples)
+        return dataclasses.replace(self, routes=torch.from_numpy(rows), stored_routes=None)
 
     @property
     def is_response(self) -> Tensor:
@@ -83,6 +102,33 @@ class SampleBatch(SampleFields):
         is_missing[ends - 1] = False
         upto = torch.nn.functional.pad(is_missing.cumsum(0), (1, 0))
         return upto[ends] - upto[ends - self.sequence_lengths]
+
+    @property
+    def older_tokens(self) -> Tensor:
+        """(B,) int64: response tokens of each sample that older weights have drawn than its newest ones."""
+        if self.token_versions is None or self.newest_versions is None:
+            return torch.zeros_like(self.response_lengths)
+        return self.sums(self.token_versions < self.newest_versions.repeat_interleave(self.response_lengths))
+
+    @property
+    def drawing_versions(self) -> Tensor:
+        """(T,) int64 version of the weights that drew the next response token after each token.
+
+        These weights have computed the token, and so its route. From the last token that a sample's policy drew on, the
+        newest version of the sample.
+        """
+        newest = self.policy_versions if self.newest_versions is None else self.newest_versions
+        versions = newest.repeat_interleave(self.sequence_lengths)
+        if self.token_versions is None or not len(versions):
+            return versions
+        drawn = torch.full_like(versions, GIVEN)
+        drawn[self.is_response] = self.token_versions
+        count = len(drawn)
+        # Number of the first token at or after each one that was drawn.
+        numbers = torch.arange(count).where(drawn >= 0, count).flip(0).cummin(0).values.flip(0)
+        following = torch.cat([numbers[1:], numbers.new_tensor([count])])
+        ends = self.sequence_lengths.cumsum(0).repeat_interleave(self.sequence_lengths)
+        return drawn[following.clamp(max=count - 1)].where(following < ends, versions)
 
     @classmethod
     def from_generations(
@@ -199,7 +245,7 @@ class SampleBatch(SampleFields):
             name: column if COLUMNS[name][0] == SAMPLE else column[masks[COLUMNS[name][0]]]
             for name, column in rest.items()
         }
-        return cls(tokens=torch.cat([prompts, responses], dim=1)[sequence], **flat)
+        return cls(tokens=torch.cat([prompts, responses], dim=1)[sequence], stored_routes=None, **flat)
 
     def padded(self, column: Tensor) -> Tensor:
         """Pad (R,) or (R, K) values to (B, S') or (B, S', K) rows with zeros on the right. S' is the longest one."""
@@ -245,11 +291,13 @@ class SampleBatch(SampleFields):
             by_sample = column.split(lengths[symbol])
             return torch.cat([column[:0], *(by_sample[row] for row in rows.tolist())])
 
-        return dataclasses.replace(self, **{name: taken(name, column) for name, column in self.columns().items()})  # type: ignore[arg-type]
+        columns = {name: taken(name, column) for name, column in self.with_routes().columns().items()}
+        return dataclasses.replace(self, stored_routes=None, **columns)  # type: ignore[arg-type]
 
     @staticmethod
     def concatenate(batches: Sequence[SampleBatch]) -> SampleBatch:
         """Join batches in order. All must have the same columns."""
+        batches = [batch.with_routes() for batch in batches]
         names = SampleBatch._same_columns(batches)
         columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
         return dataclasses.replace(batches[0], **columns)  # type: ignore[arg-type]

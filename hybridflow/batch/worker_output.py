@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 LOSS_TOKENS = "loss_tokens"
 """Per-sample column: response tokens that the policy wrote."""
-ROUTE_BYTES, MISSING_ROUTES = "route_bytes", "missing_routes"
-"""Per-sample columns: bytes of the routes of a sample, and its tokens but the last whose routes are missing."""
+ROUTE_BYTES, MISSING_ROUTES, OLDER_TOKENS = "route_bytes", "missing_routes", "older_tokens"
+"""Per-sample columns of samples with routes: bytes of the routes, tokens but the last whose routes are missing, and
+response tokens of older weights than the sample's newest."""
 TURN_COUNT, TURN_RETURN_SUM, TURN_RETURN_SQUARES = "turn_count", "turn_return_sum", "turn_return_squares"
 """Per-sample columns of episodes with credit for turns: turns, and the sums of their returns and of the squares."""
 
@@ -99,7 +100,7 @@ class Packed(Kept):
     def unpack(self) -> SampleBatch | Columns:
         """Return the packed batch or columns as tensors."""
         tensors = {name: torch.from_numpy(array.copy()) for name, array in self.arrays.items()}
-        return SampleBatch(**tensors) if self.is_batch else Columns(tensors)
+        return SampleBatch(**tensors, stored_routes=None) if self.is_batch else Columns(tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,7 @@ def pack(result: Any, arguments: Sequence[Any] = ()) -> tuple[Any, Summary | Non
         ValueError: columns that do not fit the samples.
     """
     if isinstance(result, SampleBatch):
+        result = result.with_routes()
         return Packed(_arrays(result.columns()), is_batch=True), Summary(_per_sample(result))
     if isinstance(result, Columns):
         for samples in arguments:
@@ -194,6 +196,7 @@ def _per_sample(batch: SampleBatch) -> dict[str, Tensor]:
     if batch.routes is not None:
         per_sample[ROUTE_BYTES] = batch.sequence_lengths * batch.routes[:1].nbytes
         per_sample[MISSING_ROUTES] = batch.missing_routes
+        per_sample[OLDER_TOKENS] = batch.older_tokens
     return per_sample | _turn_sums(batch)
 
 

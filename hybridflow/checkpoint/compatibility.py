@@ -23,7 +23,7 @@ from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
 from hybridflow.data.files.config import ChatConfig, FilesConfig, FileSource
-from hybridflow.data.files.opening import DataFile, default_cache, files_of
+from hybridflow.data.files.formats.opening import DataFile, default_cache, files_of
 
 # Of a config.json: what says nothing of the model.
 _COSMETIC = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path"})
@@ -39,11 +39,13 @@ _SOURCES = ("data.files.train", "data.files.sft")
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
 _ADAPTERS = "train.lora"
-"""Settings by which a checkpoint holds adapters."""
+"""Settings by which a checkpoint holds adapters, but for how engines get these."""
+_ADAPTERS_OF_ENGINES = "train.lora.engine"
 
 _SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
     "train.lora": None,
+    _ADAPTERS_OF_ENGINES: "merged",
     "data.files": None,
     "data.pairs": None,
     **{f"data.pairs.chat.{name}": value for name, value in ChatConfig().model_dump(mode="json").items()},
@@ -233,7 +235,9 @@ def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _without_paths(value) if name in _SOURCES else value
         for name, value in (_SINCE | _flat(settings)).items()
-        if name in _MADE_BY or name.startswith(_ADAPTERS) or (name.startswith("data.") and name not in _FILES_OF_DATA)
+        if name in _MADE_BY
+        or (name.startswith(_ADAPTERS) and name != _ADAPTERS_OF_ENGINES)
+        or (name.startswith("data.") and name not in _FILES_OF_DATA)
     }
 
 

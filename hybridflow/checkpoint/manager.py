@@ -37,7 +37,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.groups import ModelGroup
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
-from hybridflow.rundir.lock import hold, move_aside
+from hybridflow.rundir.status.lock import hold, move_aside
 from hybridflow.workers.future import Future
 
 _POLL_S = 0.02

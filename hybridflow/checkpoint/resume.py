@@ -24,12 +24,12 @@ from engine3d.checkpoint.manifest import (
     verify_hint,
     write_manifest,
 )
-from engine3d.checkpoint.verify import damaged_description, damaged_shard
+from engine3d.checkpoint.reading.verify import damaged_description, damaged_shard
 from engine3d.errors import UserError
 from engine3d.input_files import FileError, read_text
 from engine3d.platform import platform
 from engine3d.training.config import TrainConfig
-from hybridflow.checkpoint.compatibility import changes, contradictions, is_accepted
+from hybridflow.checkpoint.compatibility import Difference, changes, contradictions, is_accepted
 from hybridflow.checkpoint.contents import contradictions_of_run
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.checkpoint.own_code import changed_code, code_checksums
@@ -116,7 +116,9 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     if saves and recipe.resume != "auto":  # which has found that nothing sound comes after it
         _check_room(root, directory)
     check_saved_roles(recipe.trained_roles, recipe.algorithm.name, directory, manifest.roles)
-    accepted = _accepted(recipe, directory, manifest, state)
+    inputs = state.inputs if state is not None else {}
+    differences = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
+    accepted = _accepted(recipe.checkpoint.accept, directory, differences)
     saves_first = recipe.warmup is not None and saves and manifest.step == 0
     if state is None and saves_first and directory.parent.resolve() == root.resolve():
         raise UserError(
@@ -129,7 +131,7 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     after = f"after step {state.step}" if state is not None else "from the weights alone"
     notes.append(f"resume: {after}, from {directory}")
     notes += [f"resume: {change}" for change in changes(public_settings(recipe), manifest.recipe)]
-    code = changed_code(state.inputs if state is not None else {}, code_checksums(recipe.functions, recipe.environment))
+    code = changed_code(inputs, code_checksums(recipe.functions, recipe.environment))
     notes += [f"resume: {name}: the file has changed since the checkpoint" for name in code]
     return Resumption(directory, manifest, state, in_place, accepted, tuple(code)), notes
 
@@ -287,13 +289,11 @@ def _check_room(root: Path, resumed: Path | None) -> None:
         )
 
 
-def _accepted(recipe: Recipe, directory: Path, manifest: Manifest, state: RunState | None) -> tuple[str, ...]:
+def _accepted(accept: Sequence[str], directory: Path, differences: Sequence[Difference]) -> tuple[str, ...]:
     """Names of the differences that make the recipe another run. Raises UserError for those that `checkpoint.accept`
     lacks.
     """
-    inputs = state.inputs if state is not None else {}
-    differences = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
-    refused = [difference for difference in differences if not is_accepted(recipe.checkpoint.accept, difference.name)]
+    refused = [difference for difference in differences if not is_accepted(accept, difference.name)]
     if refused:
         heading = f"resume: {directory} is of another run than this recipe; checkpoint.accept takes what may differ"
         raise UserError("\n".join([heading, *map(str, refused)]))

@@ -1,4 +1,4 @@
-"""Measurements of a run's held-out sets, and the best checkpoint by one of their figures."""
+"""Measurements of a run's held-out sets, and the best checkpoint by one of their metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine3d.checkpoint.inspect import DRIVER
+from engine3d.checkpoint.reading.inspect import DRIVER
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.environments.config import OF_EPISODES
@@ -76,7 +76,7 @@ class MeasuredSet:
         return f"{what} of {self.prompts} {kind}{of}{some}"
 
     def metrics(self, name: str) -> dict[str, float]:
-        """The figures by the names of their metrics, for the set of this name."""
+        """Values by metric name, for the set of this name."""
         return {metrics.of_set(name, figure): value for figure, value in self.statistics.items()}
 
 
@@ -105,7 +105,7 @@ def set_identity(
     judge: JudgeModel | None,
     reward_model: ScoringModel | None,
 ) -> str:
-    """Identify all that the figures of a set depend on, but for the weights.
+    """Identify all that the metrics of a set depend on, but for the weights.
 
     Args:
         planned: the set.

@@ -45,7 +45,7 @@ def train(recipes: Mapping[str, Recipe], words: Sequence[str]) -> int:
     with _Commands(words, list(recipes), width, limit_s or termination.grace_s) as commands, termination.saves(limit_s):
         signalled = False
         while commands.running():
-            if termination.asked and not signalled:
+            if termination.stop_requested and not signalled:
                 signalled = True
                 commands.send(_signal_that_came())
             if termination.take_save_request():
@@ -127,7 +127,7 @@ class _Commands:
     def _pass_on(self, name: str, stream: IO[bytes], out: IO[str]) -> None:
         prefix = f"[{name}]".ljust(self._width + 2)
         for line in stream:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads: training goes on
+            with contextlib.suppress(OSError, ValueError):  # nobody reads: training continues
                 out.write(f"{prefix} {line.decode(errors='replace')}")
                 out.flush()
 

@@ -22,17 +22,15 @@ from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
 from hybridflow.algorithms.own_files import own_source
 from hybridflow.cluster.devices.device_map import ROLES
-from hybridflow.cluster.hosts.checks.comparison import Needs
+from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.checks.facts import recipe_hash
-from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
 from hybridflow.cluster.hosts.description import checked_role
-from hybridflow.cluster.hosts.launch.agent import Agent, Place
-from hybridflow.cluster.hosts.launch.launch_plan import DOCTOR, LaunchPlan
+from hybridflow.cluster.hosts.launch_plan import DOCTOR, LaunchPlan
 from hybridflow.cluster.hosts.network.interfaces import all_interfaces, named
-from hybridflow.cluster.hosts.network.network_settings import PORTS_OF_A_HOST, NetworkConfig
+from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.hosts.run_token import TOKEN, default_file, find_token, needed, new_token, write_token
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.cluster.runtime.ray_host import LOOPBACK
+from hybridflow.cluster.ray.ray_host import LOOPBACK
 from hybridflow.config.reading.yaml_loader import apply_override, build_settings, parse_override, read_with_bases
 
 MOST_HOSTS = 1 << 14
@@ -94,8 +92,8 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
     if not launched.words or launched.words[0] not in COMMANDS:
         given = shortened(launched.words[0]) if launched.words else "nothing"
         raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {given}")
-    limits, preflight = _settings(launched.words[1:])
-    interface = _one_interface(launched.interface, preflight.network.interface)
+    limits, network, recipe = _settings(launched.words[1:])
+    interface = _one_interface(launched.interface, network.interface)
     role = checked_role(launched.role)
     if launched.hosts == 1:
         host = Place(0, LOOPBACK, 0, LOOPBACK, role=role, cpu_slots=launched.cpu_slots)
@@ -114,10 +112,12 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
     plan = LaunchPlan(
         launched.hosts,
         list(launched.words),
+        recipe,
+        network,
         gather_s=limits.gather_s,
         lost_s=limits.host_s,
+        ray_start_s=limits.ray_start_s,
         stop_s=limits.stop_s,
-        preflight=preflight,
         restarts=launched.restarts,
         spares=launched.spares,
         spare_s=limits.spare_s,
@@ -248,8 +248,8 @@ def _input_lines(descriptor: int) -> Iterator[bytes]:
         yield from lines
 
 
-def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
-    """Read the recipe's limits and requirements on hosts, before slow imports.
+def _settings(words: Sequence[str]) -> tuple[LimitsConfig, NetworkConfig, str]:
+    """Read the recipe's limits and network, and its hash, before slow imports.
 
     Raises:
         UserError: there is no such recipe, or what it says of these is wrong.
@@ -266,19 +266,9 @@ def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
         within = {key[1:]: location for key, location in locations.items() if key[:1] == (name,)}
         return build_settings(kind, data.get(name) or {}, within, f"{paths[0]}: {name}")
 
-    network, placement = section("network", NetworkConfig), data.get("placement")
-    devices = placement if isinstance(placement, dict) else {}
-    needs = Needs(
-        # All devices of nodes are their GPUs, where they have some; a reward function takes a CPU slot.
-        gpus=any(word in str(devices).replace("role:reward", "") for word in ("cuda", "role:", "node:")),
-        shared_gpus=devices.get("shared_gpus") is True,
-        locks_memory=network.locks_memory,
-        ports=0 if network.ports is None else PORTS_OF_A_HOST,
-    )
-    run_dir = Path(str(data.get("run_dir") or "runs")).absolute()
     source = own_source(data)
     hash_ = recipe_hash(data if source is None else {**data, "algorithm's file": source})
-    return section("limits", LimitsConfig), PreflightPlan(run_dir, hash_, network, needs)
+    return section("limits", LimitsConfig), section("network", NetworkConfig), hash_
 
 
 def _one_interface(given: str | None, of_recipe: str | None) -> str | None:

@@ -10,16 +10,15 @@ import argparse
 import asyncio
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError, shortened
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli.common.recipe_arguments import add_recipe, check_name, checked_recipes, loaded_recipes
 from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.driver_link import driver_link
 from hybridflow.cluster.hosts.description import checked_role
-from hybridflow.cluster.hosts.driver_link import driver_link
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -38,7 +37,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the recipe with base, overrides and every default, as YAML that train accepts; all else on stderr",
     )
-    parser.add_argument("--nodes", type=_count, metavar="N", help="on so many nodes, not on this machine")
+    parser.add_argument("--nodes", type=_count, metavar="N", help="number of nodes, in place of this machine")
     parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="GPUs of each of these nodes (8)")
     parser.add_argument(
         "--roles", metavar="ROLE,...", help="of these nodes, such as train,train,rollout: what a launcher gives each to"
@@ -98,19 +97,12 @@ def doctor(parsed: argparse.Namespace) -> int:
         UserError: something is wrong with which a run would fail. The last line says that it cannot start.
         EngineError: a node of the cluster does not answer.
     """
-    from hybridflow.cli import agent
-    from hybridflow.cluster.hosts.launch.launch_plan import CAN_START, CANNOT_START
-    from hybridflow.config.reading.yaml_loader import read_with_overrides
+    from hybridflow.cluster.hosts.launch_plan import CAN_START, CANNOT_START
     from hybridflow.sandbox.opening import means_of_this_machine
 
-    placement = read_with_overrides(Path(parsed.recipe), parsed.overrides)[0].get("placement")
     print(asyncio.run(means_of_this_machine()), flush=True)
-    if not isinstance(placement, dict) or placement.get("cluster") is None:
-        options = [f"--actor={parsed.actor}"] if parsed.actor is not None else []
-        words = ["doctor", parsed.recipe, *parsed.overrides, *options]
-        return agent.take_part(agent.Launched(0, 1, agent.LOOPBACK, 0, words))
     try:
-        _check_cluster(parsed)
+        _check_nodes(parsed)
     except UserError as error:
         raise UserError(f"{error}\n{CANNOT_START}") from None
     print(CAN_START, flush=True)
@@ -131,8 +123,16 @@ def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> in
         dry_run=True,
         recipes=recipes,
     )
+    from hybridflow.planning.checks.recipe import check_nobody_else
+    from hybridflow.planning.memory.estimate import recipe_ledger
+
     for name, recipe in recipes.items():
-        _check_rest(parsed, recipe, nodes, f"actor {name}" if name else "")
+        if parsed.memory:
+            ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb, parsed.host_gb)
+            print("\n".join([*([f"actor {name}"] if name else []), *ledger.lines()]))
+            ledger.check()
+        if nodes is None:
+            check_nobody_else(recipe.device_maps, recipe.placement)
     print(f"{parsed.recipe}: nothing wrong found")
     for recipe in recipes.values() if nodes is None else ():
         try:
@@ -140,20 +140,6 @@ def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> in
         except UserError as error:
             print(f"hybridflow train would refuse it now: {error}")
     return 0
-
-
-def _check_rest(parsed: argparse.Namespace, recipe: Recipe, nodes: Sequence[Node] | None, actor: str) -> None:
-    """The ledger of a recipe, where it is asked for, and whether others use its GPUs."""
-    if parsed.memory:
-        from hybridflow.planning.memory.estimate import recipe_ledger
-
-        ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb, parsed.host_gb)
-        print("\n".join([*([actor] if actor else []), *ledger.lines()]))
-        ledger.check()
-    if nodes is None:
-        from hybridflow.planning.checks.recipe import check_nobody_else
-
-        check_nobody_else(recipe.device_maps, recipe.placement)
 
 
 def _assumed_nodes(recipes: Mapping[str, Recipe]) -> list[Node] | None:
@@ -222,13 +208,21 @@ def _shown_count(text: str) -> int:
     return int(text)
 
 
-def _check_cluster(parsed: argparse.Namespace) -> None:
+def _check_nodes(parsed: argparse.Namespace) -> None:
+    """Check the nodes of a recipe, and then the recipe on them as `hybridflow check` does."""
     from hybridflow.cluster.hosts.network.network_settings import check_used
 
-    recipes = checked_recipes(parsed)
+    recipes = loaded_recipes(parsed)
     with quick_imports():
-        from hybridflow.trainer.startup.attached_cluster import doctor as check_nodes
+        from hybridflow.trainer.startup.node_checks import doctor as check_nodes
 
-    recipe = next(iter(recipes.values()))  # several actors are refused with a cluster
-    check_used(recipe.network, 1, recipe.placement.cluster)
-    check_nodes(recipe.placement, recipe.device_maps, recipe.run_dir, recipe.limits)
+    recipe, link = next(iter(recipes.values())), driver_link()
+    check_used(recipe.network, 1 if link is None else len(link.hosts), recipe.placement.cluster)
+    check_nodes(recipe)
+    if recipe.placement.cluster is None:
+        words = [parsed.recipe, *parsed.overrides, *([f"--actor={parsed.actor}"] if parsed.actor is not None else [])]
+        parser = argparse.ArgumentParser()
+        add_check_arguments(parser)
+        check(parser.parse_args(words))
+    else:
+        checked_recipes(parsed, recipes=recipes)

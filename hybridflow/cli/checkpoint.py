@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from engine3d.checkpoint.inspect import inspect_checkpoint
 from engine3d.checkpoint.manifest import MANIFEST, Skipped, find_checkpoints, read_manifest
-from engine3d.checkpoint.verify import Damage, verify_checkpoint
+from engine3d.checkpoint.reading.inspect import inspect_checkpoint
+from engine3d.checkpoint.reading.verify import Damage, verify_checkpoint
 from engine3d.errors import UserError, amount, one_line, shortened
 from engine3d.models.precision import Precision
 from hybridflow.rundir.file_names import CHECKPOINTS
@@ -50,7 +50,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     adapters = export.add_mutually_exclusive_group()
     adapters.add_argument("--adapter", action="store_true", help="write the adapters as a directory of PEFT")
     adapters.add_argument("--merged", action="store_true", help="write the model with the adapters merged")
-    export.add_argument("--base", metavar="MODEL", type=Path, help="with --merged: the model (that of the run)")
+    export.add_argument(
+        "--base", metavar="MODEL", type=Path, help="with --merged or layers for multi-token prediction: their model"
+    )
     export.add_argument("--no-verify", action="store_true", help="export what is there, whatever the checksums say")
 
     imported = commands.add_parser("import", help="make a checkpoint of a HuggingFace directory, to start from")
@@ -86,7 +88,7 @@ def run(parsed: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _unused_root(root: Path) -> Iterator[None]:
     """A directory of checkpoints that no run uses meanwhile."""
-    from hybridflow.rundir.lock import hold
+    from hybridflow.rundir.status.lock import hold
 
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -101,8 +103,8 @@ def _export(parsed: argparse.Namespace) -> None:
     from engine3d.checkpoint.adapters import export_adapter, export_merged
     from engine3d.checkpoint.hf import export_checkpoint
 
-    if parsed.base is not None and not parsed.merged:
-        raise UserError("export: --base is the model of --merged; expected both, or neither")
+    if parsed.base is not None and parsed.adapter:
+        raise UserError("export: --adapter needs no model; expected no --base")
     if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.precision):
         raise UserError("export: --dtype and --precision were not tried with adapters; expected neither")
     checkpoint, verify = _checkpoint(parsed.directory), not parsed.no_verify
@@ -119,6 +121,7 @@ def _export(parsed: argparse.Namespace) -> None:
             precision=parsed.precision,
             max_shard_bytes=parsed.max_shard_gb * 1e9,
             verify=verify,
+            base=parsed.base,
         )
     size = amount(exported.nbytes)
     print(f"exported the {parsed.role} to {parsed.out}: {exported.dtype}, {size}")

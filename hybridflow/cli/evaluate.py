@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where figures and responses go (RUN/evaluate/..., RUN_DIR/NAME-evaluate)",
+        help="where metrics and responses go (RUN/evaluate/..., RUN_DIR/NAME-evaluate)",
     )
 
 
@@ -79,7 +79,7 @@ def _evaluate(plan: EvaluationPlan) -> int:
 
     evaluated = evaluate_alone(plan)
     _show(plan, evaluated)
-    print(f"figures and responses are in {evaluated.directory / RESULT} and beside it", flush=True)
+    print(f"metrics and responses are in {evaluated.directory / RESULT} and beside it", flush=True)
     return 0
 
 

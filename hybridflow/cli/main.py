@@ -58,8 +58,8 @@ from hybridflow.cli.common.outcome import (
     say,
     system_error_text,
 )
+from hybridflow.cluster.driver_link import tell_failure
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter
-from hybridflow.cluster.hosts.driver_link import tell_failure
 from hybridflow.cluster.processes.termination import termination
 
 _TRAINING = ("train", "resume")
@@ -168,7 +168,7 @@ def _run_command(words: list[str], command: str | None) -> int:
         check_interpreter()
         return guarded(lambda: chosen.run(parsed)) if chosen.is_guarded else chosen.run(parsed)
     except UserError as error:
-        tell_failure("", str(error).partition("\n")[0])
+        tell_failure("", str(error))
         return fail(error, 2)
     except OSError as error:
         if error.errno not in OF_THE_SURROUNDINGS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine3d.errors import UserError, shortened
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli.common.recipe_arguments import add_recipe, loaded_recipes
-from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, Node
+from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, DeviceKind, Node
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -66,6 +66,11 @@ class PlannedCluster:
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node + self.extra
 
+    @property
+    def kind(self) -> DeviceKind:
+        """Kind of the devices."""
+        return "cpu" if self.profile.gpu == "cpu" else "cuda"
+
 
 @dataclass(frozen=True)
 class PlannedLengths:
@@ -88,36 +93,42 @@ def run(parsed: argparse.Namespace) -> int:
     recipe = next(iter(recipes.values()))
     if parsed.count < 1:
         raise UserError(f"--count {parsed.count}: expected at least 1")
+    if parsed.spread and parsed.response_tokens is None:
+        raise UserError(f"--spread {parsed.spread:g}: expected --response-tokens with it, the mean of the responses")
     if parsed.profile is None:
         cluster = named_cluster(parsed.gpus or "h200:8", parsed.nodes, parsed.link, parsed.gpu_gb)
     else:
         cluster = _profiled_cluster(parsed)
     lengths = PlannedLengths(parsed.prompt_tokens, parsed.response_tokens, parsed.spread)
-    if parsed.write is not None and parsed.write.exists():
-        raise UserError(f"--write {parsed.write}: exists, expected a new file")
+    if parsed.write is not None and (parsed.write.exists() or not parsed.write.parent.is_dir()):
+        wrong = "exists" if parsed.write.exists() else "no such directory"
+        raise UserError(f"--write {parsed.write}: {wrong}, expected a new file in a directory that exists")
     with quick_imports():
         from hybridflow.planning.search import plan_text
+        from hybridflow.planning.search.recipe_work import plan_overrides
 
     changes = [_parsed_change(text, cluster) for text in parsed.what_if]
-    plans, work = planned(recipe, cluster, lengths, count=max(2, parsed.count))
-    print(_head(cluster, work.tokens, work.response, parsed))
-    print("\n".join(plan_text.table(plans[: parsed.count], work, cluster.profile)))
+    plans, work = planned(recipe, cluster, lengths, count=parsed.count + 1)
+    print(_head(cluster, work, parsed))
+    print("\n".join(plan_text.table(plans, work, cluster.profile, count=parsed.count)))
     if parsed.explain:
         print("\n".join(plan_text.explanation(plans[0], cluster.profile)))
     for change in changes:
         print(_what_if(change, recipe, cluster, lengths, plans[0]))
     if parsed.write is not None:
-        written = written_recipe(parsed, recipe, plans[0], cluster)
+        settings = plan_overrides(recipe.placement, recipe.rollout.engine, plans[0], kind=cluster.kind)
+        written = written_recipe(parsed, settings, cluster)
         parsed.write.write_text(written)
         print(f"{parsed.write}: the recipe of plan 1")
     return 0
 
 
-def _head(cluster: PlannedCluster, tokens: int, response: float, parsed: argparse.Namespace) -> str:
-    given = "" if parsed.response_tokens else ", all of max_new_tokens (--response-tokens gives their mean)"
+def _head(cluster: PlannedCluster, work: Workload, parsed: argparse.Namespace) -> str:
+    given = ", all of max_new_tokens (--response-tokens gives their mean)" if work.generates else ""
+    given = "" if parsed.response_tokens else given
     return (
-        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.profile.name}, {tokens:,} tokens a sequence, of which "
-        f"{response:,.0f} of the response{given}"
+        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.profile.name}, {work.tokens:,} tokens a sequence, "
+        f"of which {work.response:,.0f} of the response{given}"
     )
 
 
@@ -172,8 +183,6 @@ def planned(
     lengths: PlannedLengths,
     *,
     count: int = 2,
-    staleness: int | None = None,
-    fp8: bool = False,
     alone: bool = False,
 ) -> tuple[list[RunPlan], Workload]:
     """Plan a recipe on a cluster.
@@ -183,8 +192,6 @@ def planned(
         cluster: where it is to run.
         lengths: of prompts and responses.
         count: most plans.
-        staleness: in place of the recipe's.
-        fp8: the engines' weights are in fp8.
         alone: engines have GPUs of their own.
 
     Returns:
@@ -194,9 +201,10 @@ def planned(
         UserError: nothing fits.
     """
     with quick_imports():
+        from hybridflow.planning.memory.estimate import recipe_specs
         from hybridflow.planning.search.placements import PlacementSearch
-        from hybridflow.planning.search.recipe_work import plan_specs, recipe_work, search_settings
-    specs = plan_specs(recipe)
+        from hybridflow.planning.search.recipe_work import recipe_work, search_settings
+    specs = recipe_specs(recipe.model, recipe.models)
     work = recipe_work(
         recipe,
         specs,
@@ -204,10 +212,8 @@ def planned(
         response_tokens=lengths.response_tokens,
         spread=lengths.spread,
     )
-    hardware, gpus = cluster.profile.hardware, cluster.profile.gpu != "cpu"
-    settings = search_settings(recipe, specs, staleness, gpus_per_node=hardware.gpus_per_node, gpus=gpus)
-    if fp8:
-        settings = replace(settings, base=replace(settings.base, fp8=True), shared=False)
+    per_node = cluster.profile.hardware.gpus_per_node
+    settings = search_settings(recipe, specs, gpus_per_node=per_node, gpus=cluster.kind == "cuda")
     search = PlacementSearch(work, cluster.profile, replace(settings, alone=alone or settings.alone))
     return search.best(cluster.gpus, count), work
 
@@ -243,23 +249,31 @@ def _what_if(change: _Change, recipe: Recipe, cluster: PlannedCluster, lengths: 
         lengths = replace(lengths, response_tokens=change.number)
     if change.name == "prompt-tokens":
         lengths = replace(lengths, prompt_tokens=change.number)
-    try:
-        plans, _ = planned(
-            recipe,
-            change.cluster,
-            lengths,
-            count=1,
-            staleness=change.number if change.name == "staleness" else None,
-            fp8=change.name == "fp8",
-            alone=change.name == "rollout-gpus" and len(before.groups) > 1,
+    if change.name == "staleness":
+        trainer = recipe.trainer.model_copy(update={"max_staleness": change.number})
+        recipe = recipe.model_copy(update={"trainer": trainer})
+    if change.name == "fp8":
+        rollout = recipe.rollout
+        engine = rollout.engine.model_copy(update={"precision": "fp8"})
+        weights = rollout.weights.model_copy(update={"share": False})
+        recipe = recipe.model_copy(
+            update={"rollout": rollout.model_copy(update={"engine": engine, "weights": weights})}
         )
+    alone = change.name == "rollout-gpus" and len(before.groups) > 1
+    try:
+        plans, _ = planned(recipe, change.cluster, lengths, count=1, alone=alone)
     except UserError as error:
         return f"what if {change.text}: {error}"
     return change_line(f"what if {change.text}", before, plans[0])
 
 
-def written_recipe(parsed: argparse.Namespace, recipe: Recipe, plan: RunPlan, cluster: PlannedCluster) -> str:
+def written_recipe(parsed: argparse.Namespace, settings: Sequence[str], cluster: PlannedCluster) -> str:
     """The recipe with a plan's settings, as YAML.
+
+    Args:
+        parsed: of the command.
+        settings: of the plan, as `plan_overrides` gives them.
+        cluster: of the plan.
 
     Raises:
         UserError: it would not pass the checks of `hybridflow check` on that cluster.
@@ -267,14 +281,14 @@ def written_recipe(parsed: argparse.Namespace, recipe: Recipe, plan: RunPlan, cl
     from hybridflow.config.actors import load_one_recipe
     from hybridflow.config.reading.yaml_loader import settings_yaml
     from hybridflow.planning.checks.recipe import check_recipe
-    from hybridflow.planning.search.recipe_work import plan_overrides
 
-    kind = "cpu" if cluster.profile.gpu == "cpu" else "cuda"
-    overrides = [*parsed.overrides, *plan_overrides(recipe, plan, kind=kind)]
     try:
-        result = load_one_recipe(parsed.recipe, overrides, parsed.actor)
+        result = load_one_recipe(parsed.recipe, [*parsed.overrides, *settings], parsed.actor)
         check_recipe(
-            result, nodes_of(cluster), gpu_bytes=cluster.profile.hardware.memory if kind == "cuda" else None, here=False
+            result,
+            nodes_of(cluster),
+            gpu_bytes=cluster.profile.hardware.memory if cluster.kind == "cuda" else None,
+            here=False,
         )
     except UserError as error:
         raise UserError(f"--write: plan 1 does not pass `hybridflow check`: {error}") from None
@@ -283,7 +297,7 @@ def written_recipe(parsed: argparse.Namespace, recipe: Recipe, plan: RunPlan, cl
 
 def nodes_of(cluster: PlannedCluster) -> Sequence[Node]:
     """The nodes of a cluster, as checks take them."""
-    cpu = cluster.profile.gpu == "cpu"
+    cpu = cluster.kind == "cpu"
     return [
         Node(f"node {number}", gpus=0 if cpu else cluster.gpus_per_node, cpu_slots=cluster.gpus_per_node if cpu else 0)
         for number in range(cluster.nodes)

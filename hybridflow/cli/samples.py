@@ -18,7 +18,7 @@ from engine3d.errors import UserError, shortened, visible
 from hybridflow.report.stored_texts import TextOf
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import SAMPLE_STORE
-from hybridflow.rundir.stored_samples import (
+from hybridflow.rundir.samples.store import (
     SampleFilter,
     SampleLocation,
     StepFile,
@@ -26,7 +26,7 @@ from hybridflow.rundir.stored_samples import (
     newest_first,
     store_of,
 )
-from hybridflow.rundir.watching import checked_run
+from hybridflow.rundir.status.watching import checked_run
 
 _LIMIT = 10
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")

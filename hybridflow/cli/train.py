@@ -19,8 +19,8 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
 from hybridflow.cli.common.outcome import fail, guarded, last_words
 from hybridflow.cli.common.recipe_arguments import check_cluster, checked_recipes, several_actors_launched
+from hybridflow.cluster.driver_link import driver_link
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
-from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.reading.yaml_loader import parse_override, settings_yaml
 from hybridflow.rundir.actor_runs import runs_in
@@ -29,7 +29,6 @@ from hybridflow.rundir.kept_recipe import saved_to
 from hybridflow.rundir.run_record import started_from
 
 if TYPE_CHECKING:
-    from hybridflow.config.recipe import Recipe
     from hybridflow.trainer.replaying.plan import ReplayPlan
 
 _GIVEN = ("name", "run_dir", "resume", "overwrite")
@@ -63,14 +62,24 @@ def train(parsed: argparse.Namespace) -> int:
     damaged: list[Path] = []
 
     def work() -> int:
+        with quick_imports():
+            from hybridflow.trainer.run import train as train_recipe
+
         try:
-            return _run_recipe(recipe)
+            train_recipe(recipe)
         except DamagedCheckpointError as error:
             damaged.extend([] if error.checkpoint is None else [error.checkpoint])
             raise
+        return 0
+
+    def has_begun() -> bool:
+        return closing.has_begun(recipe.directory, settings_yaml(recipe))
 
     def tell_how_to_resume() -> None:
-        if lines := closing.how_to_resume(recipe, parsed.words, *damaged):
+        if has_begun():
+            lines = closing.how_to_resume(
+                recipe.directory, recipe.checkpoint, recipe.checkpoint_directory, parsed.words, *damaged
+            )
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def say_what_it_failed_of() -> None:
@@ -81,7 +90,7 @@ def train(parsed: argparse.Namespace) -> int:
             last_words.say()
 
     def note_directory() -> None:
-        last_words.directory = recipe.directory if closing.has_begun(recipe.directory, settings_yaml(recipe)) else None
+        last_words.directory = recipe.directory if has_begun() else None
 
     termination.last_words = say_what_it_failed_of
     termination.add_resort(note_directory)
@@ -95,14 +104,6 @@ def train(parsed: argparse.Namespace) -> int:
         note_directory()
         tell_how_to_resume()
     return code
-
-
-def _run_recipe(recipe: Recipe) -> int:
-    with quick_imports():
-        from hybridflow.trainer.run import train as train_recipe
-
-    train_recipe(recipe)
-    return 0
 
 
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,13 +135,13 @@ def _resumable(run: Path) -> Path:
         if (runs := runs_in(run)) != [run]:
             names = ", ".join(run.name for run in runs)
             raise UserError(
-                f"resume: {run} has the runs of several actors ({names}), which go on together: expected "
+                f"resume: {run} has the runs of several actors ({names}), which continue together: expected "
                 "hybridflow train RECIPE resume=auto"
             )
         raise UserError(f"resume: no run in {run} (it has no {RECIPE}); expected a run's directory such as runs/demo")
     saved = saved_to(run)
     complete, skipped = find_checkpoints(saved) if saved is not None else ([], [])
-    # One that is damaged is told by the run; a save that was killed leaves no manifest.
+    # The run reports one that is damaged; a save that was killed leaves no manifest.
     is_damaged = any((incomplete.directory / MANIFEST).exists() for incomplete in skipped)
     if not complete and not is_damaged and started_from(run, saved or run / CHECKPOINTS) is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""`hybridflow status`, `hybridflow logs`, `hybridflow report`: a run watched from outside, also while it goes on."""
+"""`hybridflow status`, `hybridflow logs`, `hybridflow report`: a run watched from outside, also while it continues."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hybridflow.metrics.console import console_line
 from hybridflow.metrics.sinks import Record
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import EXPORT, FAILURE, LOGS, METRICS
-from hybridflow.rundir.first_failure import FirstFailure, read_earlier, read_failure
-from hybridflow.rundir.heartbeat import Heartbeat, heartbeat_path, read_heartbeat, read_heartbeats
-from hybridflow.rundir.hosts_file import read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe, saved_to
 from hybridflow.rundir.run_record import read_run_record
-from hybridflow.rundir.watching import (
+from hybridflow.rundir.status.first_failure import FirstFailure, read_earlier, read_failure
+from hybridflow.rundir.status.heartbeat import Heartbeat, heartbeat_path, read_heartbeat, read_heartbeats
+from hybridflow.rundir.status.hosts_file import read_hosts
+from hybridflow.rundir.status.watching import (
     Log,
     checked_run,
     find_logs,
@@ -35,7 +35,7 @@ from hybridflow.rundir.watching import (
 
 _LINES = 20
 _LATE_S = 10.0
-"""Without a heartbeat, after which it is told: a network's file system may show a file a little later."""
+"""Seconds without a heartbeat after which it is reported: a network file system may show a file a little later."""
 _WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 _RECORDS = 200
 """Newest records, among which the last step is searched."""
@@ -56,7 +56,7 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
         "--first-failure", action="store_true", help="what the run failed of, and the log of the rank that failed first"
     )
     parser.add_argument("--lines", type=int, default=_LINES, metavar="N", help=f"last lines of each ({_LINES})")
-    parser.add_argument("--follow", action="store_true", help="go on with what is added, until the run has ended")
+    parser.add_argument("--follow", action="store_true", help="continue with what is added, until the run has ended")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ class PromptSampling(Settings):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     """Texts at which a response ends."""
     ignore_eos: bool | None = None
-    """Go on after the end-of-sequence token, up to max_new_tokens."""
+    """Continue after the end-of-sequence token, up to max_new_tokens."""
 
     @model_validator(mode="before")
     @classmethod

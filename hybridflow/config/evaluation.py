@@ -41,7 +41,7 @@ _OF_PAIRS = ("prompts", "interval", "before_train")
 
 
 class EvaluationSet(Settings):
-    """A held-out set, measured in a run and by `hybridflow evaluate`; its figures are `eval/NAME/...`, those of the set
+    """A held-out set, measured in a run and by `hybridflow evaluate`; its metrics are `eval/NAME/...`, those of the set
     `eval` are `eval/...`. The set `eval` is there without being named where `data` holds out prompts: with its
     defaults."""
 
@@ -122,7 +122,7 @@ class PlannedSet:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of its figures, without the ends of intervals."""
+        """Names of its metrics, without the ends of intervals."""
         names = [PREFERENCE, PREFERENCE_LOSS, PREFERENCE_MARGIN]
         if not self.pairs:
             of_responses = figure_names(self.settings.samples, votes=self.votes, measure=self.measure)

@@ -46,6 +46,10 @@ class EvaluationRecipe(Recipe):
         return False
 
     @property
+    def trained_roles(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def sets(self) -> dict[str, PlannedSet]:
         return {name: planned for name, planned in super().sets.items() if name in self._measured}
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from engine3d.models.lora.config import LoraConfig
 from engine3d.rollout.config import RolloutConfig
 from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import STATE_SETTINGS, TrainConfig
@@ -23,7 +24,7 @@ from hybridflow.config.fit.engines import engine_errors
 from hybridflow.config.fit.episodes import episode_errors
 from hybridflow.config.machine_defaults import placed_on_machine
 from hybridflow.config.reading.known_names import RECIPE_NAMES
-from hybridflow.config.reading.yaml_loader import load_settings
+from hybridflow.config.reading.yaml_loader import SettingsError, load_settings
 from hybridflow.config.roles import (
     JudgeModel,
     MegatronRole,
@@ -38,7 +39,7 @@ from hybridflow.data.config import DataConfig
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.rewards.config import RewardConfig
-from hybridflow.rundir.file_names import CHECKPOINTS
+from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
 
 
 class Recipe(Settings):
@@ -270,7 +271,7 @@ class Recipe(Settings):
 
     def _unused(self) -> Iterator[str]:
         """Yield settings of roles that do not run."""
-        runs = {"actor", *(["reward"] if self.all_functions else []), *self.models, *self._served}
+        runs = {"actor", *(["reward"] if self.all_functions else []), *self.models, *self.served_roles}
         roles = ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model", "judge")
         for role in roles:
             if role not in runs and getattr(self.placement, role) is not None:
@@ -294,6 +295,15 @@ class Recipe(Settings):
                 "train.lora with warmup, which trains the adapters, and a reference, which is the actor without them; "
                 "expected warmup=null, or a reference.path"
             )
+
+    @property
+    def served_adapters(self) -> LoraConfig | None:
+        """Adapters that engines get apart from the model; None where there are none, or they are merged.
+
+        Engines that no actor trains for have merged weights.
+        """
+        lora = self.train.lora
+        return lora if lora is not None and lora.engine == "adapter" and self.trains else None
 
     @property
     def _costs(self) -> tuple[str, ...]:
@@ -347,10 +357,10 @@ class Recipe(Settings):
     @property
     def device_maps(self) -> dict[str, str]:
         """The device map or pool of every role that runs."""
-        return self.placement.roles([*self.models, *self._served])
+        return self.placement.roles([*self.models, *self.served_roles])
 
     @property
-    def _served(self) -> tuple[str, ...]:
+    def served_roles(self) -> tuple[str, ...]:
         """Models that engines of their own serve, but the actor."""
         models = {"teacher": self.teacher_engine, "judge": self.asked_judge}
         return tuple(role for role, served in models.items() if served is not None)
@@ -484,3 +494,25 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         SettingsError: with one line for every error found.
     """
     return load_settings(Recipe, path, overrides)
+
+
+def load_run_recipe(run: Path, overrides: Sequence[str] = (), *, remedy: str = "") -> Recipe:
+    """Read the recipe that a run has kept, which another version may have written, and apply overrides.
+
+    Args:
+        run: its directory.
+        overrides: `dotted.key=value`.
+        remedy: what to give in place of that recipe, for the error.
+
+    Raises:
+        SettingsError: with one line for every error found, and one that says what to do with keys of other versions.
+    """
+    path = run / RECIPE
+    try:
+        return load_settings(Recipe, path, overrides)
+    except SettingsError as error:
+        if not any(line.startswith(f"{path}:") and ": unknown key " in line for line in error.lines):
+            raise
+        other = f", or {remedy}" if remedy else ""
+        line = f"{run}: another version wrote its recipe; expected these keys as this version has them"
+        raise SettingsError([*error.lines, f"{line}{other}"]) from None

@@ -115,7 +115,7 @@ class TrainerConfig(Settings):
             raise ValueError(f"profile.steps has step {last}, and steps={steps}; expected none after the last one")
 
     def for_prompts(self, count: int) -> TrainerConfig:
-        """The same with the number of steps that `epochs_of_data` means for so many training prompts.
+        """The same with the number of steps that `epochs_of_data` means for this number of training prompts.
 
         Raises:
             UserError: `profile` names a step beyond the last.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from hybridflow.data.config import OverlongPolicy, SameResponses
-from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import ChatConfig
-from hybridflow.data.files.cutting import Fit, cut_messages
-from hybridflow.data.files.supervised import Encoder
+from hybridflow.data.files.conversations.chat import ChatTemplate
+from hybridflow.data.files.conversations.cutting import Fit, cut_messages
+from hybridflow.data.files.conversations.supervised import Encoder
 from hybridflow.data.pairs import Pair, Text, is_messages
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import RemarkCounts, Remarks, lines, located, of_prompt, of_response

@@ -13,9 +13,9 @@ from engine3d.errors import UserError
 from engine3d.input_files import json_text
 from hybridflow.data.config import DataConfig, PairsConfig
 from hybridflow.data.files.config import FileSource
-from hybridflow.data.files.messages import Tools, from_text, read_messages, read_tools
-from hybridflow.data.files.opening import default_cache, files_of, open_rows
-from hybridflow.data.files.rows import Row, batches, has, value_of, without_nulls
+from hybridflow.data.files.conversations.messages import Tools, from_text, read_messages, read_tools
+from hybridflow.data.files.formats.opening import default_cache, files_of, open_rows
+from hybridflow.data.files.formats.rows import Row, batches, has, value_of, without_nulls
 from hybridflow.data.remarks import TOOLS
 from hybridflow.data.tasks import Example, arithmetic_held_out, arithmetic_splits, listed, with_error
 

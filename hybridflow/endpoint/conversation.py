@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, first_difference
 from engine3d.rollout.tool_calls import ToolCallReader
-from hybridflow.data.files.chat import ChatTemplate
-from hybridflow.data.files.messages import Message, Tools, read_messages, read_tools
+from hybridflow.data.files.conversations.chat import ChatTemplate
+from hybridflow.data.files.conversations.messages import Message, Tools, read_messages, read_tools
 from hybridflow.data.tokenizer import encode_prompt, encode_text, response_texts
 from hybridflow.endpoint.token_tree import Branch, TokenTree
 
@@ -98,6 +98,9 @@ class SessionTokens:
         self.tree = TokenTree()
         self._texts: list[tuple[str, str]] = []
         """Text up to the end of each answer of a text completion, and its key."""
+        self.difference: str | None = None
+        """First difference between the tokens of a conversation and what the chat template makes of its messages, in
+        words; None if there is none."""
 
     def of_messages(self, messages: Sequence[Message], tools: Tools) -> Position:
         """Position behind messages.
@@ -120,14 +123,33 @@ class SessionTokens:
                 if known is not None:
                     text = _after(self._template, checked[number - 1], checked[number:])
                     context = _joined(known, encode_text(self._tokenizer, text, _LOCATION))
+                    self._compare(context, checked, tools)
                     return Position(self.tree.branch(context), context, keys[-1], tools)
         text = self._template.prompt(checked, _LOCATION, tools)
         context = encode_text(self._tokenizer, text, _LOCATION)
         return Position(self.tree.branch(context), context, keys[-1], tools)
 
+    def _compare(self, context: Sequence[int], messages: Sequence[Message], tools: Tools) -> None:
+        """Note the first conversation whose text is another than the template makes of its messages."""
+        if self.difference is not None:
+            return
+        assert self._template is not None
+        drawn = str(self._tokenizer.decode(list(context), skip_special_tokens=False))
+        try:
+            rendered = self._template.prompt(list(messages), _LOCATION, tools)
+        except UserError as error:
+            self.difference = f"is refused by the chat template: {error}"
+            return
+        if drawn != rendered:
+            shown = first_difference(drawn, rendered)
+            self.difference = "is {} where the chat template makes {} of its messages".format(*shown)
+
     def of_text(self, prompt: str | Sequence[int]) -> Position:
-        """Position behind a text or tokens. Raises UserError if the text cannot be encoded."""
+        """Position behind a text or tokens. Raises UserError if the text cannot be encoded, or a token is none."""
         if not isinstance(prompt, str):
+            count = len(self._tokenizer)
+            if (wrong := next((token for token in prompt if not 0 <= token < count), None)) is not None:
+                raise UserError(f"prompt: token {wrong}, expected 0 to {count - 1}")
             return Position(self.tree.branch(prompt), prompt, "")
         key = max(((text, key) for text, key in self._texts if prompt.startswith(text)), key=_length, default=None)
         known = self.tree.upto(key[1]) if key is not None else None
@@ -191,7 +213,8 @@ def _after(template: ChatTemplate, answer: Message, following: Sequence[Message]
             f"{len(following) - len(answers)} other messages, expected one answer to each call, and no others"
         )
     by_id = {message.get("tool_call_id"): message for message in answers}
-    ordered = [by_id[call["id"]] for call in calls] if by_id.keys() == {call.get("id") for call in calls} else answers
+    ids = [call.get("id", "") for call in calls]
+    ordered = [by_id[name] for name in ids] if by_id.keys() == set(ids) else answers
     names = [str(call["function"]["name"]) for call in calls]
     return template.after_calls(names, [str(message["content"]) for message in ordered], _LOCATION)
 

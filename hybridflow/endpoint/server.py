@@ -8,7 +8,7 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine3d.serving.openai_requests import BadRequestError, CompletionOrder, ServedSampling, chat_order, text_order
@@ -123,28 +123,33 @@ class SessionServer:
         retry = bool(sent_again) or request.headers.get(_RETRY, "0") != "0"
         if exchange is not None and exchange.joined_by(retry=retry):
             session.counts["retries"] += 1
-            exchange.is_waited_for = lambda: _is_connected(request)
+            exchange.is_waited_for = connected(request)
             return exchange
         answering = asyncio.create_task(session.complete(order, messages=messages))
-        exchange = session.exchanges[digest] = Answering(answering, lambda: _is_connected(request))
+        exchange = session.exchanges[digest] = Answering(answering, connected(request))
         answering.add_done_callback(lambda task: _forget_failed(session, digest, task))
         return exchange
 
 
 def _forget_failed(session: Session, digest: str, task: asyncio.Task[Drawn]) -> None:
     """Leave no refusal to be repeated."""
-    if (task.cancelled() or task.exception() is not None) and session.exchanges[digest].answering is task:
+    last = session.exchanges.get(digest)
+    if last is not None and last.answering is task and (task.cancelled() or task.exception() is not None):
         del session.exchanges[digest]
 
 
-def _is_connected(request: web.Request) -> bool:
-    return request.transport is not None and not request.transport.is_closing()
+def connected(request: web.Request) -> Callable[[], bool]:
+    """Function that is True while the client is connected. It does not keep the request, which has its body."""
+    transport = request.transport
+    return lambda: transport is not None and not transport.is_closing()
 
 
 async def _body(request: web.Request, session: Session) -> Any:
+    from aiohttp import web
+
     try:
         body = json.loads(await request.read())
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, web.RequestPayloadError):
         body = None
     if not isinstance(body, dict):
         raise session.refused(RefusedError("the body is no JSON object"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -91,7 +90,7 @@ class Session:
     Args:
         conversation: of the session, without a token.
         limits: of it.
-        draw: has the policy continue a branch with at most so many tokens.
+        draw: has the policy continue a branch with at most this many tokens.
     """
 
     def __init__(
@@ -100,7 +99,9 @@ class Session:
         limits: SessionLimits,
         draw: Callable[[Branch, int], Awaitable[DrawnTokens]],
     ) -> None:
-        self._conversation, self._limits, self._draw = conversation, limits, draw
+        self.conversation = conversation
+        """Tokens of the session."""
+        self._limits, self._draw = limits, draw
         self._turn = asyncio.Lock()
         self._over: str | None = None
         self.key = secrets.token_hex(32)
@@ -141,7 +142,7 @@ class Session:
     async def _answered(self, order: CompletionOrder, *, messages: bool) -> Drawn:
         if self._over is not None:
             raise RefusedError(self._over, 410, "session_over")
-        conversation, limits = self._conversation, self._limits
+        conversation, limits = self.conversation, self._limits
         if self.counts["requests"] >= limits.turns:
             raise self._out_of(f"{limits.turns} answers (environment.max_turns)", "max_turns_exceeded")
         try:
@@ -185,7 +186,7 @@ class Session:
         """
         reward = content.get("reward") if isinstance(content, Mapping) else None
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-        if not is_number or not math.isfinite(reward) or abs(reward) > 1e30:  # type: ignore[arg-type]
+        if not is_number or not abs(reward) <= 1e30:  # type: ignore[arg-type]
             raise self.refused(RefusedError(f'reward: {reward!r:.40}, expected {{"reward": a finite number}}'))
         if self._over is not None:
             raise RefusedError(self._over, 410, "session_over")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from engine3d.errors import UserError
 from engine3d.rollout.tool_calls import find_parser
 from engine3d.serving.openai_requests import ServedSampling, load_protocol
-from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import ChatConfig
+from hybridflow.data.files.conversations.chat import ChatTemplate
 from hybridflow.endpoint.conversation import SessionTokens
 from hybridflow.endpoint.server import SessionServer
 from hybridflow.endpoint.session import DrawnTokens, RefusedError, Session, SessionLimits
 from hybridflow.endpoint.token_tree import Branch
-from hybridflow.environments.call_server import AMBIGUOUS
+from hybridflow.environments.call_server import AMBIGUOUS, RENDERED_OTHERWISE
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeMessage, EpisodeStart
 from hybridflow.environments.episode_host import EpisodeHost
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _LONGEST_S = 7 * 24 * 3600.0
 """Limit of a whole episode, in seconds. That of each wait for a request is shorter."""
+_MOST_AT_A_TIME = 1 << 20
+"""Episodes that functions of a process play at a time."""
 
 
 def agent_template(chat: ChatConfig | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
@@ -76,6 +78,9 @@ class AgentHost(EpisodeHost):
         self._server = SessionServer(ServedSampling(sampling, config.ignored_options))
         self._drawing: dict[int, asyncio.Future[DrawnTokens]] = {}
         self._playing: dict[int, EnvironmentProcess] = {}
+        # A command is a process, and has others of its own.
+        at_a_time = max(config.limits.processes // 2, 1) if isinstance(config.agent, tuple) else _MOST_AT_A_TIME
+        self._slots = {process: asyncio.Semaphore(at_a_time) for process in self._processes}
 
     def start(self) -> None:
         """Start every process, and the server. Raises UserError where the function cannot be loaded."""
@@ -89,8 +94,10 @@ class AgentHost(EpisodeHost):
 
     def _begin(self, messages: Sequence[EpisodeMessage]) -> None:
         for message in messages:
-            if isinstance(message, EpisodeStart):
-                self._start_task(self._play(message))
+            if isinstance(message, EpisodeStart):  # an end among these messages finds it
+                process = self._playing[message.sample] = self._next_process()
+                process.episodes.add(message.sample)
+                self._start_task(self._play(message, process))
             elif isinstance(message, EpisodeClose):
                 self._end(message.sample)
             elif (drawing := self._drawing.pop(message.sample, None)) is not None and not drawing.done():
@@ -106,8 +113,14 @@ class AgentHost(EpisodeHost):
         if (process := self._playing.pop(sample, None)) is not None:
             process.close_episode(sample)
 
-    async def _play(self, start: EpisodeStart) -> None:
+    async def _play(self, start: EpisodeStart, process: EnvironmentProcess) -> None:
         """Play an episode, and answer its begin with its end."""
+        sample = start.sample
+        async with self._slots[process]:
+            if self._playing.get(sample) is process:
+                await self._played(start, process)
+
+    async def _played(self, start: EpisodeStart, process: EnvironmentProcess) -> None:
         sample, began = start.sample, time.monotonic()
         limits = SessionLimits(start.most_tokens, self._config.max_turns, self._config.max_turn_tokens)
 
@@ -121,6 +134,9 @@ class AgentHost(EpisodeHost):
             if session.counts["requests"]:  # what was reported since is of the last answer
                 reward, credited = sum(session.rewards[credited:]), len(session.rewards)
             self._answers.put(replace(turn, reward=reward))
+            if session.conversation.difference is not None and not session.counts[RENDERED_OTHERWISE]:
+                session.counts[RENDERED_OTHERWISE] = 1
+                self._log_difference(sample, session.counts["requests"], session.conversation.difference)
             drawn: DrawnTokens = await drawing
             drawing_s += time.monotonic() - begins
             session.counts[AMBIGUOUS] += self._tokens.is_ambiguous(drawn.tokens)
@@ -128,8 +144,6 @@ class AgentHost(EpisodeHost):
 
         session = Session(SessionTokens(self._tokenizer, self._template, self._parser), limits, draw)
         self._server.sessions[sample] = session
-        process = self._playing[sample] = self._emptiest
-        process.episodes.add(sample)
         try:
             reply = await self._watched(start, session, process)
             answer = self._outcome(session, reply, credited)
@@ -158,6 +172,8 @@ class AgentHost(EpisodeHost):
             await process.start()
         except UserError as error:  # it could be loaded before
             raise FailedEnvironmentError("died", in_words(error)) from None
+        if self._playing.get(sample) is not process:
+            raise FailedEnvironmentError("died", "was closed")
         session.last_answer = clock()
         access = {"base_url": self._server.base_url(sample), "api_key": session.key}
         call = process.call(sample, "play", limit_s=_LONGEST_S, **asdict(start.task), **access)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import socket
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,9 @@ from hybridflow.rewards.function_process import encode_message
 
 _MOST_THREADS = 4096
 """Functions that are not async at a time."""
+_MOST_ABANDONED, _GRACE_S = 256, 60.0
+"""Functions of ended episodes that may run on, with more of which a process ends itself, and seconds until they count:
+their sessions refuse their requests."""
 _OF_SESSION = ("base_url", "api_key")
 
 
@@ -36,6 +41,7 @@ class AgentServer(CallServer):
         super().__init__(writer)
         self._play = play
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
+        self._abandoned: set[Future[Any]] = set()
 
     async def _called(self, call: dict[str, Any]) -> Observation:
         if call["method"] == "look":  # if the event loop is blocked
@@ -45,8 +51,24 @@ class AgentServer(CallServer):
         if inspect.iscoroutinefunction(self._play):
             reward = await play()
         else:
-            reward = await asyncio.get_running_loop().run_in_executor(self._threads, play)
+            reward = await self._in_thread(play)
         return Observation() if reward is None else Observation(reward=reward, done=True)
+
+    async def _in_thread(self, play: Callable[[], Any]) -> Any:
+        future = self._threads.submit(play)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.done():
+                asyncio.get_running_loop().call_later(_GRACE_S, self._abandon, future)
+            raise
+
+    def _abandon(self, future: Future[Any]) -> None:
+        """Count a function of an ended episode that still runs."""
+        self._abandoned = {other for other in (*self._abandoned, future) if not other.done()}
+        if len(self._abandoned) > _MOST_ABANDONED:
+            print(f"{len(self._abandoned)} agents have not returned after their episode", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _close(self, episode: int, limit_s: float) -> None:
         """Leave an agent as it is: its call was cancelled, and its session answers nothing more."""

@@ -135,6 +135,12 @@ class EnvironmentConfig(Settings):
                 f"limits.processes={self.limits.processes} of a worker whose sandboxes have up to {most} (at_a_time "
                 f"and limits.processes of arguments.sandbox), expected more"
             )
+        if (longest_s := self.tools.programs_s()) >= self.tool_timeout_s:
+            raise ValueError(
+                f"tool_timeout_s={self.tool_timeout_s:g} with programs that may take {longest_s:g} s (limits.timeout_s "
+                "of arguments.sandbox, and sample_timeout_s of the reward code), expected more: the episode of an "
+                "endless program would be dropped"
+            )
         return self
 
     def _check_agent(self) -> None:

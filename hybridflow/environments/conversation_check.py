@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine3d.errors import UserError, visible
+from engine3d.errors import UserError, first_difference
 from engine3d.rollout.tool_calls import CallsOfText
-from hybridflow.data.files.chat import answer_to
-from hybridflow.data.files.messages import Message
+from hybridflow.data.files.conversations.chat import answer_to
+from hybridflow.data.files.conversations.messages import Message
 from hybridflow.environments.observation_tokens import ObservationTokens
-
-_SHOWN, _BEFORE = 50, 16
-"""Characters of each text that are shown, and how many of them are before the difference."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,7 @@ class ConversationCheck:
         same = header + text
         if rendered.startswith(same) and end.endswith(rendered[len(same) :]):
             return None
-        at = next((index for index, pair in enumerate(zip(same, rendered, strict=False)) if len(set(pair)) > 1), 0)
-        at = at or min(len(same), len(rendered))
-        begin = max(at - _BEFORE, 0)
-        shown = (repr(visible(some[begin : begin + _SHOWN])) for some in (same, rendered))
-        return "is {} where the chat template makes {} of its messages".format(*shown)
+        return "is {} where the chat template makes {} of its messages".format(*first_difference(same, rendered))
 
     def _messages(self, exchange: Exchange, *, answered: bool) -> list[Message]:
         tokens, calls = self.tokens, exchange.calls

@@ -21,7 +21,7 @@ _METHODS = ("reset", "step", "close")
 
 
 def problem_of(kind: Any) -> str | None:
-    """Reason for which a class is no environment, to follow "it"; None if it is one."""
+    """Return why a class is no environment, to follow "it"; None if it is one."""
     if not isinstance(kind, type):
         return f"is a {type(kind).__name__}, expected a class with the methods {', '.join(_METHODS)}"
     for name in _METHODS:

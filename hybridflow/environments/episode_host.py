@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -57,6 +58,9 @@ class EpisodeHost:
     def __init__(self, config: EnvironmentConfig, tokens: ObservationTokens) -> None:
         self._tokens = tokens
         self._processes = [EnvironmentProcess(config) for _ in range(config.workers)]
+        self._recent: deque[EnvironmentProcess] = deque(maxlen=config.workers // 2)
+        """Processes of the last episodes that began."""
+        self._repeats = asyncio.Lock()
         self._logged = 0
         self._hosted: dict[int, _HostedEpisode] = {}
         self._answers: queue.SimpleQueue[EpisodeAnswer] = queue.SimpleQueue()
@@ -120,7 +124,7 @@ class EpisodeHost:
                     hosted.process.close_episode(message.sample)
                 continue
             if isinstance(message, EpisodeStart):  # an end among these messages finds it
-                process = self._emptiest
+                process = self._next_process()
                 process.episodes.add(message.sample)
                 check = ConversationCheck(self._tokens)
                 self._hosted[message.sample] = _HostedEpisode(message.task, process, check)
@@ -131,10 +135,39 @@ class EpisodeHost:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    @property
-    def _emptiest(self) -> EnvironmentProcess:
-        """The process with the fewest episodes."""
-        return min(self._processes, key=lambda process: len(process.episodes))
+    def _next_process(self) -> EnvironmentProcess:
+        """Choose the process with the fewest episodes of those in which none of the last episodes began.
+
+        One that has just ended has none. It would get all new episodes otherwise, and the samples of a group, which
+        begin one after the other, would share it.
+        """
+        others = [process for process in self._processes if process not in self._recent]
+        process = min(others, key=lambda process: len(process.episodes))
+        self._recent.append(process)
+        return process
+
+    async def _call(self, sample: int, hosted: _HostedEpisode, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call an environment. A call that its process lost with those of other episodes is repeated once.
+
+        One of the others may have ended the process. Repeated calls run one after the other, so that it ends none of
+        theirs again.
+
+        Raises:
+            FailedEnvironmentError: it gave no observation, or its step may not be played again.
+        """
+        try:
+            return await hosted.process.call(sample, method, **arguments)
+        except FailedEnvironmentError as error:
+            if not error.shared or not (method == "reset" or hosted.process.replayable):
+                raise
+            async with self._repeats:
+                if self._hosted.get(sample) is not hosted:
+                    raise
+                if method == "reset":
+                    hosted.process = self._next_process()
+                else:
+                    await self._repeat(sample, hosted)
+                return await hosted.process.call(sample, method, **arguments)
 
     async def _repeat(self, sample: int, hosted: _HostedEpisode) -> None:
         """Make the environment of an episode again that has lost its process, and play its turns again.
@@ -144,7 +177,7 @@ class EpisodeHost:
         """
         if hosted.turns and not hosted.process.replayable:
             raise FailedEnvironmentError("died", "was in a process that has ended")
-        hosted.process = self._emptiest
+        hosted.process = self._next_process()
         calls = [("reset", asdict(hosted.task)), *(("step", turn) for turn in hosted.turns)]
         for (method, arguments), answer in zip(calls, hosted.answers, strict=True):
             observation = await hosted.process.call(sample, method, **arguments)
@@ -172,7 +205,7 @@ class EpisodeHost:
         if hosted is None:
             raise FailedEnvironmentError("died", "was closed")
         if isinstance(message, EpisodeStart):
-            observation = await hosted.process.call(sample, "reset", **asdict(message.task))
+            observation = await self._call(sample, hosted, "reset", **asdict(message.task))
         else:
             turn = list(message.tokens)
             if sample not in hosted.process.episodes:
@@ -184,7 +217,7 @@ class EpisodeHost:
                 "calls": [(call.name, call.arguments) for call in calls.calls],
                 "malformed": calls.malformed,
             }
-            observation = await hosted.process.call(sample, "step", **played)
+            observation = await self._call(sample, hosted, "step", **played)
             hosted.turns.append(played)
         text, answers = observation.pop("text"), observation.pop("answers")
         if not turn:
@@ -198,6 +231,10 @@ class EpisodeHost:
         hosted.answers.append(text)
         if turn and self._tokens.is_ambiguous(turn):
             observation["counts"] = {**observation["counts"], AMBIGUOUS: 1.0}
+        if answers and not (calls.calls or calls.malformed):
+            raise FailedEnvironmentError(
+                "nonsense", f"returned {len(answers)} answers of tools to a turn without calls, expected a text"
+            )
         is_over = turn and observation["done"]  # nothing reads the text
         if is_over:
             tokens = list[int]()
@@ -216,6 +253,9 @@ class EpisodeHost:
             return
         hosted.check = None
         observation["counts"] = {**observation["counts"], RENDERED_OTHERWISE: 1.0}
+        self._log_difference(sample, len(hosted.turns), difference)
+
+    def _log_difference(self, sample: int, turns: int, difference: str) -> None:
         if self._logged < _MOST_LOGGED:
             self._logged += 1
-            print(f"environment: the text of sample {sample}, turn {len(hosted.turns)}, {difference}", flush=True)
+            print(f"environment: the text of sample {sample}, turn {turns}, {difference}", flush=True)

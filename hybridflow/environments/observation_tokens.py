@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
 from engine3d.rollout.tool_calls import CallsOfText, ToolCallReader, find_parser
-from hybridflow.data.files.chat import ChatTemplate, call_of
 from hybridflow.data.files.config import ChatConfig
-from hybridflow.data.files.messages import Message, from_json
+from hybridflow.data.files.conversations.chat import ChatTemplate, call_of
+from hybridflow.data.files.conversations.messages import Message, from_json
 from hybridflow.data.tokenizer import encode_text, response_texts
 from hybridflow.environments.config import EnvironmentConfig, ObservationRole
 
@@ -27,7 +27,7 @@ _TO_ESCAPE = 'a"b\nc'
 def observation_template(
     config: EnvironmentConfig, chat: ChatConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> ChatTemplate | None:
-    """The chat template of observations; None if they are no messages.
+    """Return the chat template of observations; None if they are no messages.
 
     Raises:
         UserError: the tokenizer has no chat template, or it does not render a message of that role as it is.
@@ -100,7 +100,7 @@ class ToolMessages:
         return self.template.after_calls(names, answers, location)
 
     def calls(self, turn: CallsOfText) -> list[dict[str, Any]]:
-        """The calls of a turn as its message has them."""
+        """Return the calls of a turn as its message has them."""
         arguments = [from_json(call.arguments) for call in turn.calls]
         return [
             call_of(number, call.name, given if isinstance(given, Mapping) else {})
@@ -114,7 +114,7 @@ def tool_messages(
     tools: Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> ToolMessages | None:
-    """The messages of tools; None if there are none. Errors as of `ToolMessages`."""
+    """Return the messages of tools; None if there are none. Errors as of `ToolMessages`."""
     if config.tools is None:
         return None
     chat = (chat or ChatConfig()).model_copy(update={"tools": tuple(tools)})
@@ -149,7 +149,7 @@ class ObservationTokens:
         return self._template if self.tools is None else self.tools.template
 
     def text_of(self, turn: Sequence[int]) -> str:
-        """Text of a turn's tokens, without special tokens."""
+        """Decode a turn's tokens, without special tokens."""
         return str(self._tokenizer.decode(list(turn), skip_special_tokens=True))
 
     @functools.cached_property
@@ -163,18 +163,18 @@ class ObservationTokens:
         return header, complete.rpartition("x")[2]
 
     def drawn_text_of(self, turn: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
+        """Decode tokens, special ones included."""
         return str(self._tokenizer.decode(list(turn), skip_special_tokens=False))
 
     def calls_of(self, turn: Sequence[int]) -> CallsOfText:
-        """Calls of tools in a turn; none without tools."""
+        """Read the calls of tools in a turn; none without tools."""
         if self.tools is None:
             return CallsOfText("")
         (text,) = response_texts(self._tokenizer, [list(turn)], keep_special_tokens=True)
         return self.tools.read(text)
 
     def after_calls(self, turn: Sequence[int], calls: CallsOfText, answers: Sequence[str]) -> list[int]:
-        """Tokens that follow a turn with calls, as of `after`."""
+        """Encode what follows a turn with calls, as `after` does."""
         assert self.tools is not None
         return self._following(turn, self.tools.after(calls, answers, "answers of tools"))
 
@@ -186,10 +186,11 @@ class ObservationTokens:
             return True
 
     def after(self, turn: Sequence[int], text: str) -> list[int]:
-        """Tokens that follow a turn whose answer is this text; of a message also those with which the next turn begins.
+        """Encode what follows a turn whose answer is this text.
 
-        The end of a message that the policy has written itself is not among them. A turn is followed by a message even
-        if that is empty: the policy does not write its next one without the header.
+        After a message that includes the tokens with which the next turn begins. The end of a message that the policy
+        has written itself is not among them. A turn is followed by a message even if that is empty: the policy does
+        not write its next one without the header.
 
         Args:
             turn: its tokens; none before the first turn.

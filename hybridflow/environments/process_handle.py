@@ -38,11 +38,12 @@ class FailedEnvironmentError(Exception):
     Args:
         kind: of the failure.
         reason: one line, to follow the name of the environment.
+        shared: True if the process ended while it had calls of other episodes too, one of which may have ended it.
     """
 
-    def __init__(self, kind: FailureKind, reason: str) -> None:
+    def __init__(self, kind: FailureKind, reason: str, *, shared: bool = False) -> None:
         super().__init__(reason)
-        self.kind, self.reason = kind, reason
+        self.kind, self.reason, self.shared = kind, reason, shared
 
 
 class EnvironmentProcess:
@@ -245,13 +246,12 @@ class EnvironmentProcess:
             return
         self._process, writer, self._writer = None, self._writer, None
         self.episodes.clear()
-        for future in self._calls.values():
-            if not future.done():
-                other = "died" if kind == "hung" else kind
-                future.set_exception(
-                    FailedEnvironmentError(other, f"shared a process that {reason}" if kind == "hung" else reason)
-                )
-                future.exception()  # its caller may have gone
+        waiting = [future for future in self._calls.values() if not future.done()]
+        for future in waiting:
+            other = "died" if kind == "hung" else kind
+            why = f"shared a process that {reason}" if kind == "hung" else reason
+            future.set_exception(FailedEnvironmentError(other, why, shared=len(waiting) > 1))
+            future.exception()  # its caller may have gone
         if writer is not None:
             writer.transport.abort()  # it does not wait for a process that reads nothing
         await _end(process)

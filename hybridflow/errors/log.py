@@ -15,7 +15,7 @@ import os
 import sys
 
 LEVEL = "HYBRIDFLOW_LOG_LEVEL"
-"""Environment variable with the least level that is told."""
+"""Environment variable with the least level that is logged."""
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -35,7 +35,7 @@ log = logging.getLogger("hybridflow")
 
 
 def set_level(level: str | None) -> None:
-    """Tell from this level on; INFO if it is None, or none of the four, which is told."""
+    """Log from this level on; INFO if it is None, or none of the four, which is reported."""
     name = (level or "INFO").upper()
     log.setLevel(name if name in _LEVELS else "INFO")
     if name not in _LEVELS:

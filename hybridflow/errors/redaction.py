@@ -28,6 +28,8 @@ _NO_SECRET = re.compile(
     r"(.*_)?((bos|eos|pad|unk|sep|cls|mask|image|stop|think|prompt|answer|column|group|sort"
     r"|input|label|metadata|reward_fn|tool|chosen|rejected)_)(token|key)"
 )
+# Linear in the length of the text: a run of these characters is looked at once.
+_INNER_KEYS = re.compile(r"(?<![A-Za-z0-9_-])([A-Za-z0-9_-]++)[\"']?\s*+:")
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@")
 
 
@@ -55,7 +57,7 @@ def redacted_override(text: str) -> str:
     name, equals, value = text.partition("=")
     last = name.strip().rpartition(".")[2]
     # Of a value that is itself a group of keys, any may be one.
-    inner = re.findall(r"([A-Za-z0-9_-]+)[\"']?\s*:", value)
+    inner = _INNER_KEYS.findall(value)
     if equals and (is_secret(last) or any(map(is_secret, inner))):
         return f"{name}={REDACTED}"
     return str(redacted(text))

@@ -23,7 +23,7 @@ from rich.table import Column
 from rich.text import Text
 
 from hybridflow.metrics.sinks import Record
-from hybridflow.rundir.progress import where_now
+from hybridflow.rundir.status.progress import where_now
 
 _STEPS, _WARM_UP = "train", "sft"
 _REFRESHES_PER_S = 2
@@ -80,7 +80,7 @@ def console_line(record: Record, total: int | None, width: int | None, *, aligne
     """The line that shows a record.
 
     Args:
-        record: whose figures are shown.
+        record: whose metrics are shown.
         total: steps of its phase, if known.
         width: columns that the line may have; None for any number.
         aligned: whether values stand below those of the line before.

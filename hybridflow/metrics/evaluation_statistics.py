@@ -144,7 +144,7 @@ def over_prompts(values: Sequence[float], *, proportion: bool) -> Estimate:
 def estimates(
     groups: Iterable[Sequence[ScoredResponse]], k: int, *, votes: bool, measure: Measure = REWARD
 ) -> dict[str, Estimate]:
-    """The figures of an evaluation, by name: as `figure_names` has them.
+    """Metrics of an evaluation by name: as `figure_names` has them.
 
     - `reward_mean`: mean reward of a prompt's responses, over prompts. As `accuracy` it has no interval of its
       own: that is the interval of `mean@k`.

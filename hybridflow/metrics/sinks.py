@@ -29,7 +29,7 @@ _RESUMED_PHASE = "train"
 
 @dataclass(frozen=True)
 class Record:
-    """The figures of one step of one phase."""
+    """Metrics of one step of one phase."""
 
     phase: str
     step: int
@@ -167,7 +167,7 @@ class CsvSink:
     """One row a record: phase, step, then one column a metric, empty where a record lacks it.
 
     Columns stand in the order in which their names first appeared. A record with a new name makes the file be written
-    anew with one more column, which happens in the first steps of a run and hardly ever after.
+    again with one more column, which happens in the first steps of a run and hardly ever after.
     """
 
     def __init__(self, path: Path, resume_from_step: int | None) -> None:

@@ -68,7 +68,7 @@ class WandbSink:
     unless it begins with that or the phase is training, as in `sft/train/gradient_norm`. wandb's environment variables
     count where the recipe says nothing.
 
-    A resumed run goes on under the same identifier. W&B forgets nothing: the steps that are made again, it has twice.
+    A resumed run continues under the same identifier. W&B keeps everything: steps that are made again are there twice.
     And wandb writes what it is given some seconds later: of a run that is killed it lacks the last ones.
 
     Raises:

@@ -10,7 +10,14 @@ from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
-from hybridflow.planning.search.recipe_work import check_planned_for, fixed_engines, plan_specs, recipe_work
+from hybridflow.data.prompts import Prompts
+from hybridflow.planning.memory.estimate import recipe_specs
+from hybridflow.planning.search.recipe_work import (
+    check_planned_for,
+    fixed_engines,
+    mean_response,
+    recipe_work,
+)
 from hybridflow.planning.search.run_plan import ROLLOUT
 from hybridflow.planning.time.hardware import Profile, matching_profile, this_machine
 from hybridflow.planning.time.phases import RoleLayout, phase_costs
@@ -18,30 +25,33 @@ from hybridflow.planning.time.step import step_seconds
 from hybridflow.rundir.predicted_seconds import PredictedSeconds, write_predicted_seconds
 
 
-def record_prediction(
-    recipe: Recipe, devices: Mapping[str, Sequence[Device]], prompts: Sequence[Sequence[int]], directory: Path
-) -> None:
+def record_prediction(recipe: Recipe, devices: Mapping[str, Sequence[Device]], train: Prompts, directory: Path) -> None:
     """Write the predicted seconds of a step into a run's directory; nothing where no shipped profile fits.
 
     Args:
         recipe: the run.
         devices: of each role.
-        prompts: tokens of the training prompts.
+        train: prompts to train on, with the responses that the data have.
         directory: of the run.
     """
     profile = matching_profile(this_machine())
-    if profile is None or not prompts:
+    if profile is None or not len(train):
         return
     slots = len(frozenset[Device]().union(*devices.values()))
     profile = profile.with_cluster(platform.gpus or max(1, slots))
-    predicted = predicted_seconds(recipe, devices, profile, sum(map(len, prompts)) / len(prompts))
+    prompt_tokens = sum(map(len, train.tokens)) / len(train)
+    predicted = predicted_seconds(recipe, devices, profile, prompt_tokens, mean_response(train))
     if predicted is not None:
         with cleaning("hybridflow: the predicted seconds could not be recorded", needed=False):
             write_predicted_seconds(directory, predicted)
 
 
 def predicted_seconds(
-    recipe: Recipe, devices: Mapping[str, Sequence[Device]], profile: Profile, prompt_tokens: float
+    recipe: Recipe,
+    devices: Mapping[str, Sequence[Device]],
+    profile: Profile,
+    prompt_tokens: float,
+    response_tokens: float | None = None,
 ) -> PredictedSeconds | None:
     """Predict the seconds of a step; None for a recipe whose step no model predicts.
 
@@ -50,10 +60,16 @@ def predicted_seconds(
         devices: of each role.
         profile: of the devices.
         prompt_tokens: mean of the training prompts.
+        response_tokens: mean of the responses that the data have; None where engines generate them.
     """
     try:
-        check_planned_for(recipe)
-        work = recipe_work(recipe, plan_specs(recipe), prompt_tokens=max(1, round(prompt_tokens)))
+        check_planned_for(recipe.megatron_roles.values(), recipe.served_roles, lease=recipe.rollout.lease)
+        work = recipe_work(
+            recipe,
+            recipe_specs(recipe.model, recipe.models),
+            prompt_tokens=max(1, round(prompt_tokens)),
+            response_tokens=response_tokens,
+        )
     except UserError:
         return None
     if any(role.role not in devices for role in work.roles):
@@ -61,7 +77,9 @@ def predicted_seconds(
     layouts = {
         role.role: RoleLayout(role.config.layout.layout(len(devices[role.role])), role.config) for role in work.roles
     }
-    engines = fixed_engines(recipe, len(devices[ROLLOUT])) if recipe.starts_engines and ROLLOUT in devices else None
+    engines = None
+    if recipe.starts_engines and ROLLOUT in devices:
+        engines = fixed_engines(recipe.rollout, len(devices[ROLLOUT]))
     models = {role: frozenset(devices[role]) for role in [*layouts, *([ROLLOUT] if engines is not None else [])]}
     costs = phase_costs(
         work,
@@ -75,7 +93,7 @@ def predicted_seconds(
     step = step_seconds(
         costs.seconds,
         groups,
-        staleness=recipe.trainer.max_staleness if frozenset({ROLLOUT}) in groups else 0,
+        staleness=work.staleness if frozenset({ROLLOUT}) in groups else 0,
         stream=recipe.rollout.stream is not None,
     )
     seconds = {phase: value for phase, value in step.phases.items() if value > 0 and phase in profile.interval}

@@ -15,7 +15,7 @@ from hybridflow.metrics.evaluation_statistics import HIGH, LOW, PREFERENCE, REWA
 from hybridflow.report.plots import Line, LinePlot, is_long
 from hybridflow.report.run_data import RunData, Series
 from hybridflow.report.tables import Cell, Table, text_cell
-from hybridflow.rundir.evaluation_texts import EvaluationText, read_texts, steps_with_texts, text_file
+from hybridflow.rundir.samples.evaluation_texts import EvaluationText, read_texts, steps_with_texts, text_file
 
 _REWARDS = (REWARD, SCORE)
 """Metrics of a set that are no shares."""

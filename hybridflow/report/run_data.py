@@ -19,15 +19,15 @@ from hybridflow.metrics.expert_loads import StepLoads, read_expert_loads
 from hybridflow.metrics.timeline import TimelineSpan, read_spans
 from hybridflow.report.stored_texts import StoredText, read_stored
 from hybridflow.rundir.atomic_files import whole_lines
-from hybridflow.rundir.evaluation_texts import steps_with_texts
 from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, EXPERT_LOADS, METRICS, RECIPE, SAMPLES, TIMELINE
-from hybridflow.rundir.first_failure import read_failure
-from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 from hybridflow.rundir.predicted_seconds import PredictedSeconds, read_predicted_seconds
 from hybridflow.rundir.run_record import RunRecord, read_run_record
-from hybridflow.rundir.stored_samples import has_store
-from hybridflow.rundir.watching import RunPosition, goes_on, read_position
+from hybridflow.rundir.samples.evaluation_texts import steps_with_texts
+from hybridflow.rundir.samples.store import has_store
+from hybridflow.rundir.status.first_failure import read_failure
+from hybridflow.rundir.status.hosts_file import RunHost, read_hosts
+from hybridflow.rundir.status.watching import RunPosition, goes_on, read_position
 
 Floats = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from hybridflow.rundir.file_names import EXPORT
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
-from hybridflow.rundir.stored_samples import SampleFilter, SampleLocation, StoredSample, newest_first, store_of
+from hybridflow.rundir.samples.store import SampleFilter, SampleLocation, StoredSample, newest_first, store_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,9 +14,9 @@ from hybridflow.metrics.device_samples import RunDevices
 from hybridflow.report.catalogue import EVALUATIONS, MetricPlot
 from hybridflow.report.run_data import RunData, Series, median
 from hybridflow.report.stored_texts import StoredText
-from hybridflow.rundir.hosts_file import RunHost
 from hybridflow.rundir.run_record import RunRecord
-from hybridflow.rundir.stored_samples import StoredSample
+from hybridflow.rundir.samples.store import StoredSample
+from hybridflow.rundir.status.hosts_file import RunHost
 
 _SETTINGS = (
     ("Optimizer steps of a rollout", "trainer.mini_batches"),
@@ -168,8 +168,18 @@ def _recipe(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Layout of an engine", _pairs(_engine(run))
     yield "Placement", _pairs({name: text for name, text in _mapping(run, "placement").items() if name != "pools"})
     yield "Pools", _pairs(run.setting("placement.pools"))
+    yield "Adapters", _adapters(run)
     for name, setting in _SETTINGS:
         yield name, _text(run.setting(setting))
+
+
+def _adapters(run: RunData) -> str:
+    """Rank, alpha and layers of the adapters that are trained alone; empty without any."""
+    lora = _mapping(run, "train.lora")
+    if not lora:
+        return ""
+    targets = ", ".join(lora.get("targets") or ("attention, MLP and experts",))
+    return f"rank {lora.get('rank')}, alpha {lora.get('alpha'):g}, of {targets}"
 
 
 def _engine(run: RunData) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class ProcessPool:
 
     @contextmanager
     def taken(self) -> Iterator[RewardProcess]:
-        """A process that nobody else uses meanwhile; waits until one is free.
+        """Lease a process for the block, once one is free.
 
         Raises:
             KilledError: `kill` was called, and `close` not since.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine3d.errors import EngineError
 from engine3d.serving import CompletionServer, ServerConfig
-from hybridflow.rundir.watching import JUDGE_SERVERS
+from hybridflow.rundir.status.watching import JUDGE_SERVERS
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, register
 

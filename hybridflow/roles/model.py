@@ -32,7 +32,7 @@ from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
-    from engine3d.checkpoint.save import SaveStart
+    from engine3d.checkpoint.writing.save import SaveStart
     from engine3d.training.forward import LossFunction
     from engine3d.training.update import UpdateGuard
 
@@ -158,7 +158,7 @@ class ModelWorker:
             The libraries of this rank, by name; or the failure to load a damaged checkpoint.
         """
         with quick_imports():  # Megatron-Core is only imported where it runs
-            from engine3d.checkpoint.save import EngineCheckpoint
+            from engine3d.checkpoint.writing.save import EngineCheckpoint
             from engine3d.training.engine import TrainEngine
 
         self._engine = TrainEngine(
@@ -275,15 +275,15 @@ class ModelWorker:
 
     @register(ONE_TO_ALL, exclusive=True)
     def weights_digest(self) -> str:
-        """Digest the weights of this rank; see `engine3d.checkpoint.digest`."""
-        from engine3d.checkpoint.digest import weights_digest
+        """Digest the weights of this rank; see `engine3d.checkpoint.digests.digest`."""
+        from engine3d.checkpoint.digests.digest import weights_digest
 
         return weights_digest(self._engine)
 
     @register(ONE_TO_ALL)
-    def export(self, directory: Path, precision: Precision | None = None) -> None:
-        """Write the weights as a HuggingFace directory; every rank writes its own part."""
-        self._engine.export(directory, precision=precision)
+    def export(self, directory: Path, precision: Precision | None = None, *, served: bool = False) -> None:
+        """Write the weights as a HuggingFace directory, every rank its own part; see `TrainEngine.export`."""
+        self._engine.export(directory, precision=precision, served=served)
 
     @register(ONE_TO_ALL, exclusive=True)
     def offload(self) -> None:

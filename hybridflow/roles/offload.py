@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import MegatronRole
+from hybridflow.config.roles import MegatronRole, RolloutRole
 
 if TYPE_CHECKING:
     from hybridflow.roles.groups import ModelGroup, RolloutGroup
@@ -17,18 +16,21 @@ type Offloaded = ModelGroup | RolloutGroup
 """A group that can leave its devices."""
 
 
-def check_offload(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None:
+def check_offload(
+    models: Mapping[str, MegatronRole], rollout: RolloutRole | None, devices: Mapping[str, Sequence[Device]]
+) -> None:
     """Refuse to release memory that no other role would use, or that the engine does not own.
 
     Args:
+        models: the actor and every Megatron-Core model next to it, by role.
+        rollout: settings of the engines; None where none generate.
         devices: of each role.
 
     Raises:
         UserError: names the setting.
     """
-    settings = {role: f"{role}.offload" for role in recipe.offloaded_roles}
-    weights = recipe.rollout.weights
-    if recipe.rollout.engine.release_weights and recipe.starts_engines:
+    settings = {role: f"{role}.offload" for role, model in models.items() if model.offload}
+    if rollout is not None and rollout.engine.release_weights:
         settings["rollout"] = "rollout.engine.release_weights"
     for role, setting in settings.items():
         if _is_alone(role, devices):
@@ -36,15 +38,16 @@ def check_offload(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> No
                 f"{setting}=true: no other role computes on the devices of {role}, so that nobody would use the "
                 f"memory; expected false, or placement.{role} on devices of another role"
             )
-    if "rollout" in settings and (weights.share or weights.transport != "auto"):
+    weights = rollout.weights if rollout is not None else None
+    if "rollout" in settings and weights is not None and (weights.share or weights.transport != "auto"):
         setting_of_weights = "share=true" if weights.share else f"transport={weights.transport}"
         raise UserError(
             f"rollout.engine.release_weights=true with rollout.weights.{setting_of_weights}: expected share=false and "
             "transport=auto: the actor's memory cannot be released, and what is released no other process can write"
         )
-    for megatron_role in recipe.megatron_roles.values():
-        if megatron_role.trained:
-            check_overlap(megatron_role, devices)
+    for model in models.values():
+        if model.trained:
+            check_overlap(model, devices)
 
 
 def check_overlap(role: MegatronRole, devices: Mapping[str, Sequence[Device]]) -> None:

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from engine3d.errors import EngineError
+from engine3d.models.experts.routes import TokenRoutes
 from engine3d.rollout.requests import BEGINS
-from engine3d.training.sequences import ROUTES, Sequences
+from engine3d.training.sequences import Sequences
 from hybridflow.batch.sample_batch import SampleBatch
 
 
-def to_sequences(batch: SampleBatch, *, routes: Tensor | None = None, **columns: Tensor) -> Sequences:
+def to_sequences(batch: SampleBatch, *, routes: TokenRoutes | None = None, **columns: Tensor) -> Sequences:
     """Lay out each sample as prompt and response, end to end: one sequence each, or several of a tree of tokens.
 
     Args:
         batch: the samples. A response token of version `BEGINS` begins another sequence of its sample.
-        routes: (T, C) experts of all tokens.
+        routes: experts of all tokens.
         columns: name to (R,) or (R, K) values of response tokens; prompt tokens get 0.
     """
     is_response, flat = batch.is_response, {}
@@ -26,7 +27,7 @@ def to_sequences(batch: SampleBatch, *, routes: Tensor | None = None, **columns:
     if routes is None:
         return Sequences(batch.tokens, _lengths(batch), flat)
     names = [f"sample {number}" for number in batch.sample_ids.tolist()]
-    return Sequences(batch.tokens, batch.sequence_lengths, {**flat, ROUTES: routes}, names)
+    return Sequences(batch.tokens, batch.sequence_lengths, flat, names, routes)
 
 
 def _lengths(batch: SampleBatch) -> Tensor:

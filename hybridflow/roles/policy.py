@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from engine3d.errors import EngineError
-from engine3d.models.experts.routes import RouteFormat
+from engine3d.models.experts.routes import RouteFormat, TokenRoutes
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import SendOrder
 from engine3d.reshard.transport.sender import Sent, Transport
-from engine3d.training.sequences import CHOSEN, ROUTES
+from engine3d.training.sequences import CHOSEN
 from hybridflow.algorithms.advantages.whitening import Moments, whiten
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.kl_control import KLGuard
@@ -21,7 +22,7 @@ from hybridflow.algorithms.losses.sft import sft_loss
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.sample_fields import OF_LOSSES, WIDE
+from hybridflow.batch.sample_fields import OF_LOSSES, ROUTES, WIDE
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.model import CheckpointFailure, ModelWorker, Update
@@ -44,7 +45,7 @@ class PolicyWorker(ModelWorker):
             self._sender.publish(self._publish)
         return libraries
 
-    @register(THREE_D_PROTO, exclusive=True, routes=True)
+    @register(THREE_D_PROTO, exclusive=True)
     def logprobs(self, batch: SampleBatch, *, temperature: float) -> Columns | None:
         """Compute column `logprobs`, (R,) float32, of the response tokens."""
         outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
@@ -52,7 +53,7 @@ class PolicyWorker(ModelWorker):
             return None
         return Columns({"logprobs": of_responses(batch, outputs.logprobs, f"{self._name}: the log-prob")})
 
-    @register(THREE_D_PROTO, exclusive=True, routes=True)
+    @register(THREE_D_PROTO, exclusive=True)
     def base_logprobs(self, batch: SampleBatch, *, temperature: float) -> Columns | None:
         """Compute column `logprobs`, as `logprobs` does, of the model without its adapters."""
         assert self._engine.adapters is not None
@@ -61,7 +62,7 @@ class PolicyWorker(ModelWorker):
 
     @register(THREE_D_PROTO, exclusive=True, routes=True)
     def actor_logprobs(
-        self, batch: SampleBatch, *, temperature: float, column: str, records_routes: bool
+        self, batch: SampleBatch, *, temperature: float, column: str, serving: int, records_routes: bool
     ) -> Columns | None:
         """Compute a column of log-probs, (R,) float32, of the response tokens, routed as an update routes them.
 
@@ -69,17 +70,22 @@ class PolicyWorker(ModelWorker):
             batch: with routes where they are replayed.
             temperature: the logits are divided by it.
             column: name of the column.
+            serving: version of the weights before the step.
             records_routes: True to let the routers choose, and add the column `routes`, (T, C), of their choices.
         """
-        sequences = to_sequences(batch, routes=None if records_routes else self._replayed(batch))
+        sequences = to_sequences(batch, routes=None if records_routes else self._replayed(batch, serving))
         outputs = self._engine.logprobs(sequences, temperature=temperature, record_routes=records_routes)
         if outputs is None or outputs.logprobs is None:
             return None
         columns = {column: of_responses(batch, outputs.logprobs, f"{self._name}: the log-prob")}
         return Columns(columns if outputs.routes is None else {**columns, ROUTES: outputs.routes})
 
-    def _replayed(self, batch: SampleBatch) -> Tensor | None:
-        """(T, C) routes by which tokens are routed; None if the routers choose.
+    def _replayed(self, batch: SampleBatch, serving: int) -> TokenRoutes | None:
+        """Routes by which tokens are routed; None if the routers choose.
+
+        Args:
+            batch: with routes.
+            serving: version of the weights before the step.
 
         Raises:
             EngineError: there are none.
@@ -87,9 +93,11 @@ class PolicyWorker(ModelWorker):
         mode = self._config.routing_replay
         if mode == "none":
             return None
-        if batch.routes is None:
+        if batch.token_routes is None:
             raise EngineError(f"{self._name}: routing_replay={mode} with samples that have no routes, expected routes")
-        return batch.routes
+        if self._config.older_routes == "live":
+            return dataclasses.replace(batch.token_routes, ignored=(batch.drawing_versions < serving).numpy())
+        return batch.token_routes
 
     @register(THREE_D_PROTO, exclusive=True)
     def top_tokens(self, batch: SampleBatch, *, count: int) -> Columns | None:
@@ -106,6 +114,7 @@ class PolicyWorker(ModelWorker):
         *,
         algorithm: AlgorithmSettings,
         temperature: float,
+        serving: int,
         whitening: Moments | None = None,
         stale: bool = False,
         against_rollout: bool = False,
@@ -117,6 +126,7 @@ class PolicyWorker(ModelWorker):
                 them.
             algorithm: the settings.
             temperature: the logits are divided by it, as they were when the tokens were sampled.
+            serving: version of the weights before the step.
             whitening: moments of the advantages of the whole batch, by which they are whitened; None leaves them.
             stale: True if an older policy made the batch, so that the engines' log-probs are of other weights.
             against_rollout: True if the ratio is to the policy that made the batch, with the engines' log-probs.
@@ -134,7 +144,7 @@ class PolicyWorker(ModelWorker):
             columns["rollout_logprobs"] = batch.logprobs
         present = {name: value for name, value in columns.items() if value is not None}
         # Without replay they are compared with what the routers choose.
-        routes = batch.routes if self._config.routing_replay == "none" else self._replayed(batch)
+        routes = batch.token_routes if self._config.routing_replay == "none" else self._replayed(batch, serving)
         sequences = to_sequences(batch, routes=routes, **present)
 
         policy_loss = load(algorithm.name).policy_loss
@@ -169,7 +179,7 @@ class PolicyWorker(ModelWorker):
 
         routes = None
         if self._config.routing_replay != "none":  # nobody drew these responses: the routers choose
-            routes = RouteFormat.of(self._engine.spec.sizes).empty(len(batch.tokens))
+            routes = RouteFormat.of(self._engine.spec.sizes).no_routes(batch.sequence_lengths)
         return self._update(to_sequences(batch, routes=routes, weights=batch.weights), loss)
 
     @register(ONE_TO_ALL)

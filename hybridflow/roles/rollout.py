@@ -11,6 +11,7 @@ from typing import Any, Concatenate, cast
 
 from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
+from engine3d.models.lora.config import LoraConfig
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import ReceiveOrder
@@ -20,6 +21,7 @@ from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.rollout.host.stream import InFlightPolicy
 from engine3d.rollout.member import EngineMember
+from engine3d.rollout.scheduler.rank import AdapterBase
 from engine3d.rollout.shard import EngineShard, ShardCalls
 from engine3d.training.offload import OffloadStats
 from hybridflow.roles.rollout_stream import EngineStream
@@ -68,6 +70,7 @@ class RolloutWorker:
             location of its weights, if the engine is to share them.
         keeps_memory: numbers of the engines that compute next to models, and so do not offload.
         restarts: True if a lost engine is restarted, so that `begin_weights` reports the loss and does not fail.
+        adapters: that every engine gets apart from the model.
     """
 
     concurrent_threads = 4
@@ -83,6 +86,7 @@ class RolloutWorker:
         weight_sources: Sequence[Path | None],
         keeps_memory: Sequence[int] = (),
         restarts: bool = False,
+        adapters: LoraConfig | None = None,
     ) -> None:
         self._restarts = restarts
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
@@ -97,7 +101,7 @@ class RolloutWorker:
         engine_shard = EngineShard(context.coordinates.tp, context.layout.tp, context.store)
         self._calls = ShardCalls(engine_shard, config.start_timeout_s)
         given = config, context.devices, log_path, weight_sources[ranks]
-        self._make_engine = functools.partial(RolloutEngine, directory, *given, shard=engine_shard)
+        self._make_engine = functools.partial(RolloutEngine, directory, *given, shard=engine_shard, adapters=adapters)
         self._engine_here: RolloutEngine | EngineMember = (
             EngineMember(directory, *given, shard=engine_shard) if engine_shard.index else self._make_engine()
         )
@@ -231,9 +235,9 @@ class RolloutWorker:
 
     @register(ONE_TO_ALL)
     @on_first_host(None)
-    def seal_weights(self, version: int, *, flush_cache: bool) -> None:
+    def seal_weights(self, version: int, *, flush_cache: bool, base: AdapterBase | None = None) -> None:
         """Finish what can fail before `version`, which is completely written, is served."""
-        self._engine.seal_weights(version, flush_cache)
+        self._engine.seal_weights(version, flush_cache, base)
 
     @register(ONE_TO_ALL)
     @on_first_host(list[list[BufferDifference]]())

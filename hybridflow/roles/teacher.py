@@ -29,7 +29,7 @@ class TeacherWorker(ModelWorker):
         began = time.perf_counter()
         given = {} if batch.chosen_tokens is None else {CHOSEN: batch.chosen_tokens}
         outputs = self._engine.logprobs(
-            to_sequences(batch, **given), temperature=temperature, top=1 if given else max(1, top_k)
+            to_sequences(batch, routes=None, **given), temperature=temperature, top=1 if given else max(1, top_k)
         )
         if outputs is None:
             return None

@@ -12,7 +12,7 @@ from engine3d.rollout.engine import RolloutEngine
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.roles.teacher import teacher_columns
-from hybridflow.rundir.watching import TEACHER_ENGINES
+from hybridflow.rundir.status.watching import TEACHER_ENGINES
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 

@@ -10,8 +10,7 @@ from engine3d.rollout.requests import Response
 from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.stored_rows import StoredRow, StoredRows, gathered
-from hybridflow.batch.stream_requests import SampleEnd
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StoredRows, gathered
 from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
 from hybridflow.rewards.result import SampleScore

@@ -23,8 +23,7 @@ from engine3d.errors import EngineError
 from engine3d.rollout.config import Sampling, SamplingConfig
 from engine3d.rollout.requests import Request, Response
 from hybridflow.batch.load_balance import even_ranges
-from hybridflow.batch.stored_rows import StoredRow, StoredRows
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StoredRows, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.data.sampler import PromptOrder
@@ -347,7 +346,7 @@ class RolloutController:
         """Remember the state that `abandon_step` returns to, where prompts are submitted together."""
         ledger = self._stream.ledger
         kept = frozenset(group.number for group in (*ledger.groups, *ledger.returned))
-        self._before_step = self._sampler.state_dict(), self._stream.samples_drawn, kept
+        self._before_step = self._sampler.state_dict(), self._stream.groups.samples_drawn, kept
 
     async def waiting_for(self) -> str:
         """Groups, requests and scores that the current step still waits for, in words."""
@@ -395,12 +394,12 @@ class RolloutController:
         if self._taking is not None:
             self._taking.cancel()
         if self._before_step is not None:
-            order, self._stream.samples_drawn, kept = self._before_step
+            order, self._stream.groups.samples_drawn, kept = self._before_step
             await self._stream.abandon(kept)
             self._sampler.load_state_dict(order)
             return
         self._sampler.load_state_dict(self._sampler.with_returned(self._sampler.state_dict(), further))
-        self._stream.return_taken()
+        self._stream.groups.return_taken()
 
     async def state(self) -> tuple[dict[str, int | str], StreamState]:
         """State of the prompts' order and of the stream."""
@@ -412,7 +411,7 @@ class RolloutController:
         self._sampler.load_state_dict(sampler)
         if state is not None:
             self._stream.restore(state)
-        self._stream.samples_drawn = samples_drawn
+        self._stream.groups.samples_drawn = samples_drawn
 
     async def close(self) -> None:
         """Stop collecting responses."""
@@ -420,13 +419,13 @@ class RolloutController:
 
     async def reserve_samples(self, count: int) -> int:
         """Reserve consecutive ids for samples outside the stream. Returns the first."""
-        first = self._stream.samples_drawn
-        self._stream.samples_drawn += count
+        first = self._stream.groups.samples_drawn
+        self._stream.groups.samples_drawn += count
         return first
 
 
 def _limited(sampling: SamplingConfig, tokens: int | None) -> SamplingConfig:
-    """Sampling of a response of at most so many tokens."""
+    """Sampling of a response of at most this many tokens."""
     return sampling if tokens is None else sampling.model_copy(update={"max_new_tokens": tokens})
 
 

@@ -56,7 +56,7 @@ class EngineReport:
 
     Args:
         share: of its cache that was in use before those ended that have.
-        flying: requests that it had in flight, those that have ended now included.
+        in_flight: requests that it had in flight, those that have ended now included.
         ended: requests that have ended.
         retracted: requests that it retracted.
         queued: requests in its queue.
@@ -102,7 +102,7 @@ class DynamicBatching:
         Args:
             engine: its number.
             stats: its latest.
-            flying, ended: as in `EngineReport`.
+            in_flight, ended: as in `EngineReport`.
             freed: tokens of the responses that have ended.
         """
         if engine not in self._limits:

@@ -10,7 +10,7 @@ import ray
 from engine3d.rollout.requests import GIVEN
 from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.stored_rows import StoredRow, StoredRows
+from hybridflow.batch.stream_requests import StoredRow, StoredRows
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.rollout.episodes import EndedEpisode

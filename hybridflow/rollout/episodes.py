@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine3d.rollout.requests import BEGINS, GIVEN, FinishReason, Response
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import (
     EpisodeAnswer,

@@ -10,8 +10,7 @@ from functools import partial
 from engine3d.errors import EngineError
 from engine3d.rollout.requests import Response
 from hybridflow.batch.load_balance import even_ranges
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import SampleEnd, StreamEngine, StreamRequest
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamEngine, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.episodes import EndedEpisode, Episodes

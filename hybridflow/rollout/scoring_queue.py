@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import SampleEnd
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow
 
 
 class Scorer(Protocol):

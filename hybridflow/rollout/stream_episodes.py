@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from engine3d.rollout.requests import Response
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.rollout.episodes import EndedEpisode, Episodes, EpisodeSetup
 from hybridflow.rollout.other_requests import OtherRequests

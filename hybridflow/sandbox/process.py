@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hybridflow.sandbox.program import ProgramLimits, SandboxError, SandboxResult, Verdict
@@ -40,19 +40,25 @@ class _ProgramTime:
     """Time that a program has computed or waited for something else than a core, in seconds.
 
     An interval between two looks is one of waiting if no thread is ready at its end. Else it counts as much as was
-    computed in it.
+    computed in it. One in which a process has begun counts in full: the time of processes that end unseen is unknown.
     """
 
     seconds: float = 0.0
     _elapsed_s: float = 0.0
     _computed_s: float = 0.0
+    _pids: Collection[int] = ()
 
-    def add(self, usage: ProgramUsage, elapsed_s: float) -> None:
-        """Count the interval from the previous look to one `elapsed_s` after the start."""
+    def add(self, usage: ProgramUsage, pids: Collection[int], elapsed_s: float) -> None:
+        """Count the interval from the previous look to one `elapsed_s` after the start, of processes with these ids."""
         computed_s = max(usage.computed_s - self._computed_s, 0.0)
-        waited_s = 0.0 if usage.ready else elapsed_s - self._elapsed_s
+        has_begun = bool(self._pids) and not set(pids) <= set(self._pids)
+        waited_s = 0.0 if usage.ready and not has_begun else elapsed_s - self._elapsed_s
         self.seconds += max(computed_s, waited_s)
-        self._elapsed_s, self._computed_s = elapsed_s, usage.computed_s
+        self._elapsed_s, self._computed_s, self._pids = elapsed_s, usage.computed_s, pids
+
+    def until(self, elapsed_s: float) -> float:
+        """The time of a program that has ended `elapsed_s` after its start, less than a look after the last one."""
+        return self.seconds + min(elapsed_s - self._elapsed_s, _LOOK_S)
 
 
 class ProgramProcess:
@@ -143,7 +149,7 @@ class ProgramProcess:
             except BlockingIOError:
                 return
             if ready and block:
-                self._started = time.monotonic()
+                self._started = self._started or time.monotonic()
             if not block:
                 loop.remove_reader(descriptor)
                 self._open.discard(descriptor)
@@ -198,7 +204,7 @@ class ProgramProcess:
             return Verdict.MEMORY
         if usage.processes >= limits.processes > 1:
             return Verdict.PROCESSES
-        self._spent.add(usage, elapsed_s)
+        self._spent.add(usage, pids, elapsed_s)
         if self._spent.seconds >= limits.timeout_s:
             return Verdict.TIMEOUT
         if elapsed_s > max(_PATIENCE * limits.timeout_s, _LEAST_PATIENCE_S):
@@ -230,7 +236,7 @@ class ProgramProcess:
         if self._started is None:
             last = stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {returncode}"]
             raise SandboxError(f"sandbox: a program could not be set up: {last[0]}")
-        seconds = time.monotonic() - self._started
+        seconds = self._spent.until(time.monotonic() - self._started)
         if self._verdict is not None:
             return SandboxResult(self._verdict, None, stdout, stderr, seconds)
         code = 128 - returncode if returncode < 0 else returncode

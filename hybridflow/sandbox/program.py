@@ -53,6 +53,11 @@ class SandboxError(Exception):
     """A program has no verdict, and the machine is at fault. The message is one line."""
 
 
+def _is_word(word: str) -> bool:
+    """True if the kernel can have a word of a command or a name of a file."""
+    return "\0" not in word and word.encode(errors="replace").decode() == word
+
+
 @dataclass(frozen=True)
 class SandboxProgram:
     """A program to run.
@@ -64,7 +69,7 @@ class SandboxProgram:
         limits: of the program. Those of the sandbox's settings if None.
 
     Raises:
-        ValueError: no command, a null character, or a path that leads elsewhere.
+        ValueError: no command, a character that no command has, or a path that leads elsewhere.
     """
 
     command: tuple[str, ...]
@@ -73,8 +78,10 @@ class SandboxProgram:
     limits: ProgramLimits | None = None
 
     def __post_init__(self) -> None:
-        if not self.command or any("\0" in word for word in (*self.command, *self.files)):
-            raise ValueError(f"a program with the command {list(self.command)}, expected words without null characters")
+        if not self.command or not all(map(_is_word, (*self.command, *self.files))):
+            raise ValueError(
+                f"a program with the command {list(self.command)}, expected words in UTF-8 without null characters"
+            )
         for name in self.files:
             path = PurePosixPath(name)
             if not path.name or path.is_absolute() or ".." in path.parts or str(path) != name:
@@ -89,7 +96,7 @@ class SandboxResult:
         verdict: its end.
         exit_code: as of a shell, 128 plus the number for a signal. None for a program that was killed at a limit.
         stdout, stderr: its output, `output_mb` each at most.
-        seconds: from its start to its end.
+        seconds: time that counts as `timeout_s`, to 50 ms.
     """
 
     verdict: Verdict

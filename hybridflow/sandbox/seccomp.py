@@ -32,19 +32,20 @@ class _Machine:
     Args:
         audit: its number in `linux/audit.h`.
         column: its place in `_DENIED`.
-        clone, socket, ioctl: numbers of calls of which some arguments are denied.
+        clone, socket, socketpair, ioctl: numbers of calls of which some arguments are denied.
     """
 
     audit: int
     column: int
     clone: int
     socket: int
+    socketpair: int
     ioctl: int
 
 
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 0, clone=56, socket=41, ioctl=16),
-    "aarch64": _Machine(0xC00000B7, 1, clone=220, socket=198, ioctl=29),
+    "x86_64": _Machine(0xC000003E, 0, clone=56, socket=41, socketpair=53, ioctl=16),
+    "aarch64": _Machine(0xC00000B7, 1, clone=220, socket=198, socketpair=199, ioctl=29),
 }
 
 _DENIED = {
@@ -110,7 +111,8 @@ def filter_program(machine: str | None = None) -> bytes:
     code += _if_call(
         found_machine.clone, [_argument(0), _instruction(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), denied, allowed]
     )
-    code += _if_call(found_machine.socket, [_argument(0), _instruction(_JUMP_EQUAL, 1, 0, _AF_UNIX), denied, allowed])
+    for number in (found_machine.socket, found_machine.socketpair):
+        code += _if_call(number, [_argument(0), _instruction(_JUMP_EQUAL, 1, 0, _AF_UNIX), denied, allowed])
     first, second = _TERMINAL_INPUT
     code += _if_call(
         found_machine.ioctl,

@@ -17,6 +17,8 @@ from hybridflow.sandbox.wire import MOST_BYTES, PATH, decode_program, encode_res
 _WAITING = 4096
 """Most requests that wait for a slot. Further ones are refused, to be sent again."""
 _IDLE_S = 120.0
+_BLOCK = 1 << 16
+_MOST_DIGITS = 20
 
 
 class SandboxServer:
@@ -56,10 +58,12 @@ class SandboxServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def answer(self, authorization: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and content of the answer to a request."""
-        if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
-            return 401, {"error": "another token than the server's, expected Authorization: Bearer"}
+    def is_open_to(self, authorization: str) -> bool:
+        """True if this is the token, as a header of a request."""
+        return hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode())
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and content of the answer to a request with the token."""
         if path != PATH:
             return 404, {"error": f"expected {PATH}"}
         try:
@@ -84,13 +88,17 @@ class SandboxServer:
             timeout = _IDLE_S
 
             def do_POST(self) -> None:
-                length = self.headers.get("Content-Length", "")
-                if not length.isdigit() or int(length) > MOST_BYTES:
+                text = self.headers.get("Content-Length", "")
+                length = int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else MOST_BYTES + 1
+                if length > MOST_BYTES:
                     self.close_connection = True
                     self._reply(413, {"error": f"expected Content-Length of at most {MOST_BYTES}"})
-                    return
-                body = self.rfile.read(int(length))
-                self._reply(*server.answer(self.headers.get("Authorization", ""), self.path, body))
+                elif not server.is_open_to(self.headers.get("Authorization", "")):
+                    for begin in range(0, length, _BLOCK):  # a stranger's is kept nowhere
+                        self.rfile.read(min(_BLOCK, length - begin))
+                    self._reply(401, {"error": "another token than the server's, expected Authorization: Bearer"})
+                else:
+                    self._reply(*server.answer(self.path, self.rfile.read(length)))
 
             def _reply(self, status: int, content: dict[str, Any]) -> None:
                 body = json.dumps(content).encode()

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_ANONYMOUS = ("RssAnon:", "RssShmem:")
+_ANONYMOUS = ("RssAnon:", "RssShmem:", "HugetlbPages:")
+_SHARED_OUT = ("Pss_Anon:", "Pss_Shmem:", "Private_Hugetlb:", "Shared_Hugetlb:")
+"""Lines of memory without files: of a process's status, and of its maps, where shared pages are divided."""
 _TICKS, _THREADS = slice(10, 14), 16
 """Words of `/proc/PID/stat` behind the state: utime, stime, cutime and cstime, and num_threads."""
 
@@ -40,9 +42,7 @@ def usage_of(pids: list[int]) -> ProgramUsage:
             threads += count
             ticks += sum(map(int, words[_TICKS]))
             ready = ready or state == "R" or (count > 1 and _thread_ready(pid))
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith(_ANONYMOUS):
-                    memory += int(line.split()[1]) * 1024
+            memory += _kilobytes(Path(f"/proc/{pid}/status"), _ANONYMOUS) * 1024
     return ProgramUsage(threads, memory, ticks / os.sysconf("SC_CLK_TCK"), ready)
 
 
@@ -57,14 +57,23 @@ def _thread_ready(pid: int) -> bool:
 
 
 def shared_memory_bytes(pids: list[int]) -> int:
-    """Memory of processes without files, of which shared pages count once. Slower than `usage_of`."""
+    """Memory of processes without files, of which shared pages count once. Slower than `usage_of`.
+
+    Pages of a process count for each where they cannot be read, as for root without the right to trace others.
+    """
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                    total += int(line.split()[1]) * 1024
+            try:
+                total += _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), _SHARED_OUT) * 1024
+            except PermissionError:
+                total += _kilobytes(Path(f"/proc/{pid}/status"), _ANONYMOUS) * 1024
     return total
+
+
+def _kilobytes(path: Path, names: tuple[str, ...]) -> int:
+    """Sum of the lines of a file that begin with one of these names."""
+    return sum(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(names))
 
 
 def descendants(pid: int) -> list[int]:

@@ -10,8 +10,6 @@ from pathlib import Path
 from engine3d.checkpoint.manifest import read_manifest
 from engine3d.errors import UserError
 from hybridflow.checkpoint.resume import find_sound
-from hybridflow.config.reading.yaml_loader import settings_yaml
-from hybridflow.config.recipe import Recipe
 from hybridflow.config.run import CheckpointConfig
 from hybridflow.rundir.file_names import EXPORT, RECIPE, REPORT
 from hybridflow.rundir.run_record import started_from
@@ -21,17 +19,23 @@ _READ_AT_END = 1 << 30
 less than a second."""
 
 
-def results(recipe: Recipe) -> list[str]:
-    """One line for the model, the checkpoints and the report of a run that has done all its steps."""
-    directory = recipe.directory
-    checkpoint = newest_checkpoint(recipe.checkpoint, recipe.checkpoint_directory)
-    if recipe.trainer.export:
+def results(directory: Path, settings: CheckpointConfig, checkpoints: Path, *, exports: bool) -> list[str]:
+    """One line for the model, the checkpoints and the report of a run that has done all its steps.
+
+    Args:
+        directory: of the run.
+        settings: of checkpoints.
+        checkpoints: directory of the run's checkpoints.
+        exports: `trainer.export`.
+    """
+    checkpoint = newest_checkpoint(settings, checkpoints)
+    if exports:
         model = f"{shown(directory / EXPORT)} (a HuggingFace directory)"
     elif checkpoint is not None:
         model = f"not exported; hybridflow checkpoint export {_quoted(checkpoint)} OUT does so"
     else:
         model = "not kept (trainer.export=false, checkpoint.save_interval=null)"
-    saved = "none (checkpoint.save_interval=null)" if recipe.checkpoint.save_interval is None else "none is whole"
+    saved = "none (checkpoint.save_interval=null)" if settings.save_interval is None else "none is whole"
     return [
         f"model        {model}",
         f"checkpoints  {shown(checkpoint) if checkpoint is not None else saved}",
@@ -39,22 +43,25 @@ def results(recipe: Recipe) -> list[str]:
     ]
 
 
-def how_to_resume(recipe: Recipe, arguments: Sequence[str], damaged: Path | None = None) -> list[str]:
+def how_to_resume(
+    directory: Path,
+    settings: CheckpointConfig,
+    checkpoints: Path,
+    arguments: Sequence[str],
+    damaged: Path | None = None,
+) -> list[str]:
     """Say what is left of a run that ended early, and the command that resumes it.
 
     Args:
-        recipe: of the run.
+        directory: of the run, which it has begun to write; see `has_begun`.
+        settings: of checkpoints.
+        checkpoints: directory of the run's checkpoints.
         arguments: of `hybridflow train`: the recipe's file, overrides and options.
         damaged: the checkpoint in which ranks found damage.
-
-    Returns:
-        No lines where the run had not begun to write its directory.
     """
-    if not has_begun(recipe.directory, settings_yaml(recipe)):
-        return []
-    kept = f"hybridflow: metrics and logs are in {shown(recipe.directory)}"
-    checkpoint = newest_checkpoint(recipe.checkpoint, recipe.checkpoint_directory, damaged)
-    first = _started_from(recipe.directory, recipe.checkpoint_directory) if checkpoint is None else None
+    kept = f"hybridflow: metrics and logs are in {shown(directory)}"
+    checkpoint = newest_checkpoint(settings, checkpoints, damaged)
+    first = _started_from(directory, checkpoints) if checkpoint is None else None
     if first not in (None, damaged):
         return [
             kept,
@@ -62,7 +69,7 @@ def how_to_resume(recipe: Recipe, arguments: Sequence[str], damaged: Path | None
             f"  {resume_command(arguments)}",
         ]
     if checkpoint is None:
-        every = recipe.checkpoint.save_interval
+        every = settings.save_interval
         reason = (
             "this run saves no checkpoints (checkpoint.save_interval=10 saves one every ten steps)"
             if every is None

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine3d.checkpoint.hf import export_checkpoint
+from engine3d.checkpoint.adapters import export_actor
 from engine3d.cleaning import cleaning
 from engine3d.errors import DamagedCheckpointError
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec
 from hybridflow.checkpoint.driver_state import Measurements
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
@@ -24,8 +26,8 @@ from hybridflow.config.run import TrainerConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics.timeline import timeline
 from hybridflow.rundir.file_names import DEVICES, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
-from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.run_record import record_end
+from hybridflow.rundir.status.lock import WEIGHTS, move_aside
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.event_log import EventLog
 from hybridflow.trainer.samples.store import SampleStore
@@ -68,7 +70,9 @@ def train(recipe: Recipe) -> Outcome:
             measured = [*summary_of_sets(measurements.first, measurements.last), *summary_of_best(best)]
             with cleaning("hybridflow: the result could not be recorded", needed=False):
                 record_end(run.directory, measured)
-        for line in (*measured, *results(opened.recipe)):
+        recipe = opened.recipe
+        kept = results(run.directory, recipe.checkpoint, recipe.checkpoint_directory, exports=recipe.trainer.export)
+        for line in (*measured, *kept):
             log.info(line)
         return Outcome(run.directory, measurements.first, measurements.last)
 
@@ -122,7 +126,7 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
             recipe.metrics.device_interval_s,
             run.directory / DEVICES,
         ) as devices,
-        _weight_sync(recipe.model, recipe.rollout, run, roles) as weights,
+        _weight_sync(recipe.model, recipe.rollout, recipe.served_adapters, run, roles) as weights,
         SampleStore(recipe.samples, run.directory / SAMPLE_STORE, run.steps_done) as samples,
         EventLog(run.directory / EVENTS, run.steps_done, enabled=recipe.samples.events) as events,
     ):
@@ -137,11 +141,14 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
             write_timeline(run.directory)
 
 
-def _weight_sync(model: ModelConfig, rollout: RolloutRole, run: Run, roles: Roles) -> WeightSync | NoEngines:
+def _weight_sync(
+    model: ModelConfig, rollout: RolloutRole, adapters: LoraConfig | None, run: Run, roles: Roles
+) -> WeightSync | NoEngines:
     if roles.rollout is None:
         return NoEngines()
     spec = initial_spec(model)
-    return WeightSync(roles.actor, roles.rollout, spec, rollout, run.directory / WEIGHTS, roles.leased)
+    apart = AdapterSpec.of(spec, adapters) if adapters is not None else None
+    return WeightSync(roles.actor, roles.rollout, spec, rollout, run.directory / WEIGHTS, roles.leased, apart)
 
 
 def write_timeline(directory: Path) -> None:
@@ -160,4 +167,4 @@ def export_finished(run: Run, settings: TrainerConfig, *, dtype: str, verify: bo
     past = f"; the checkpoint is after step {state.step}" if state is not None and state.step > steps else ""
     log.info(f"resume: all {steps} steps are done{past}; a larger trainer.steps trains on")
     if settings.export and not directory.exists():
-        export_checkpoint(run.resumption.directory, directory, dtype=dtype, verify=verify)
+        export_actor(run.resumption.directory, directory, run.model_directory, dtype=dtype, verify=verify)

@@ -30,7 +30,7 @@ from hybridflow.metrics.logger import Timer
 from hybridflow.roles.model import update_metrics
 from hybridflow.roles.value import NAMES
 from hybridflow.rollout.source import RolloutSource
-from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.event_log import trained_event
 from hybridflow.trainer.operations.correcting import Corrected, corrected, log_empty
@@ -108,6 +108,7 @@ class TrainerStep(Step[Any]):
             roles.teacher,
             values,
             temperature,
+            self.version - 1,
             settings.records_routes,
             partial(self.phases.enter, "infer"),
         )
@@ -306,6 +307,7 @@ class TrainerStep(Step[Any]):
         of_actor = ActorUpdate(
             config,
             self.settings.rollout.sampling.temperature,
+            self.version - 1,
             experience.whiten,
             record.stale,
             partial(prepare, self) if prepare is not None else None,

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.sample_table import ByName
-from hybridflow.batch.worker_output import MISSING_ROUTES, ROUTE_BYTES, joined_per_sample
+from hybridflow.batch.worker_output import MISSING_ROUTES, OLDER_TOKENS, ROUTE_BYTES, joined_per_sample
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.expert_loads import ExpertLoads
@@ -46,6 +46,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, floa
         tokens = per_sample["prompt_lengths"] + lengths - 1
         values[metrics.ROUTES_MISSING_SHARE] = int(missing.sum()) / max(1, int(tokens.sum()))
         values[metrics.ROUTES_MB] = int(per_sample[ROUTE_BYTES].sum()) / 1e6
+        all_older = per_sample.get("newest_versions", per_sample["policy_versions"]) < version
+        older = lengths.where(all_older, per_sample[OLDER_TOKENS])
+        values[metrics.ROUTES_OLDER_SHARE] = int(older.sum()) / max(1, int(lengths.sum()))
     values[metrics.ROLLOUT_STALENESS] = float((version - per_sample["policy_versions"]).double().mean())
     values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
     values[metrics.ROLLOUT_TRUNCATED] = float((per_sample["finish_reasons"] == FinishReason.LENGTH).double().mean())

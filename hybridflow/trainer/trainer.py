@@ -33,10 +33,10 @@ from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
 from hybridflow.rollout.stream.plan import stream_plan
 from hybridflow.rollout.stream.source import StreamSource
-from hybridflow.rundir.evaluation_texts import forget_after
 from hybridflow.rundir.file_names import EVALUATIONS, EXPORT, TIMELINE
-from hybridflow.rundir.lock import move_aside
-from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.samples.evaluation_texts import forget_after
+from hybridflow.rundir.status.lock import move_aside
+from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.engine_restarts import EngineRestarts
 from hybridflow.trainer.evaluation.evaluations import Evaluations
@@ -162,7 +162,7 @@ class Trainer:
                 self.step_or_end(number)
                 self.evaluate(number)
                 self.save(number)
-                if termination.asked:
+                if termination.stop_requested:
                     self.end_saved(self.state())
             self.phases.enter("save")
             self.checkpoints.wait()

@@ -15,6 +15,7 @@ import ray.util
 
 from engine3d.errors import EngineError
 from engine3d.models import ModelSpec
+from engine3d.models.lora.spec import AdapterSpec
 from engine3d.models.precision import served_shapes
 from engine3d.rendezvous import file_address, listen, serve, tcp_address
 from engine3d.reshard.describe.memory import SharedShards
@@ -22,7 +23,8 @@ from engine3d.reshard.plan.coordinate import Orders, ReceiveOrder, coordinate
 from engine3d.reshard.plan.transfers import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.rollout.host.stream import InFlightPolicy
-from hybridflow.cluster.runtime import ray_runtime
+from engine3d.rollout.scheduler.rank import AdapterBase
+from hybridflow.cluster.ray import ray_session
 from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
@@ -65,6 +67,7 @@ class _Transfer:
         calls: of them.
         plan: of what goes to them.
         engines_receive: whether their ranks take transfer.
+        base: the model under adapters that go to them apart; None where all weights go.
     """
 
     number: int
@@ -72,6 +75,7 @@ class _Transfer:
     calls: EngineCalls
     plan: Plan
     engines_receive: bool
+    base: AdapterBase | None = None
 
 
 class NoEngines:
@@ -108,6 +112,7 @@ class WeightSync:
         directory: where an export lies while `verify` compares the engines with it; seen by all nodes.
         leased: engines that others are not to wait for while the actor learns: they are on its devices, and may share
             its memory.
+        adapters: that engines get for each version, and the model once.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class WeightSync:
         config: RolloutRole,
         directory: Path,
         leased: Sequence[int] = (),
+        adapters: AdapterSpec | None = None,
     ) -> None:
         dedicated = [number for number in range(rollout.layout.dp) if number not in leased]
         self._together = [list(kind) for kind in (dedicated, leased) if kind]
@@ -128,6 +134,9 @@ class WeightSync:
         self._connections = 0
         self._actor, self._rollout, self._spec = actor, rollout, spec
         self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
+        self._adapters = {name: tensor.shape for name, tensor in adapters.hf_tensors.items()} if adapters else {}
+        """Tensors of a transfer to engines that have the model."""
+        self._have_base: set[int] = set()
         self._transfers: tuple[_Transfer, ...] = ()
         self._store: TCPStore | None = None
         self._releases = config.engine.release_weights
@@ -189,14 +198,22 @@ class WeightSync:
                     commit(transfer)
                 if requests is not None:
                     requests.serve(transfer.engines, version)
+        self._leave_out_base()
         return values
+
+    def _leave_out_base(self) -> None:
+        """Connect again before the next transfer where the last one brought the model under adapters."""
+        if any(transfer.base is not None and transfer.base.sent for transfer in self._transfers):
+            self._transfers = ()
 
     def _deliver(self, transfer: _Transfer, version: int, export: Callable[[], Path], values: dict[str, float]) -> None:
         """Bring all of a version to engines that stand still; it can be served then."""
         with Timer(values, metrics.SYNC_SEND_TIME):
             sent = self._send(transfer, version)
         with Timer(values, metrics.SYNC_SEAL_TIME):
-            transfer.calls.seal_weights(version, flush_cache=self._config.flush_cache).result()
+            transfer.calls.seal_weights(version, flush_cache=self._config.flush_cache, base=transfer.base).result()
+        if transfer.base is not None and transfer.base.sent:
+            self._have_base.update(transfer.engines)
         if self._verify:
             with Timer(values, metrics.SYNC_VERIFY_TIME):
                 self._verify_transfer(transfer, version, export())
@@ -204,9 +221,10 @@ class WeightSync:
             values[name] = values.get(name, 0.0) + figure
 
     def leave(self, engine: int) -> None:
-        """An engine is gone: transfers go to the others, until `rejoin`."""
+        """Leave a lost engine out of transfers until `rejoin`."""
         self._together = [left for kind in self._together if (left := [other for other in kind if other != engine])]
         self._shared.pop(engine, None)
+        self._have_base.discard(engine)
         self._transfers = ()
 
     def rejoin(self, engine: int, version: int) -> None:
@@ -223,6 +241,7 @@ class WeightSync:
         with self._exported(version) as export:
             self._deliver(transfer, version, export, {})
         transfer.calls.commit_weights(version).wait()
+        self._leave_out_base()
 
     def _begun(
         self, version: int, requests: Requests | None, stream: Requests | None
@@ -284,7 +303,7 @@ class WeightSync:
         @functools.cache
         def export() -> Path:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._actor.export(weights, self._precision).result()
+            self._actor.export(weights, self._precision, served=True).result()
             return weights
 
         yield export
@@ -325,9 +344,10 @@ class WeightSync:
         # Each transfer has a plan of its own, so that every rank of the actor has a like share of each transfer.
         size = self._config.rolling_engines if self._config.rolling else len(shared)
         split = [kind[first : first + size] for kind in self._together for first in range(0, len(kind), size)]
+        bases = [self._base_of(engines, sources[0]) for engines in split]
         orders = [
-            self._coordinate(number, sources, [shared[engine] for engine in engines])
-            for number, engines in enumerate(split)
+            self._coordinate(number, sources, [shared[engine] for engine in engines], base)
+            for number, (engines, base) in enumerate(zip(split, bases, strict=True))
         ]
         connecting = [
             self._actor.connect_weights([[order.send[rank] for order in orders] for rank in range(len(sources))])
@@ -341,17 +361,31 @@ class WeightSync:
             connecting.append(self._rollout.engines(present).connect_weights(per_rank))
         wait_together(*connecting)
         return tuple(
-            _Transfer(number, engines, self._rollout.engines(engines), order.plan, order.engines_receive)
-            for number, (engines, order) in enumerate(zip(split, orders, strict=True))
+            _Transfer(number, engines, self._rollout.engines(engines), order.plan, order.engines_receive, base)
+            for number, (engines, order, base) in enumerate(zip(split, orders, bases, strict=True))
         )
 
+    def _base_of(self, engines: Sequence[int], source: SharedShards) -> AdapterBase | None:
+        """The model under adapters, as a transfer to these engines has it."""
+        return None if source.base is None else AdapterBase(source.base, sent=not self._have_base.issuperset(engines))
+
     def _coordinate(
-        self, number: int, sources: Sequence[SharedShards], engines: Sequence[Sequence[SharedShards]]
+        self,
+        number: int,
+        sources: Sequence[SharedShards],
+        engines: Sequence[Sequence[SharedShards]],
+        base: AdapterBase | None,
     ) -> Orders:
+        targets = list(itertools.chain.from_iterable(engines))
+        tensors = self._adapters
+        if base is None or base.sent:
+            tensors = served_shapes(self._spec, self._precision) | self._adapters
+        else:
+            sources, targets = ([shared.only(tensors) for shared in side] for side in (sources, targets))
         return coordinate(
             sources,
-            list(itertools.chain.from_iterable(engines)),
-            served_shapes(self._spec, self._precision),
+            targets,
+            tensors,
             transport=self._config.transport,
             store=self._open_store,
             group=f"weights-{self._connections}-{number}",
@@ -361,7 +395,7 @@ class WeightSync:
 
     def _open_store(self) -> str:
         """Open the store at which ranks meet that send and receive over a process group, and return its address."""
-        if (file := ray_runtime.store_file("weights")) is not None:
+        if (file := ray_session.store_file("weights")) is not None:
             return file_address(file)
         self._store = self._store or serve(listen(ray.util.get_node_ip_address()))
         return tcp_address(self._store.host, self._store.port)

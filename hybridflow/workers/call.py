@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.cluster.runtime import ray_runtime
+from hybridflow.cluster.ray import ray_session
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import TimelineSpan, timeline
 from hybridflow.workers.context import RankAnswer
@@ -238,7 +238,7 @@ def _wait_for_statuses(
             break
         # One second at most, so that signals to this process are served.
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, 1.0))
-        ray_runtime.check_ray()
+        ray_session.check_ray()
         for status in ready:
             rank = waiting.pop(status)
             failure = _failure_in(role, rank, method, status, actors[rank])

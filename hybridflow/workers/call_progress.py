@@ -17,7 +17,7 @@ import psutil
 
 from hybridflow.cluster.processes.process_tree import family
 from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, used_by
-from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES, last_lines
+from hybridflow.rundir.status.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES, last_lines
 
 _UNUSUAL = 2.0
 """Times the longest pause of earlier calls: a longer one is no progress."""
@@ -178,7 +178,7 @@ def standstill(
         return None
 
     def stopped(look: RankLook) -> list[int]:
-        return [pid for pid in look.stopped if (look.place.address, pid) in stopped_before]
+        return [pid for pid in look.stopped if (look.location.address, pid) in stopped_before]
 
     for look in awaited:
         if pids := stopped(look):
@@ -231,7 +231,7 @@ def _stands_still(look: RankLook, limits: ProgressLimits) -> bool:
 def _stopped(look: RankLook, pids: Sequence[int], silence_s: float) -> Standstill:
     which = f"process {pids[0]} is" if len(pids) == 1 else f"processes {', '.join(map(str, pids))} are"
     # Its last heartbeat tells when; a process that it has started has none.
-    for_s = look.beat_age_s if look.place.pid in pids and look.beat is not None else silence_s
+    for_s = look.beat_age_s if look.location.pid in pids and look.beat is not None else silence_s
     return _standing(look, f"{which} stopped", for_s, ", as by SIGSTOP")
 
 
@@ -239,7 +239,7 @@ def _standing(look: RankLook, what: str, for_s: float, more: str = "") -> Stands
     since = time.time() - for_s
     clock = time.strftime("%H:%M:%S", time.localtime(since))
     method = look.beat.method if look.beat is not None else ""
-    return Standstill(look.place, method, f"{what} since {clock} ({for_s:.0f} s, limits.progress_s){more}", since)
+    return Standstill(look.location, method, f"{what} since {clock} ({for_s:.0f} s, limits.progress_s){more}", since)
 
 
 def _parts_done(look: RankLook) -> int:

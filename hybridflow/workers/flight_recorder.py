@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.rundir.file_names import FLIGHT_RECORDER
-from hybridflow.rundir.heartbeat import BEAT_S
+from hybridflow.rundir.status.heartbeat import BEAT_S
 
 _KINDS = ("nccl", "gloo")
 _SETTLES_S = 0.5

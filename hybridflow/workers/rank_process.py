@@ -26,8 +26,8 @@ from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_on_reques
 from engine3d.startup.imports import quick_imports
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import TimelineSpan
-from hybridflow.rundir.heartbeat import BEAT_S, Heartbeat, HeartbeatFile, heartbeat_path
 from hybridflow.rundir.private import take_umask
+from hybridflow.rundir.status.heartbeat import BEAT_S, Heartbeat, HeartbeatFile, heartbeat_path
 from hybridflow.workers.context import RankAnswer, WorkerContext
 from hybridflow.workers.flight_recorder import FlightRecorder
 

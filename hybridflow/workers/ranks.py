@@ -14,7 +14,7 @@ from engine3d.errors import EngineError
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.processes.process_tree import kill_trees
 from hybridflow.cluster.processes.rank_look import RankPlace
-from hybridflow.cluster.runtime import ray_runtime
+from hybridflow.cluster.ray import ray_session
 from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 
@@ -89,7 +89,7 @@ class Ranks:
         """End every process now."""
         self._ending(self)
         actors, self.actors = self.actors, []
-        if ray_runtime.ray_answers():
+        if ray_session.ray_answers():
             for actor in actors:
                 ray.kill(actor)
         processes, self.processes = self.processes, []

@@ -4,7 +4,7 @@
         ...
         wait.silent = [1, 3]        # the ranks that have not answered
 
-A thread looks at the waits that are under way, so that it also sees one in which the main thread is stuck.
+A thread looks at the waits in flight, so that it also sees one in which the main thread is stuck.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridflow.cluster.hosts.checks.gathering import gather_logs
-from hybridflow.cluster.hosts.checks.gathering import request_recordings as request_on_others
 from hybridflow.cluster.processes.rank_look import RankLook
-from hybridflow.cluster.runtime import rank_watch
+from hybridflow.cluster.ray import node_actors
 from hybridflow.errors.log import log
-from hybridflow.rundir.progress import where_now
+from hybridflow.rundir.status.progress import where_now
 from hybridflow.workers.call_progress import (
     Standstill,
     Usage,
@@ -130,16 +128,17 @@ class Waits:
         groups = self._there()
         directories = {group.log_dir for group in groups if group.log_dir is not None}
         requested = [request_recordings(directory) for directory in directories]
-        request_on_others()
+        for directory in directories:
+            node_actors.request_recordings(directory.resolve().parent)
         for directory in filter(None, requested):
             wait_for_recordings(directory, sum(len(group.actors) for group in groups))
         self._write_stacks(wake=True)  # stopped processes continue from here, and others perhaps with them
-        gather_logs()
+        node_actors.copy_logs()
 
     def _write_stacks(self, *, wake: bool) -> list[Path]:
         """Write the stacks of all processes. Return the directories."""
         groups = self._there()
-        rank_watch.collect_stacks([location for group in groups for location in group.locations], wake=wake)
+        node_actors.collect_stacks([location for group in groups for location in group.locations], wake=wake)
         directories = sorted({group.log_dir for group in groups if group.log_dir is not None})
         with contextlib.suppress(OSError):  # without the file, a line still names the awaited ranks
             for directory in directories:
@@ -179,7 +178,7 @@ class Waits:
             unseen = [wait for wait in waits if wait.usage is None and now - wait.answered >= wait.limit_s / 2]
             self._judge(waits)
             if late or unseen:
-                looks = rank_watch.look_at([location for group in self._there() for location in group.locations])
+                looks = node_actors.look_at([location for group in self._there() for location in group.locations])
                 for wait in unseen:
                     wait.usage = _usage(wait, looks)
                 if late:
@@ -199,7 +198,7 @@ class Waits:
         if not due or now < self._look_at:
             return
         groups = self._there()
-        looks = rank_watch.look_at([location for group in groups for location in group.locations])
+        looks = node_actors.look_at([location for group in groups for location in group.locations])
         now = time.monotonic()
         for wait, limits in due:
             awaited = [look for look in looks if _is_of(look, wait)]
@@ -208,7 +207,7 @@ class Waits:
             blamed = [group for group in groups if verdict is not None and group.role == verdict.location.role]
             if verdict is not None and blamed:
                 wait.verdict = verdict, blamed[0]
-        self._stopped = {(look.place.address, pid) for look in looks for pid in look.stopped}
+        self._stopped = {(look.location.address, pid) for look in looks for pid in look.stopped}
         self._look_at = now + min(_JUDGE_EVERY_S, min(limits.progress_s for _, limits in due) / 8)
 
     def _report(self, late: Sequence[Wait], looks: Sequence[RankLook]) -> None:
@@ -243,9 +242,9 @@ class Waits:
                 text = starting_stage(wait.ranks.log_dir, role, wait.silent)
             wait.answered = now  # as long as they are busy, a start takes as long as it takes
         elif at_work := moving(awaited, others, wait.ranks.quiet_s):
-            role, method = at_work[0].place.role, at_work[0].beat.method if at_work[0].beat is not None else ""
+            role, method = at_work[0].location.role, at_work[0].beat.method if at_work[0].beat is not None else ""
             began = min(look.beat.since for look in at_work if look.beat is not None)
-            text = amount_done([look for look in looks if look.place.role == role], method, began)
+            text = amount_done([look for look in looks if look.location.role == role], method, began)
             wait.limit_s = now - wait.answered + wait.ranks.quiet_s
         elif not wait.reported and busy and is_first_part(awaited):
             text = "first call, nothing done yet: kernels may be compiled"
@@ -271,14 +270,14 @@ def _usage(wait: Wait, looks: Sequence[RankLook]) -> Usage:
 
 def _is_of(look: RankLook, wait: Wait) -> bool:
     """True if a look is of a rank that has not answered."""
-    return look.place.role == wait.ranks.role and look.place.rank in wait.silent
+    return look.location.role == wait.ranks.role and look.location.rank in wait.silent
 
 
 def _stopped(look: RankLook) -> Iterator[str]:
     """Describe the stopped processes of a rank and of its descendants."""
     host = f" on {look.beat.host}" if look.beat is not None and look.beat.host != socket.gethostname() else ""
     for pid in look.stopped:
-        yield f"process {pid} of {look.place.role} is stopped{host} (kill -CONT {pid})"
+        yield f"process {pid} of {look.location.role} is stopped{host} (kill -CONT {pid})"
 
 
 def _write_own_stacks(path: Path) -> None:

@@ -41,10 +41,10 @@ from engine3d.rendezvous import file_address, tcp_address
 from hybridflow.batch.remote_batch import RemoteBatch, SampleAssignment, SampleCosts, SampleIndices
 from hybridflow.cluster.processes.process_tree import find_process
 from hybridflow.cluster.processes.rank_look import RankPlace
-from hybridflow.cluster.runtime import ray_runtime
-from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool
-from hybridflow.rundir.heartbeat import heartbeat_path
+from hybridflow.cluster.ray import ray_session
+from hybridflow.cluster.ray.resource_pool import Bundle, ResourcePool
 from hybridflow.rundir.private import umask_environment
+from hybridflow.rundir.status.heartbeat import heartbeat_path
 from hybridflow.workers.call import GroupCall
 from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.context import WorkerContext
@@ -66,6 +66,10 @@ from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
+
+
+START_TIMEOUT_S = 600.0
+"""Limit of starting the processes of a group, and of building their workers, in seconds."""
 
 
 class WorkerGroup(Caller):
@@ -113,7 +117,7 @@ class WorkerGroup(Caller):
         quiet_s: float = 30.0,
         progress: ProgressLimits | None = None,
         sample_costs: SampleCosts = list,
-        start_timeout_s: float = 600.0,
+        start_timeout_s: float = START_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         self.role, self.layout, self.pool = role, layout, pool
@@ -186,7 +190,7 @@ class WorkerGroup(Caller):
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """End the group: call each worker's `shutdown()`, then end its process and its descendants."""
-        if self.is_alive and self.ranks.failure is None and ray_runtime.ray_answers():
+        if self.is_alive and self.ranks.failure is None and ray_session.ray_answers():
             closing = [actor.close.remote() for actor in self.ranks.actors]
             ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
         self.kill()
@@ -227,7 +231,7 @@ class WorkerGroup(Caller):
             variables = {**environment, **self._environment(rank, local_rank), **umask_environment()}
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
             ranks.actors.append(options.remote(self.role, rank, variables, ranks.log_path(rank)))
-        files = {first: ray_runtime.store_file(f"{self.role}-{first}") for first in self._first_ranks()}
+        files = {first: ray_session.store_file(f"{self.role}-{first}") for first in self._first_ranks()}
         listening = {first for first, file in files.items() if file is None}
         identifying = [actor.identify.remote(rank in listening) for rank, actor in enumerate(ranks.actors)]
         GroupCall(ranks, "start", timeout_s, identifying).wait()
@@ -293,7 +297,7 @@ class WorkerGroup(Caller):
             "WORLD_SIZE": str(self.layout.world_size),
             "LOCAL_RANK": str(local_rank),
             "CUDA_VISIBLE_DEVICES": self.pool.visible_devices(self._bundles(rank)[0].device.node),
-            **ray_runtime.rank_environment(self._bundles(rank)[0].device.node),
+            **ray_session.rank_environment(self._bundles(rank)[0].device.node),
         }
 
     def _call(

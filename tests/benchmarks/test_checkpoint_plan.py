@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from benchmarks import checkpoint
 from benchmarks.checkpoint_plan import plan_figures
 from benchmarks.reshard_plan import named_model, parse_layout
+from tests.support.warm import warm_python
 
 RESULTS = Path(checkpoint.__file__).parent / "results" / "checkpoint"
 CASES = {
@@ -22,11 +23,16 @@ CASES = {
 }
 
 
+@functools.cache
+def _planned(name: str) -> dict[str, Any]:
+    return plan_figures(named_model(name), parse_layout(CASES[name][0]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_rank_has_more_to_do_than_its_share(name: str) -> None:
-    train, ranks = CASES[name]
-    sizes = plan_figures(named_model(name), parse_layout(train))
+    _, ranks = CASES[name]
+    sizes = _planned(name)
     assert sizes["ranks"] == ranks and sizes["nodes"] == ranks / 8
     assert sizes["bytes_written"] == sizes["state_bytes"] <= sizes["bytes_read"] < 1.001 * sizes["state_bytes"]
     assert sizes["state_bytes"] == pytest.approx(12 * sizes["parameters"], rel=1e-6)
@@ -47,8 +53,8 @@ def _same_as_kept(name: str, sizes: dict[str, Any]) -> None:
 
 
 def test_bf16_moments_take_two_thirds() -> None:
-    spec, layout = named_model("llama-3-70b"), parse_layout("tp=8,pp=4,dp=2")
-    usual, aware = plan_figures(spec, layout), plan_figures(spec, layout, precision_aware=True)
+    spec, layout = named_model("llama-3-70b"), parse_layout(CASES["llama-3-70b"][0])
+    usual, aware = _planned("llama-3-70b"), plan_figures(spec, layout, precision_aware=True)
     for figure in ("state_bytes", "max_rank_bytes_written", "max_rank_bytes_read", "max_node_host_bytes"):
         assert 3 * aware[figure] == 2 * usual[figure]
 
@@ -76,7 +82,7 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, capsys: 
 def test_the_command_prints_one_json_object() -> None:
     command = "--plan-only --model llama-3-70b --train tp=8,pp=4,dp=2 --gpus-per-node 4 --threads 2"
     done = subprocess.run(
-        [sys.executable, checkpoint.__file__, *command.split()], capture_output=True, text=True, timeout=400, check=True
+        [warm_python(), checkpoint.__file__, *command.split()], capture_output=True, text=True, timeout=400, check=True
     )
     sizes = json.loads(done.stdout)
     assert (sizes["model"], sizes["train"]) == ("llama-3-70b", "tp=8 pp=4 dp=2")

@@ -38,7 +38,7 @@ def test_kernels_are_of_a_kind_by_their_name(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_what_runs_beside_each_other_counts_once_in_what_is_busy() -> None:
+def test_kernels_that_overlap_count_once_as_busy_time() -> None:
     summary = summarise(
         [
             Kernel("nvjet_a", 1000, 3000),
@@ -62,7 +62,7 @@ def _trace(path: Path, events: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_times_are_told_for_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_reported_for_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = [
         {"cat": "kernel", "name": "nvjet_a", "ts": 0.0, "dur": 3000.0},
         {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 3000.0, "dur": 1000.0},
@@ -82,7 +82,7 @@ def test_times_are_told_for_one_step(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("events", "message"),
     [([{"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}], "no kernels of a GPU"), (None, "not a trace")],
 )
-def test_what_is_no_trace_of_a_gpu_is_refused(
+def test_a_file_that_is_no_trace_of_a_gpu_is_refused(
     events: list[dict[str, Any]] | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.json.gz"

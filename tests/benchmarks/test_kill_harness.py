@@ -82,7 +82,7 @@ def test_a_semaphore_that_a_kill_leaves_is_the_runs_own_or_anothers(
     ):
         assert holder.stdout is not None
         name = f"sem.{holder.stdout.readline().decode().strip().lstrip('/')}"
-        number, deadline = Path(f"/dev/shm/{name}").stat().st_ino, time.monotonic() + (1 if of_this_run else 30)
+        number, deadline = Path(f"/dev/shm/{name}").stat().st_ino, time.monotonic() + (1 if of_this_run else 120)
         while number not in run._of_others and time.monotonic() < deadline:
             time.sleep(0.01)
         os.killpg(holder.pid, signal.SIGKILL)  # with the process that would remove it

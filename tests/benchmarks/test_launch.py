@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.launch import measure_agents
+from benchmarks.launch import _LIMIT_S, measure_agents
 
 pytestmark = pytest.mark.processes
 
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.processes
 @pytest.mark.parametrize("failure", ["fail", "lost"])
 def test_a_few_agents(tmp_path: Path, failure: str) -> None:
     measurement = measure_agents(tmp_path / "run", 6, failure, processes=2, idle_s=1.0)
-    assert measurement["processes"] == 3 and measurement["pairs_tried"] == 30
-    assert 0 <= measurement["seconds_of_doctor"] <= measurement["seconds_until_command"] < 60
-    assert 0 < measurement["seconds_from_failure_to_exit_of_all"] < 60
+    assert measurement["processes"] == 3
+    assert 0 <= measurement["seconds_until_all_are_there"] <= measurement["seconds_until_command"] < _LIMIT_S
+    assert 0 < measurement["seconds_from_failure_to_exit_of_all"] < _LIMIT_S
     assert (
         0 < measurement["supervisor_cpu_s_until_command"] < measurement["supervisor_cpu_s"] < measurement["all_cpu_s"]
     )

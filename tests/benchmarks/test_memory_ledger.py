@@ -23,6 +23,11 @@ RUNS = [path.parent for path in sorted(RESULTS.rglob("devices.jsonl"))]
 CACHE_TOKENS = dict.fromkeys(("offload/stay", "offload/leave"), 345_480) | dict.fromkeys(
     ("h200-2and2-one-step-apart/run", "h200-2and2-one-step-apart/stream-run"), 1_083_528
 )
+# Other engines of a model that a quicker run has too: seconds of each ledger.
+FURTHER = (
+    *("h200-2and2-one-step-apart/stream-run", "memory/two-gpus-30b"),
+    *("h200-4gpu-30b/even-run", "h200-4gpu-30b/five-steps-run"),
+)
 # What libraries and CUDA take of a GPU is one figure for all models, and too much for small ones.
 LEAST = 4.2e9
 
@@ -74,7 +79,14 @@ def quick_ledgers() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ledgers")
-@pytest.mark.parametrize("directory", RUNS, ids=[str(path.relative_to(RESULTS)) for path in RUNS])
+@pytest.mark.parametrize(
+    "directory",
+    [
+        pytest.param(path, id=name, marks=[pytest.mark.release] if name in FURTHER else [])
+        for path in RUNS
+        for name in [str(path.relative_to(RESULTS))]
+    ],
+)
 def test_what_gpus_held_in_runs_that_were_kept_is_foreseen(directory: Path) -> None:
     run = read_run(directory)
     tokens = 1024 + load_recipe(directory / RECIPE).rollout.sampling.max_new_tokens  # as step.py makes prompts

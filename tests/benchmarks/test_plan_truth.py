@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import plan_truth
+from benchmarks import plan_layouts, plan_truth
 
 
 @pytest.mark.slow
@@ -14,6 +14,10 @@ def test_errors_are_not_larger_than_those_that_are_published() -> None:
     compared = plan_truth.comparisons()
     published = json.loads((plan_truth.README.parent / "truth.json").read_text())
     summary = plan_truth.summary(compared)
+    if layouts := published.pop(plan_truth.LAYOUTS, None):
+        cases = plan_layouts.measured_cases()
+        assert len(cases) >= layouts["cases"]
+        assert plan_layouts.correlation_of(cases) >= layouts["rank_correlation"] - 0.005
     assert summary["step"]["runs"] >= published["step"]["runs"] > 12
     for name, errors in published.items():
         assert summary[name]["median"] <= errors["median"] + 0.005, name

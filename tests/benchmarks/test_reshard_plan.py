@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,15 +92,12 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, capsys: 
     assert printed.err.startswith(message) and printed.err.count("\n") == 1
 
 
-@pytest.mark.processes
-def test_the_command_prints_one_json_object() -> None:
-    """Run the command as a user does, with SGLang's own loader."""
-    script = Path(reshard.__file__)
+@pytest.mark.slow
+def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plan with SGLang's own loader."""
     command = "--model qwen3-30b-a3b --train ep=4,dp=4,pp=3 --rollout tp=4,ep=4,engines=2 --plan-only"
-    done = subprocess.run(
-        [sys.executable, str(script), *command.split()], capture_output=True, text=True, timeout=300, check=True
-    )
-    stats = json.loads(done.stdout)
+    assert reshard.main(command.split()) == 0
+    stats = json.loads(capsys.readouterr().out)
     assert stats["model"] == "qwen3-30b-a3b" and stats["train"] == "pp=3 ep=4 dp=4"
     assert stats["rollout"] == "tp=4,ep=4,engines=2" and stats["versions"]["sglang"]
     # Two engines hold the model, and what is whole on each rank four times.

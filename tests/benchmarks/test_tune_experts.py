@@ -17,7 +17,8 @@ SHAPES = shapes_of("qwen3-30b-a3b", 4)
 
 
 def test_a_ranks_experts() -> None:
-    assert SHAPES.model_dump() == {"experts": 128, "local": 32, "hidden": 2048, "width": 768, "chosen": 8}
+    sizes = {"experts": 128, "local": 32, "hidden": 2048, "width": 768, "chosen": 8}
+    assert SHAPES.model_dump() == sizes | {"precision": None}
 
 
 def test_tiles_fit_a_processor() -> None:
@@ -30,6 +31,16 @@ def test_tiles_fit_a_processor() -> None:
         "num_warps": 8,
         "num_stages": 4,
     } in candidates
+
+
+def test_tables_of_experts_in_fp8_are_those_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config"
+    monkeypatch.setattr(f"{config}.get_device_name", lambda: "NVIDIA H200")
+    shapes = shapes_of("qwen3-30b-a3b", 1, "fp8")
+    assert "dtype=fp8_w8a8,block_shape=[128, 128]" in tune_experts._table_name(128, shapes)
+    now = tune_experts.tiles_now(shapes)
+    assert now and now != tune_experts.tiles_now(shapes_of("qwen3-30b-a3b", 1))
+    assert {tiles["BLOCK_SIZE_K"] for tiles in choices("fp8")} == {128}
 
 
 @pytest.mark.slow

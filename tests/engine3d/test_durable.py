@@ -14,7 +14,7 @@ from engine3d.durable import naming
 from engine3d.models.safetensors_files import ExportFiles, plan_export
 from hybridflow.cli.common.outcome import system_error_text
 from hybridflow.rundir.atomic_files import AppendedFile, replace_file
-from hybridflow.rundir.sample_files import replacing
+from hybridflow.rundir.samples.files import replacing
 
 
 @contextmanager

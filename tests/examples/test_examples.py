@@ -37,15 +37,16 @@ def test_every_example_is_in_the_list() -> None:
         pytest.param(
             ["{root}/examples/ppo_trainer_loop.py"],
             r"^step 2: reward -?\d\.\d{3}, \d+ long responses$",
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
-        (
+        pytest.param(
             [
                 *("-m", "hybridflow", "train", "{root}/examples/own_reward.yaml", "warmup.steps=1"),
                 *("trainer.steps=1", "trainer.prompts_per_step=8", "evaluation.eval.before_train=false"),
                 *("evaluation.eval.prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
             ],
             r"^train 1/1 ",
+            marks=pytest.mark.release,
         ),
         pytest.param(
             [
@@ -54,7 +55,7 @@ def test_every_example_is_in_the_list() -> None:
                 *("evaluation.eval.prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
             ],
             r"^train 1/1 ",
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             [
@@ -73,7 +74,7 @@ def test_every_example_is_in_the_list() -> None:
                 *("evaluation.code.prompts=4", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
             ],
             r"^train 1/1 [\s\S]*^eval 1  code mean@4 ",
-            marks=[pytest.mark.long, pytest.mark.skipif(not which("bwrap"), reason="no bubblewrap")],
+            marks=[pytest.mark.release, pytest.mark.skipif(not which("bwrap"), reason="no bubblewrap")],
         ),
         pytest.param(
             [
@@ -82,7 +83,7 @@ def test_every_example_is_in_the_list() -> None:
                 *("placement.actor=cpu:0", "placement.rollout=cpu:1", "train.layout.ep=1"),
             ],
             r"^train 1/1 ",
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
     ],
     ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics", "own_algorithm", "code", "tools"],
@@ -96,6 +97,14 @@ def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.processes
+def test_the_function_of_the_example_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with RewardFunctions(load_recipe(ROOT / "examples/own_reward.yaml").functions["reward"]) as rewards:
+        result = rewards.evaluate([" 42 ", "24"], ["12+30=", "12+30="], ["42", "42"])
+    assert result.total.tolist() == pytest.approx([1 - 0.05 * 4, -0.05 * 2])
 
 
 @pytest.mark.processes

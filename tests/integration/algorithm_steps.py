@@ -28,7 +28,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.planning.data.prompts import encode, prompt_limit
+from hybridflow.planning.data.prompts import context_tokens, encode
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.trainer.event_log import EventLog
 from hybridflow.trainer.run import start_trainer
@@ -316,12 +316,21 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStor
     )
     setup, weights = first.setup, first.weights
     if not recipe.algorithm.needs_engines:
+        tokenizer = setup.tokenizer
+        context = context_tokens(recipe.rollout.engine, recipe.model)
         encoded = encode(
-            recipe,
-            setup.tokenizer,
-            prompt_limit(recipe.rollout, recipe.model, given=True),
+            recipe.data,
+            recipe.rollout,
+            recipe.algorithm,
+            recipe.environment,
+            tokenizer,
+            context,
+            supervises=recipe.warmup is not None,
         )
-        setup = dataclasses.replace(setup, train=encoded.train, sets=encode_sets(recipe, setup.tokenizer))
+        sets = encode_sets(
+            recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
+        )
+        setup = dataclasses.replace(setup, train=encoded.train, sets=sets)
         weights = NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
     return Trainer(

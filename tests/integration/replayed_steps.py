@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.config.replay_recipe import ReplayRecipe
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
-from hybridflow.rundir.sample_files import sample_file
+from hybridflow.rundir.samples.files import sample_file
 from hybridflow.trainer.replaying.comparison import TOLERANCES, compare_metrics
 from hybridflow.trainer.replaying.replay import ReplayedRun
 from hybridflow.trainer.replaying.stored_step import StepMetadata, StoredStep, all_learned

@@ -98,7 +98,7 @@ def _left(directory: Path) -> list[int]:
     ]
 
 
-def _wait_until(condition: object, limit_s: float = 120.0) -> None:
+def _wait_until(condition: object, limit_s: float = 480.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -24,6 +24,7 @@ def _comparable(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @proves("qwen3_moe", "cp ep packing resharding")
+@pytest.mark.long
 def test_its_steps_are_those_recorded_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     """Warm-up, rollouts, log-probs of actor and reference, updates, weights for the engines, evaluation, export."""
     values = run_case("grpo-colocate", tmp_path, base="context-parallel", train={"layout": {"cp": 2, "ep": 2}})

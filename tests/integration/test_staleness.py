@@ -120,6 +120,7 @@ def test_with_other_data_what_was_made_ahead_is_made_again(
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.release
 def test_without_staleness_what_was_made_ahead_is_made_again(
     uninterrupted: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:

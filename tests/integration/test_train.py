@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hybridflow.rundir.first_failure import read_failure
+from hybridflow.rundir.status.first_failure import read_failure
 from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
@@ -62,7 +62,7 @@ def _processes(directory: Path) -> list[psutil.Process]:
     return processes
 
 
-def _wait_until_gone(directory: Path, limit_s: float = 30.0) -> None:
+def _wait_until_gone(directory: Path, limit_s: float = 240.0) -> None:
     deadline = time.monotonic() + limit_s
     while left := _processes(directory):
         assert time.monotonic() < deadline, f"left over: {[(process.pid, process.cmdline()[:4]) for process in left]}"
@@ -99,7 +99,7 @@ def test_a_transfer_that_is_not_whole_is_found_and_not_served(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        pytest.param("DiesSending", "actor rank 1, send_weights: the process died", marks=pytest.mark.long),
+        pytest.param("DiesSending", "actor rank 1, send_weights: the process died", marks=pytest.mark.release),
         ("DoesNotStart", "actor rank 1, start: no room for the optimizer"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_fault_on_the_way_of_weights_ends_the_run(tmp_path: Path, name: str, m
     assert code == 1
     assert line.startswith(f"hybridflow: {message}")
     fault = float((tmp_path / "small" / "fault").read_text())
-    assert time.time() - fault < 60
+    assert time.time() - fault < 240
 
 
 REWARD = """
@@ -129,7 +129,7 @@ def exit_itself(generated_texts):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["kill_driver", "exit_itself"])
+@pytest.mark.parametrize("name", ["kill_driver", pytest.param("exit_itself", marks=pytest.mark.release)])
 def test_a_reward_that_ends_processes_is_told_from_a_failure_of_ray(tmp_path: Path, name: str) -> None:
     (tmp_path / "own.py").write_text(REWARD)
     reward = f"reward.functions=[{{name: own, path: '{tmp_path}/own.py:{name}'}}]"

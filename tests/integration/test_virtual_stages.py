@@ -16,7 +16,7 @@ FOUR_RANKS = str(Path(DEMO).parent / "placement/four-ranks.yaml")
 
 @proves("qwen3_moe", "cp ep pp vpp stages packing routing_replay resharding")
 @pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.release
 def test_a_run_on_virtual_stages_draws_from_the_weights_that_it_trains(tmp_path: Path) -> None:
     settings = ["trainer.steps=2", "rollout.verify_weights=true", "train.layout.stages=[1,1,1,1]"]
     settings += ["train.micro_batch_tokens=8", "checkpoint.save_interval=2"]

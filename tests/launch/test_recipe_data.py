@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
@@ -11,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from hybridflow.cli.main import main
 
@@ -46,6 +48,7 @@ def test_no_problem_is_in_two_files_of_a_recipe(script: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", [100, pytest.param(None, marks=pytest.mark.release)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -57,9 +60,12 @@ def test_no_problem_is_in_two_files_of_a_recipe(script: ModuleType) -> None:
     ],
 )
 def test_nothing_is_wrong_with_a_recipe_of_files(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Arguments: rows: of each file of supervised examples that are read, all if None."""
     monkeypatch.chdir(ROOT)
     recipe = f"launch/recipes/{name}.yaml"
-    assert main(["check", recipe, f"data.files.cache={tmp_path}"]) == 0
+    sources = yaml.safe_load(Path(recipe).read_text())["data"]["files"]["sft"]
+    supervised = json.dumps([source | {"rows": rows} for source in sources])
+    assert main(["check", recipe, f"data.files.cache={tmp_path}", f"data.files.sft={supervised}"]) == 0
     assert capsys.readouterr() == (f"{recipe}: nothing wrong found\n", "")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine3d.rollout import Request, Response, RolloutEngine
+from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
 from engine3d.rollout.config import Sampling
 
 _sample_ids = itertools.count(1 << 40)
@@ -32,6 +34,23 @@ def responses_of(
     engine.submit(requests, together=True)
     responses = iter(engine.wait_for([request.sample for request in requests]))
     return [list(itertools.islice(responses, samples_per_prompt)) for _ in prompts]
+
+
+def begun(engine: RolloutEngine, prompts: int, complete: int = 0) -> Future[list[list[Response]]]:
+    """Long responses to many prompts, of which some tokens are drawn, and a number of responses complete."""
+    host = engine._host
+    assert host is not None
+    earlier, reported = host._progress.done.keys(), host._progress_at
+    long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
+    pool = ThreadPoolExecutor(1)
+    responses = pool.submit(responses_of, engine, [[5]] * prompts, long)
+    pool.shutdown(wait=False)
+    while host._progress_at == reported or complete > sum(
+        count for call, count in host._progress.done.items() if call not in earlier
+    ):
+        assert not responses.done()
+        time.sleep(0.02)
+    return responses
 
 
 def versions_of(groups: Iterable[Iterable[Response]]) -> set[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.reshard.transport.sender import Sent, Transport, mapped
+from engine3d.rollout.scheduler.rank import AdapterBase
 from hybridflow.roles.model import CheckpointFailure
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.rollout import RolloutWorker
@@ -23,8 +24,8 @@ class Overwritten(RolloutWorker):
     """An engine whose own memory is overwritten before it is verified."""
 
     @register(ONE_TO_ALL)
-    def seal_weights(self, version: int, *, flush_cache: bool) -> None:
-        super().seal_weights(version, flush_cache=flush_cache)
+    def seal_weights(self, version: int, *, flush_cache: bool, base: AdapterBase | None = None) -> None:
+        super().seal_weights(version, flush_cache=flush_cache, base=base)
         for rank in self._engine.share_weights():
             for buffer in mapped(rank):
                 buffer.fill_(_OVERWRITTEN)

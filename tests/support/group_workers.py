@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
@@ -56,8 +57,8 @@ class Arithmetic:
         return self.context.rank, value
 
     @register(ONE_TO_ALL)
-    def rest(self, seconds: float) -> int:
-        time.sleep(seconds)
+    def rest(self, until: Path | None = None) -> int:
+        wait_until(until)
         return self.context.rank
 
     @register(THREE_D_PP_ONLY)
@@ -78,11 +79,11 @@ class Model:
         return batch_of(samples, longest)
 
     @register(THREE_D_PROTO)
-    def logprobs(self, batch: SampleBatch, *, sleep_s: float = 0.0) -> Columns | None:
-        """Return a tenth of each response token. Only the last stage returns it."""
+    def logprobs(self, batch: SampleBatch, *, until: Path | None = None) -> Columns | None:
+        """Return a tenth of each response token, once a file is there. Only the last stage returns it."""
         from hybridflow.batch.worker_output import Columns
 
-        time.sleep(sleep_s)
+        wait_until(until)
         last = self.context.layout.pp - 1
         return Columns({"logprobs": response_tokens(batch) / 10}) if self.context.coordinates.pp == last else None
 
@@ -106,11 +107,10 @@ class Model:
     @register(THREE_D_PROTO, routes=True)
     def routes(self, batch: SampleBatch) -> list[tuple[int, int, list[Any]]]:
         """Return the rank, the id and the routes of each sample that this rank got."""
-        assert batch.routes is not None
-        of_samples = batch.routes.split(batch.sequence_lengths.tolist())
+        assert batch.stored_routes is not None
         return [
             (self.context.rank, sample, rows.tolist())
-            for sample, rows in zip(batch.sample_ids.tolist(), of_samples, strict=True)
+            for sample, rows in zip(batch.sample_ids.tolist(), batch.stored_routes.samples, strict=True)
         ]
 
     @register(THREE_D_PROTO)
@@ -126,6 +126,14 @@ class Model:
         from hybridflow.batch.worker_output import Columns
 
         return Columns({"logprobs": batch.logprobs[self.context.rank :]})  # rank 1 has one too few
+
+
+def wait_until(file: Path | None) -> None:
+    """Wait until a file is there; one next to it says that this process waits."""
+    if file is not None:
+        file.with_name(f"{file.name}.{os.getpid()}").touch()
+        while not file.exists():
+            time.sleep(0.01)
 
 
 def response_tokens(batch: SampleBatch) -> Tensor:
@@ -151,7 +159,7 @@ def batch_of(samples: Sequence[int], longest: int) -> SampleBatch:
 
 
 class Computing:
-    """Takes its time on its devices."""
+    """Takes the time that a test gives it on its devices."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
@@ -164,9 +172,9 @@ class Computing:
         self._keeps = True
 
     @register(THREE_D_PROTO, exclusive=True)
-    def compute(self, batch: SampleBatch, *, factor: int, sleep_s: float = 0.0) -> list[list[int]]:
-        """Return `factor` times each response token."""
-        time.sleep(sleep_s)
+    def compute(self, batch: SampleBatch, *, factor: int, until: Path | None = None) -> list[list[int]]:
+        """Return `factor` times each response token, once a file is there."""
+        wait_until(until)
         return [[factor * token for token in response] for response in batch.responses()]
 
     @register(ONE_TO_ALL)
@@ -287,7 +295,7 @@ class Failing:
     def raise_on(self, rank: int) -> int:
         if self.context.rank == rank:
             raise ValueError("sample 17 has no\nresponse tokens")
-        time.sleep(60)  # a collective that waits for the rank that failed
+        time.sleep(1000)  # a collective that waits for the rank that failed
         return 0
 
     @register(ONE_TO_ALL)
@@ -296,7 +304,7 @@ class Failing:
 
         if self.context.rank == rank:
             raise torch.OutOfMemoryError(FULL)
-        time.sleep(60)
+        time.sleep(1000)
 
     @register(ONE_TO_ALL)
     def refuse_on(self, rank: int) -> None:
@@ -314,7 +322,7 @@ class Failing:
     def exit_on(self, rank: int) -> None:
         if self.context.rank == rank:
             os._exit(3)
-        time.sleep(60)
+        time.sleep(1000)
 
     @register(ONE_TO_ALL)
     def hang_on(self, rank: int) -> int:
@@ -332,7 +340,7 @@ class Failing:
         if rounds < max(done):
             self._wait_for_nobody()
         if min(done) < max(done):
-            time.sleep(60)
+            time.sleep(1000)
 
     @register(THREE_D_PROTO)
     def identity(self, numbers: list[int]) -> list[int]:

@@ -6,25 +6,24 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
+from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.description import HostRole
-from hybridflow.cluster.hosts.launch.agent import Agent, Place
-from hybridflow.cluster.hosts.launch.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from tests.support.warm import warm_python
 
 COMMAND = """
 import json, os, pathlib, sys, time
-from hybridflow.cluster.hosts.driver_link import driver_link, tell_directory, tell_failure
+from hybridflow.cluster.driver_link import driver_link, tell_directory, tell_failure
 
 directory, link = pathlib.Path(sys.argv[1]), driver_link()
 told = directory / "starts.jsonl"
 number = len(told.read_text().splitlines()) if told.exists() else 0
-hosts = [[each.index, each.address, each.role] for each in link.cluster.hosts]
+hosts = [[each.index, each.address, each.role] for each in link.hosts]
 with told.open("a") as file:
     file.write(json.dumps({"words": sys.argv[2:], "hosts": hosts}) + "\\n")
 what, step, line = json.loads((directory / "script.json").read_text())[number]
@@ -51,6 +50,13 @@ card = {"cause": line, "phase": f"{step}, update", "at": time.time(), "since": t
 tell_failure(step, line)
 sys.exit(1)
 """
+
+
+class AgentWithoutRay(Agent):
+    """An agent whose host has no Ray."""
+
+    def start_ray(self, cpus: int, gcs_address: str | None = None) -> dict[str, Any]:
+        return {"gcs_address": "", "ray_variables": {}, "ray_directory": ""}
 
 
 @dataclass
@@ -82,7 +88,7 @@ class LaunchedAgents:
         """Start the agent of a host, which may have had one before."""
         role = self.roles[index] if self.roles else None
         assignment = Place(index, "127.0.0.1", self.port, f"127.0.0.{index + 1}", role=role, cpu_slots=slots)
-        self.agents[index] = agent = Agent(assignment, self.plan, "a" * 64)
+        self.agents[index] = agent = AgentWithoutRay(assignment, self.plan, "a" * 64)
         self.codes[index] = asyncio.ensure_future(agent.participate())
         return self.codes[index]
 
@@ -132,10 +138,7 @@ def launch_of(
     """
     (directory / "script.json").write_text(json.dumps(list(script)))
     (directory / "command.py").write_text(COMMAND)
-    program = [sys.executable, str(directory / "command.py"), str(directory)]
-    preflight = PreflightPlan(run_dir=directory, recipe="one", rates=False)
+    program = [warm_python(), str(directory / "command.py"), str(directory)]
     words = ["train", "recipe.yaml", resume]
     given = {"lost_s": 5.0, "stop_s": 0.5, "gather_s": 30.0} | plan
-    return LaunchedAgents(
-        directory, LaunchPlan(hosts, words, preflight=preflight, program=program, **given), roles=roles
-    )
+    return LaunchedAgents(directory, LaunchPlan(hosts, words, recipe="one", program=program, **given), roles=roles)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from engine3d.memory import ServingBytes
+from engine3d.models import ModelSpec
 from hybridflow.cluster.devices.device_map import Device
+from hybridflow.config.roles import RolloutRole
 from hybridflow.planning.memory import estimate as memory_estimate
 
 
@@ -20,7 +22,8 @@ def equal_engines_once() -> Iterator[None]:
     engines = memory_estimate._engines
 
     def of_equal_inputs(*inputs: Any) -> dict[Device, ServingBytes]:
-        *settings, spec = inputs
+        [spec] = [value for value in inputs if isinstance(value, ModelSpec)]
+        settings = [_laid_out(value, spec) for value in inputs if value is not spec]
         of_spec = (spec.hf_config, spec.sizes, spec.rope, spec.directory, spec.value_head, spec.expert_order)
         key = repr((settings, of_spec))
         if key not in by_inputs:
@@ -30,3 +33,11 @@ def equal_engines_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_estimate, "_engines", of_equal_inputs)
         yield
+
+
+def _laid_out(settings: Any, spec: ModelSpec) -> Any:
+    """Settings of an engine without sizes of its cache, of which only states of gated delta nets are laid out."""
+    if not isinstance(settings, RolloutRole) or spec.sizes.delta is not None:
+        return settings
+    sizes = {"max_total_tokens": None, "max_running_requests": 1}
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update=sizes)})

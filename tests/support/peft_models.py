@@ -13,13 +13,25 @@ from engine3d.models import model_spec
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import PREFIX
 from engine3d.models.lora.spec import target_names
+from engine3d.models.weights import rank_parameters
 from tests.support import tiny_families
+from tests.support.gradients import slices
 
 
 def filled(name: str, shape: Sequence[int]) -> Tensor:
     """Values of an adapter's tensor, B's too, by its name."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return 0.1 * torch.randn(*shape, generator=generator)
+
+
+def fill(engine: Any) -> None:
+    """Fill the adapters of a rank's engine."""
+    with torch.no_grad():
+        for local, tensor in rank_parameters(engine.module, engine.trained, engine.layout, engine.coordinates):
+            for region in local.slices:
+                full = filled(region.hf_name, engine.trained.hf_shape(region.hf_name))
+                tensor[slices(region.local_box)].copy_(full[slices(region.hf_box)])
+    engine.optimizer.reload_model_params()  # float32 ones of bf16 adapters
 
 
 class _Experts(nn.ModuleList):

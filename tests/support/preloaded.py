@@ -9,7 +9,7 @@ with quick_imports():  # which also spares the ranks looking through all of it
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     import engine3d.checkpoint.hf
-    import engine3d.checkpoint.save
+    import engine3d.checkpoint.writing.save
     import engine3d.models.build
     import engine3d.models.weights
     import engine3d.reshard.describe.source

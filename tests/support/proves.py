@@ -85,7 +85,8 @@ def marked_files(tests: Path) -> list[str]:
 def collected(tests: Path) -> dict[frozenset[str], set[str]]:
     """Names of the tests that show each set of items. Collects them, and runs none."""
     collector = ProofCollector()
-    arguments = ["--collect-only", "-qq", "-p", "no:cacheprovider", *marked_files(tests)]
+    # No faulthandler: the session that this one runs in has its own.
+    arguments = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:faulthandler", *marked_files(tests)]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = pytest.main(arguments, [collector])
     if code != pytest.ExitCode.OK:

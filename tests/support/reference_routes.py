@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+@lru_cache(4)
+def reference_model(directory: Path) -> PreTrainedModel:
+    """The model of a directory, whose weights do not change, in float32."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model
 
 
 def reference_routes(model: Path | torch.nn.Module, tokens: Sequence[int]) -> Tensor:
     """(T, layers with experts, top-k) experts of each token, by number."""
     if isinstance(model, Path):
-        model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        model = reference_model(model)
     routes: list[Tensor] = []
 
     def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:

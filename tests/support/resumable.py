@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
-from engine3d.checkpoint.chunk_checksums import ChunkChecksum, checksum_file, checksum_text
+from engine3d.checkpoint.digests.chunk_checksums import ChunkChecksum, checksum_file, checksum_text
 from engine3d.checkpoint.manifest import Hash, Manifest, RoleSummary, file_entry, step_directory, write_manifest
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
 from engine3d.errors import UserError

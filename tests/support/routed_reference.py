@@ -92,7 +92,7 @@ class RoutedReference:
                 continue
             gradient, parameter.grad = parameter.grad, None
             if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                by_name[name] = gradient
+                by_name[name.replace(".default.", ".")] = gradient  # of peft's adapters
                 continue
             prefix, kind = name.rsplit(".", 1)
             for expert, rows in enumerate(gradient):

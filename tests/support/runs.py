@@ -29,7 +29,7 @@ SMALL = [
 
 
 def rewarded_by_length(directory: Path) -> str:
-    """A setting: a reward that differs between samples from the first step on, as that of the task does not yet."""
+    """Return a setting: a reward that differs between samples from the first step on, unlike that of the task."""
     path = directory / "length.py"
     path.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
     return f'reward.functions=[{{name: length, path: "{path}:score"}}]'
@@ -56,11 +56,11 @@ def run_recipe(recipe: str, directory: Path, *overrides: str) -> subprocess.Comp
 
 
 def records(directory: Path, *phases: str) -> list[dict[str, Any]]:
-    """The records of `<directory>/metrics.jsonl`, of some phases or of all."""
+    """Read the records of `<directory>/metrics.jsonl`, of some phases or of all."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [record for line in lines if (record := json.loads(line))["phase"] in phases or not phases]
 
 
 def stored_samples(directory: Path) -> list[dict[str, list[Any]]]:
-    """The columns of each step's file in a run's sample store, in order."""
+    """Read the columns of each step's file in a run's sample store, in order."""
     return [pq.read_table(path).to_pydict() for path in sorted((directory / "samples").iterdir())]

@@ -14,7 +14,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_table import ByName
 from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.rundir.file_names import SAMPLE_STORE
-from hybridflow.rundir.sample_files import replacing, sample_file
+from hybridflow.rundir.samples.files import replacing, sample_file
 from hybridflow.trainer.samples.store import TrainedSamples, write_samples
 
 CHARACTERS = "0123456789+= abcdef\n\x1b"

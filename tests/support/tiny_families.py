@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine3d.layout import Layout
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97,  # no tp size divides it: the vocabulary is padded
@@ -122,6 +126,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_qk_norm=True,
         use_routing_bias=True,
     ),
+    "gpt_oss": _config(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=6,  # shorter than the tests' sequences
+        swiglu_limit=7.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    ),
+    "qwen3_next": _config(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        **_EXPERTS,
+        norm_topk_prob=True,
+        shared_expert_intermediate_size=40,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        rope_theta=500.0,
+    ),
     "qwen3-tied": _config("Qwen3ForCausalLM", "qwen3", tie_word_embeddings=True),
     "qwen3-biases": _config(
         "Qwen3ForCausalLM",
@@ -227,6 +262,15 @@ def has_experts(name: str) -> bool:
     return not {"num_experts", "num_local_experts", "n_routed_experts"}.isdisjoint(CONFIGS[name])
 
 
+def may_cut(name: str, layout: Layout) -> bool:
+    """True if a layout cuts no experts that the model does not have, none with biases, and no gated delta nets."""
+    if family_of(name) == "qwen3_next" and layout.cp > 1:
+        return False
+    if not has_experts(name):
+        return layout.ep * layout.etp == 1
+    return family_of(name) != "gpt_oss" or layout.etp == 1
+
+
 def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0) -> Any:
     """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -245,11 +289,32 @@ def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.2)
-            if "norm" in parameter_name:
+            centred = given["model_type"] == "qwen3_next" and "linear_attn" not in parameter_name
+            if "norm" in parameter_name and not centred:
                 parameter.add_(1.0)
+            if parameter_name.endswith("gate_up_proj_bias"):
+                parameter.mul_(30.0)  # beyond the limits of gpt-oss's SwiGLU
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
     # Two shards, so that the index is read too.
     model.float().eval().save_pretrained(directory, max_shard_size="100KB")
     return model
+
+
+def add_multi_token_layer(directory: Path) -> None:
+    """Give a model's files a layer for multi-token prediction as they have it: some of its tensors, in two dtypes."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((directory / "config.json").read_text())
+    file, hidden = directory / "model.safetensors", config["hidden_size"]
+    layer = "mtp.layers.0." if config["model_type"] == "qwen3_next" else f"model.layers.{config['num_hidden_layers']}."
+    if not layer.startswith("mtp."):
+        (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = {
+        f"{layer}eh_proj.weight": torch.randn(hidden, 2 * hidden).bfloat16(),
+        f"{layer}enorm.weight": torch.randn(hidden).bfloat16(),
+        f"{layer}mlp.gate.e_score_correction_bias": torch.randn(4),
+    }
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})

@@ -18,6 +18,7 @@ import torch
 
 from engine3d.errors import EngineError
 from engine3d.layout import Layout
+from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import Precision
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
@@ -71,7 +72,7 @@ class TrainerRanks:
             if self.failure is not None:
                 raise self.failure
             assert time.monotonic() < end, f"no {name} after {_LIMIT_S} s"
-            time.sleep(0.002)
+            time.sleep(0.01)
         return pickle.loads(path.read_bytes())
 
 
@@ -116,6 +117,7 @@ class Trainer:
         dtype: str = "float32",
         model: Path | None = None,
         precision: Precision | None = None,
+        lora: LoraConfig | None = None,
     ) -> SharedShards:
         """Build the model, or another, on a layout and share its weights."""
         from engine3d.training.engine import TrainEngine
@@ -123,7 +125,7 @@ class Trainer:
         if self._engine is not None:
             self._sender.close()
             self._engine.close()
-        config = TrainConfig(layout=LayoutConfig(**sizes), dtype=dtype)
+        config = TrainConfig(layout=LayoutConfig(**sizes), dtype=dtype, lora=lora)
         layout = Layout.of_world(int(os.environ["WORLD_SIZE"]), **sizes)
         self._engine = TrainEngine(model or self._model, config, layout)
         self._sender = self._engine.weight_sender(f"actor rank {self._rank}", self._rank, location, precision)
@@ -150,7 +152,7 @@ class Trainer:
             if next(exchanges) == hold_in_round:
                 _write(self._scratch / f"held-{self.number}-{self._rank}", None)
                 while not (self._scratch / f"released-{self.number}").exists():
-                    time.sleep(0.002)
+                    time.sleep(0.01)
             return exchange(*arguments)
 
         wire._exchange = holding
@@ -161,21 +163,22 @@ class Trainer:
         return ""
 
     def change(self, *, seed: int) -> None:
-        """Give every weight another value, the same on all ranks that hold it."""
+        """Give every weight that is trained another value, the same on all ranks that hold it."""
         from engine3d.models.weights import rank_parameters
 
         engine = self._engine
         with torch.no_grad():
-            for local, tensor in rank_parameters(engine.module, engine.spec, engine.layout, engine.coordinates):
+            for local, tensor in rank_parameters(engine.module, engine.trained, engine.layout, engine.coordinates):
                 for tensor_slice in local.slices:
-                    shape = engine.spec.hf_shape(tensor_slice.hf_name)
+                    shape = engine.trained.hf_shape(tensor_slice.hf_name)
                     generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(tensor_slice.hf_name.encode()))
                     full = 0.2 * torch.randn(shape, generator=generator)
                     taken = full[tuple(slice(*edges) for edges in tensor_slice.hf_box)]
-                    tensor.data[tuple(slice(*edges) for edges in tensor_slice.local_box)].copy_(taken)
+                    target = tensor.data[tuple(slice(*edges) for edges in tensor_slice.local_box)]
+                    tensor_slice.to_hf(target).copy_(taken)
 
-    def export(self, *, directory: Path, dtype: torch.dtype | None = None, precision: Precision | None = None) -> None:
-        self._engine.export(directory, dtype=dtype, precision=precision)
+    def export(self, *, directory: Path, **options: Any) -> None:
+        self._engine.export(directory, **options)
 
     def stop(self) -> None:
         pass
@@ -189,7 +192,7 @@ def _serve(model: Path, scratch: Path) -> None:
         trainer.number += 1
         path = scratch / f"request-{trainer.number}-{rank}"
         while not path.exists():
-            time.sleep(0.002)
+            time.sleep(0.01)
         method, arguments, same = pickle.loads(path.read_bytes())
         _write(scratch / f"answer-{trainer.number}-{rank}", getattr(trainer, method)(*arguments, **same))
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.models import load_model_spec
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec
 from engine3d.models.precision import Precision, served_shapes
 from engine3d.rendezvous import listen, serve, tcp_address
 from engine3d.reshard.describe.memory import SharedShards
@@ -18,6 +20,7 @@ from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
 from engine3d.rollout.host.stream import InFlightPolicy
+from engine3d.rollout.scheduler.rank import AdapterBase
 from tests.support.trainer_ranks import TrainerRanks
 from tests.support.warm import warm_starts
 
@@ -68,10 +71,10 @@ class Connected:
                 engine.result()
         return sent
 
-    def transfer(self, version: int, *, flush_cache: bool = True) -> list[Any]:
+    def transfer(self, version: int, *, flush_cache: bool = True, base: AdapterBase | None = None) -> list[Any]:
         sent = self.write(version)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda engine: engine.seal_weights(version, flush_cache), self.engines))
+            list(pool.map(lambda engine: engine.seal_weights(version, flush_cache, base), self.engines))
         for engine in self.engines:
             engine.commit_weights(version)
         return sent
@@ -84,13 +87,31 @@ def connect(
     engine_places: Sequence[Sequence[Location]],
     model: Path,
     precision: Precision | None = None,
+    adapters: LoraConfig | None = None,
+    alone: bool = False,
     **options: Any,
 ) -> Connected:
-    """Plan the transfers to the engines, and make everyone ready."""
+    """Plan the transfers to the engines, and make everyone ready.
+
+    Args:
+        trainer: of which the sources are.
+        engines: of one model.
+        sources: the memory of the trainer's ranks.
+        engine_places: of the ranks of each engine.
+        model: directory of the model.
+        precision: of the engines.
+        adapters: that the engines get apart from the model.
+        alone: True to send these alone.
+        options: of `coordinate`.
+    """
     targets: list[SharedShards] = []
     for number, (engine, its_places) in enumerate(zip(engines, engine_places, strict=True)):
         targets += engine.share_weights(f"engine {number}", len(targets), its_places)
-    tensors = served_shapes(load_model_spec(model), precision)
+    spec = load_model_spec(model)
+    tensors = {} if alone else served_shapes(spec, precision)
+    if adapters is not None:
+        tensors |= {name: tensor.shape for name, tensor in AdapterSpec.of(spec, adapters).hf_tensors.items()}
+    sources, targets = ([shared.only(tensors) if alone else shared for shared in side] for side in (sources, targets))
     store = serve(listen("127.0.0.1"))
     orders = coordinate(
         sources,

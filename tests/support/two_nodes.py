@@ -21,8 +21,8 @@ from ray.cluster_utils import Cluster
 from engine3d.layout import Layout
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.cluster.devices.device_map import pool_devices
-from hybridflow.cluster.runtime.ray_runtime import start_ray, stop_ray
-from hybridflow.cluster.runtime.resource_pool import ResourcePool, cluster_nodes, release, reserve
+from hybridflow.cluster.ray.ray_session import start_ray, stop_ray
+from hybridflow.cluster.ray.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.workers.worker_group import WorkerGroup
 from tests.support.group_workers import Model, response_tokens
 

@@ -47,8 +47,9 @@ def check_flash_attention(spec: ModelSpec, *, dtype: str, packing: bool, determi
         UserError: names the setting, and the model, its size or the package.
     """
     sizes, setting = spec.sizes, "megatron.attention_backend=flash"
-    if sizes.latent is not None:
-        raise UserError(f"{setting}: {spec.family.architecture} has latent attention; expected auto")
+    if sizes.latent is not None or sizes.sinks:
+        kind = "attention sinks" if sizes.sinks else "latent attention"
+        raise UserError(f"{setting}: {spec.family.architecture} has {kind}; expected auto")
     if sizes.head_dim not in _HEAD_DIMS:
         raise UserError(f"{setting}: head_dim={sizes.head_dim}, expected {' or '.join(map(str, _HEAD_DIMS))}, or auto")
     if dtype != "bfloat16":

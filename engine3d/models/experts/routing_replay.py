@@ -11,8 +11,9 @@ routes for all models of a process, and takes them in the order of forward passe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine3d.collectives import all_reduce
-from engine3d.models.experts.routes import RouteFormat
+from engine3d.models.experts.routes import RouteFormat, TokenRoutes
 
 _ROW_SHIFT = 32
 _SEQUENCE_MASK = (1 << _ROW_SHIFT) - 1
@@ -88,24 +89,27 @@ class RoutingReplay:
         self._counts = torch.zeros(len(self.layers), 3, dtype=torch.int64, device=device)
         self._replays = False
 
-    def of_rank(self, routes: Tensor, lengths: Tensor, name: Callable[[int], str]) -> Tensor:
-        """Check routes, and select this rank's layers.
+    def check(self, routes: TokenRoutes, batches: Iterable[Tensor], name: Callable[[int], str]) -> None:
+        """Refuse routes that are not of this model's format, in this rank's layers.
 
         Args:
-            routes: (T, columns) of N sequences end to end, in host memory.
-            lengths: (N,) tokens of each.
+            routes: of sequences.
+            batches: (n,) int64 numbers of tokens, -1 for none: those that this rank computes.
             name: of a sequence by its number, for errors.
 
-        Returns:
-            (T, c) routes.
-
         Raises:
-            UserError: routes that are not of this model's format.
+            UserError: names the sequence.
         """
-        self.routes.check_shape(routes, "sequences")
-        of_rank = routes[:, self.columns]
-        replace(self.routes, layers=self.layers).check_entries(of_rank, lengths, name)
-        return of_rank
+
+        def locate(tokens: Tensor, row: int) -> tuple[str, int]:
+            sequence, token = routes.locate(int(tokens[row]))
+            return name(sequence), token
+
+        for sequence, rows in enumerate(routes.samples):
+            self.routes.check_shape(rows.shape, getattr(torch, rows.dtype.name), name(sequence))
+        of_rank = replace(self.routes, layers=self.layers)
+        for tokens in batches:
+            of_rank.check_entries(routes.read(tokens, self.columns), partial(locate, tokens))
 
     @property
     def is_active(self) -> bool:

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (and Kimi-K2, Moonlight): latent attention, and experts chosen by biased sigmoid scores within groups.
 
 The norms of the latent elements have the config's epsilon, as in SGLang; transformers has 1e-6 there in every model.
-Layers for multi-token prediction are not part of the model: their tensors in files are left alone.
+Layers for multi-token prediction are not part of the model: exports have their tensors as they are (`multi_token`).
 """
 
 from __future__ import annotations

@@ -9,16 +9,14 @@ from engine3d.models.families.mistral import check_attention
 from engine3d.models.family import Family
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.rules import Rule
-from engine3d.models.sizes import Sizes, common_head_dim, dense_sizes
+from engine3d.models.sizes import Sizes, common_head_dim, dense_sizes, local_experts
 
 
 def sizes(config: HFConfig) -> Sizes:
     check_attention(config, None)
     config.require("router_jitter_noise", (0, 0.0), 0.0)
     config.require("tie_word_embeddings", (False,), False)  # SGLang's class has an output layer of its own
-    experts, experts_per_token = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
-    if not 2 <= experts_per_token <= experts:  # the weight of a single expert is 1 for every token
-        raise config.error("num_experts_per_tok", f"between 2 and num_local_experts={experts}")
+    experts, experts_per_token = local_experts(config, 8, 2)
     return dense_sizes(
         config,
         groups=config.integer("num_key_value_heads", 8),

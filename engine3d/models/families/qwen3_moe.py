@@ -11,14 +11,19 @@ from engine3d.models.rules import Rule
 from engine3d.models.sizes import Sizes, attention_biases, dense_sizes, divided_head_dim
 
 
-def expert_sizes(config: HFConfig) -> dict[str, Any]:
-    """The sizes of the experts, and which layers have them. Raises UserError as `dense_sizes` does."""
+def expert_sizes(config: HFConfig, *, normalised: bool = False) -> dict[str, Any]:
+    """The sizes of the experts, and which layers have them. Raises UserError as `dense_sizes` does.
+
+    Args:
+        config: of the model.
+        normalised: `norm_topk_prob` where the config has none.
+    """
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     experts = config.integer(key)
     experts_per_token = config.integer("num_experts_per_tok")
     if experts_per_token > experts:
         raise config.error("num_experts_per_tok", f"at most {key}={experts}")
-    if experts_per_token == 1 and config.flag("norm_topk_prob"):
+    if experts_per_token == 1 and config.flag("norm_topk_prob", normalised):
         # The weight of a single expert is then 1 for every token: Megatron-Core refuses it, and no router is trained.
         raise config.error("num_experts_per_tok", "at least 2 with norm_topk_prob=true, or norm_topk_prob=false")
     step, dense_layers = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
@@ -30,7 +35,7 @@ def expert_sizes(config: HFConfig) -> dict[str, Any]:
         "experts_per_token": experts_per_token,
         "expert_ffn": config.integer("moe_intermediate_size"),
         "sparse": tuple((number + 1) % step == 0 and number not in dense_layers for number in range(layers)),
-        "normalised_routing": config.flag("norm_topk_prob"),
+        "normalised_routing": config.flag("norm_topk_prob", normalised),
     }
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from engine3d.settings import Settings
+
+_ATTENTION = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "out_proj")
+)
 
 
 class LoraConfig(Settings):
@@ -29,9 +34,19 @@ class LoraConfig(Settings):
         description="a directory of PEFT whose adapters training starts from; null starts from new ones. The reference "
         "is the model without them",
     )
+    engine: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="weights of the rollout engines: merged with the adapters for each version; or the model once and "
+        "the adapters alone for each version, which SGLang adds by its own LoRA (dense layers, on a CPU)",
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of an adapter's input; only 0 is supported")
 
     @property
     def scale(self) -> float:
         """Factor of an adapter's output."""
         return self.alpha / self.rank
+
+    @property
+    def adapts_mlps(self) -> bool:
+        """True if MLPs or experts have adapters."""
+        return self.targets is None or not _ATTENTION.issuperset(self.targets)

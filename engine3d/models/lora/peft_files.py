@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from engine3d.startup.lazy_imports import torch
 PREFIX = "base_model.model."
 """Beginning of a tensor's name in PEFT's files, before its name in the model."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTERS = "adapters"
+"""Folder of a model's export with adapters that are not merged into it."""
 _DESCRIPTION = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
     *("init_lora_weights", "lora_dropout", "megatron_core", "qalora_group_size", "target_modules", "task_type"),
@@ -28,6 +31,21 @@ _VARIANTS = (
     *("use_rslora", "velora_config"),
 )
 """Keys of a config for variants of LoRA, none of which is supported."""
+
+
+def peft_config(rank: int, alpha: float, targets: Sequence[str]) -> dict[str, Any]:
+    """Make the config by which PEFT and SGLang know adapters."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
 
 
 def check_peft(directory: Path, spec: AdapterSpec) -> None:

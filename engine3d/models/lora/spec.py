@@ -72,13 +72,19 @@ def linear_layers(rules: ModelRules) -> Iterator[tuple[Rule, HFTensor]]:
 def is_linear(rule: Rule) -> bool:
     """True if the rule is of linear layers that adapters may have."""
     cut = rule.cut
-    matrices = all(len(tensor.shape) == 2 for tensor in cut.tensors)
+    matrices = all(len(tensor.shape) == 2 and not tensor.stacked for tensor in cut.tensors)
     return matrices and isinstance(cut, ColumnParallel | GateUp | QueryGroups) and not isinstance(cut, Vocabulary)
 
 
 def module_name(tensor: str) -> str:
     """Name of the linear layer of a weight, or of an adapter's tensor."""
     return tensor.removesuffix(".weight").removesuffix(f".{A}").removesuffix(f".{B}")
+
+
+def weight_name(parameter: str) -> str:
+    """Name of the weight that has a parameter as its A or B, of one of a model's parameters."""
+    layer, _, last = parameter.rpartition(".")
+    return f"{layer}.weight{last[len(A) :]}"
 
 
 def target_names(spec: ModelSpec) -> tuple[str, ...]:

@@ -104,6 +104,11 @@ class CpuPlatform(Platform):
     def grammar_arguments(self) -> dict[str, Any]:
         return {"grammar_backend": "outlines"}  # the others have kernels for GPUs alone
 
+    def sink_arguments(self) -> dict[str, Any]:
+        from engine3d.platform.cpu import sglang as sglang_cpu
+
+        return sglang_cpu.sink_arguments()
+
     def rollout_device_arguments(self) -> dict[str, Any]:
         return {}
 

@@ -8,6 +8,7 @@ is done when a call returns.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _GPU_ONLY = ("transformer_engine", "apex")
@@ -100,32 +101,48 @@ _ANSWERS: dict[str, Any] = {
 }
 
 
-_OF_A_DEVICE = frozenset((torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to))
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Maps the device "cuda" to the CPU, page-locked memory to any, and a CPU tensor's type name to the CUDA one that
+def _map_devices() -> None:
+    """Map the device "cuda" to the CPU, page-locked memory to any, and a CPU tensor's type name to the CUDA one that
     Megatron-Core knows.
-    """
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Called for every operation, of which few are of a device.
-        if func in _OF_A_DEVICE:
-            if func is torch.Tensor.cuda:
-                return args[0]
-            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-                return func(*args).replace("torch.", "torch.cuda.", 1)
-            if func is torch.Tensor.to:
-                args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
-        if not kwargs:
-            return func(*args)
+    The functions that take a device are replaced. A `TorchFunctionMode` would run for every operation and property.
+    """
+    # Those that a `with torch.device(...)` knows. It notes them when it is called for the first time.
+    of_torch = {function: name for name, function in vars(torch).items() if callable(function)}
+    for name in (*(of_torch[function] for function in _device_constructors() if function in of_torch), *_LIKE):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _NEW:
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    to, type_of = _on_cpu(torch.Tensor.to), torch.Tensor.type
+
+    def to_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(tensor, *(_CPU if _is_cuda(argument) else argument for argument in args), **kwargs)
+
+    def type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_of(tensor, *args, **kwargs)
+        return answer if args or kwargs else answer.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.to = to_cpu  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
+
+
+def _on_cpu(function: Any) -> Callable[..., Any]:
+    """The function with the CPU for the device "cuda", and any memory for page-locked one."""
+
+    @functools.wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": _CPU}
+            kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return mapped
 
 
 def _is_cuda(device: Any) -> bool:
@@ -189,13 +206,13 @@ def _uncompiled() -> Iterator[None]:
         torch.compile = compile_function
 
 
-_installed: _CudaMeansCpu | None = None
+_installed = False
 
 
 def answer_for_cuda() -> None:
     """Answer Megatron-Core's CUDA calls in this process. Does nothing on a machine with a GPU, or a second time."""
     global _installed
-    if _installed is not None or torch.cuda.is_available():
+    if _installed or torch.cuda.is_available():
         return
     # Megatron-Core decorates small functions with torch.compile, which would start a C++ compiler for each.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -234,8 +251,8 @@ def answer_for_cuda() -> None:
     torch.distributed.all_gather = _allowing_uneven_gather(torch.distributed.all_gather)
     torch.distributed.reduce_scatter = _allowing_uneven_scatter(torch.distributed.reduce_scatter)
 
-    _installed = _CudaMeansCpu()
-    _installed.__enter__()
+    _map_devices()
+    _installed = True
 
     megatron_random._lazy_call = _ANSWERS["_lazy_call"]
     megatron_random._lazy_init = _ANSWERS["_lazy_init"]

@@ -15,6 +15,10 @@ from engine3d.startup.lazy_imports import torch
 # Read by our SGLang plugin (engine3d.rollout.scheduler.plugin), in SGLang's main process.
 START_METHOD_VARIABLE = "ENGINE3D_SGLANG_START_METHOD"
 
+SINK_BACKEND = "intel_amx"
+"""The only attention backend on a CPU that SGLang accepts for gpt-oss. Without AMX it takes torch_native in its place.
+"""
+
 _LEFT_OUT = ("scipy", "sklearn", "torchao")
 """Packages that transformers imports with any model where they are installed, for object detection, assisted generation
 and a quantization: a second of each start, without use here. scikit-learn needs SciPy."""
@@ -45,6 +49,15 @@ def server_arguments() -> dict[str, Any]:
         "disable_overlap_schedule": True,  # there is no second stream to overlap with
         "sleep_on_idle": True,  # a scheduler that polls would take a core from the trainer
         "disable_custom_all_reduce": True,
+    }
+
+
+def sink_arguments() -> dict[str, Any]:
+    """More of them, for a model whose attention has sinks."""
+    return {
+        "attention_backend": SINK_BACKEND,
+        "moe_runner_backend": "triton",  # else the weights of experts are transposed
+        "disable_hybrid_swa_memory": True,
     }
 
 

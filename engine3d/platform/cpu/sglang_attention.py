@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from engine3d.platform.sink_attention import attend_with_sinks, seen_keys
+
+Attend = Callable[[Tensor, Tensor, Tensor, float | None, bool, bool], Tensor]
+"""A function with the arguments of `_attend`."""
 
 # Keys and values are gathered from the cache for this many tokens at a time.
 _GATHERED_TOKENS = 1 << 17
@@ -23,7 +29,19 @@ def install() -> None:
 
     Backend._run_sdpa_forward_decode = _by_length(decode, Backend._run_sdpa_forward_decode)
     Backend._run_sdpa_forward_extend = _by_length(extend, Backend._run_sdpa_forward_extend)
+    Backend.forward_decode = _with_sinks(Backend.forward_decode)
+    Backend.forward_extend = _with_sinks(Backend.forward_extend)
     _attend_to_latents()
+
+
+def _with_sinks(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A forward pass of the backend that knows attention sinks: they are the backend's `sinks` during the call."""
+
+    def run(self: Any, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
+        self.sinks = sinks
+        return forward(self, *args, **kwargs)
+
+    return run
 
 
 def _attend_to_latents() -> None:
@@ -39,13 +57,19 @@ def _attend_to_latents() -> None:
 
 
 def _by_length(grouped: Callable[..., Tensor], loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`grouped` where it will do, SGLang's own loop for an encoder or a sliding window."""
+    """`grouped` where it will do, SGLang's own loop for an encoder, or for sliding windows without sinks."""
 
     def run(self: Any, *tensors: Any, is_cross_attn: bool, sliding_window_size: int | None, **options: Any) -> Tensor:
         *of_every_call, encoder_lens = tensors
-        if is_cross_attn or encoder_lens is not None or sliding_window_size is not None:
+        sinks: Tensor | None = self.sinks
+        if is_cross_attn or encoder_lens is not None or (sliding_window_size is not None and sinks is None):
             options |= {"is_cross_attn": is_cross_attn, "sliding_window_size": sliding_window_size}
             return loop(self, *tensors, **options)
+        if sinks is not None:
+            # SGLang's size leaves out a token's own position.
+            options["attend"] = partial(
+                _attend_with_sinks, sinks, None if sliding_window_size is None else sliding_window_size + 1
+            )
         return grouped(*of_every_call, **options)
 
     return run
@@ -63,6 +87,7 @@ def decode(
     scaling: float | None = None,
     enable_gqa: bool = False,
     causal: bool = False,
+    attend: Attend | None = None,
 ) -> Tensor:
     """One new token a sequence.
 
@@ -73,10 +98,13 @@ def decode(
         req_to_token: [requests, context] slot of each token of each request.
         req_pool_indices: [sequences] row of each sequence in it.
         seq_lens: [sequences] tokens, the new one included.
+        attend: in place of plain attention.
     """
     for (length,), rows in _groups(seq_lens):
         slots = req_to_token[req_pool_indices[rows], :length]
-        attended = _attend(query[rows].unsqueeze(2), k_cache[slots], v_cache[slots], scaling, enable_gqa, causal)
+        attended = (attend or _attend)(
+            query[rows].unsqueeze(2), k_cache[slots], v_cache[slots], scaling, enable_gqa, causal
+        )
         output[rows] = attended.squeeze(2)
     return output
 
@@ -95,6 +123,7 @@ def extend(
     scaling: float | None = None,
     enable_gqa: bool = False,
     causal: bool = False,
+    attend: Attend | None = None,
 ) -> Tensor:
     """Several new tokens a sequence, after a prefix that is in the cache.
 
@@ -109,7 +138,7 @@ def extend(
         padded = query.new_zeros(len(rows), query.shape[1], length, query.shape[2])
         padded[:, :, prefix:] = query[positions].transpose(1, 2)
         slots = req_to_token[req_pool_indices[rows], :length]
-        attended = _attend(padded, k_cache[slots], v_cache[slots], scaling, enable_gqa, causal)
+        attended = (attend or _attend)(padded, k_cache[slots], v_cache[slots], scaling, enable_gqa, causal)
         output[positions] = attended[:, :, prefix:].transpose(1, 2)
     return output
 
@@ -123,6 +152,23 @@ def _groups(*lengths: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         step = max(1, _GATHERED_TOKENS // max(1, key[0]))
         for first in range(0, len(rows), step):
             yield key, torch.tensor(rows[first : first + step])
+
+
+def _attend_with_sinks(
+    sinks: Tensor,
+    window: int | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float | None,
+    _enable_gqa: bool,
+    _causal: bool,
+) -> Tensor:
+    """Attend from the last of the keys' positions, with sinks and within a window, as `_attend` does."""
+    keys, values = (tensor.transpose(1, 2).to(query.dtype) for tensor in (keys, values))
+    length = keys.shape[-2]
+    seen = seen_keys(torch.arange(length - query.shape[-2], length), length, window)
+    return attend_with_sinks(query, keys, values, sinks, seen, scaling)
 
 
 def _attend(

@@ -9,10 +9,13 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+from torch.overrides import TorchFunctionMode
 
 from engine3d.platform.cpu import gloo_groups
 from engine3d.platform.cpu import sglang_attention as sglang_cpu_attention
+from engine3d.platform.cpu import sglang_delta_net as sglang_cpu_delta_net
 from engine3d.platform.cpu import sglang_fp8 as sglang_cpu_fp8
+from engine3d.platform.cpu.sglang import SINK_BACKEND
 from engine3d.platform.cpu.sglang_sampling import murmur_hash32
 
 
@@ -29,7 +32,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         # PyTorch's attention treats each sequence alone here, so that no result depends on the rest of the batch.
         if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
-            add_deterministic_attention_backend_choices(["torch_native"])
+            add_deterministic_attention_backend_choices(["torch_native", SINK_BACKEND])
 
     def init_backend(self) -> None:
         from sglang.kernels.ops.layernorm import elementwise
@@ -38,6 +41,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers.attention import torch_native_backend
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.rotary_embedding import factory
+        from sglang.srt.lora import lora_manager
         from sglang.srt.model_executor import forward_batch_info, model_runner
 
         # SGLang's weight checker waits for the device by this name, whatever the device is.
@@ -51,6 +55,9 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         forward_batch_info.ForwardBatch.prepare_mlp_sync_batch = _without_pinned_memory(
             forward_batch_info.ForwardBatch.prepare_mlp_sync_batch
         )
+        for name in ("init_state", "prepare_lora_batch"):
+            method = getattr(lora_manager.LoRAManager, name)
+            setattr(lora_manager.LoRAManager, name, _without_pinned_memory(method))
         torch_native_backend.TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
         # Its AMX kernels need weights padded to multiples of 32 on every rank; PyTorch's do not.
         model_runner.adjust_config_with_unaligned_cpu_tp = _as_it_is
@@ -60,6 +67,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         sglang_cpu_fp8.install()
         elementwise.fused_gate_sigmoid_mul_add = _add_gated
         _replace_norms_over_heads()
+        sglang_cpu_delta_net.install()
 
     def get_torch_distributed_backend_str(self) -> str:
         gloo_groups.register()
@@ -168,21 +176,23 @@ def _copy_rows(
         target[first : first + count] = source[:count]
 
 
-def _without_pinned_memory(prepare: Callable[..., None]) -> Callable[..., None]:
+def _without_pinned_memory[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """A function of SGLang's that asks torch for pinned memory, which there is none of without a GPU."""
-    make = torch.tensor
 
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return make(*args, **kwargs)
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        torch.tensor = unpinned
-        try:
-            prepare(*args, **kwargs)
-        finally:
-            torch.tensor = make
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _Unpinned():
+            return function(*args, **kwargs)
 
     return run
+
+
+class _Unpinned(TorchFunctionMode):
+    """Memory that is asked to be pinned is not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 def _as_it_is(model_config: Any, load_config: Any, tp_size: int) -> Any:

@@ -165,6 +165,10 @@ class CudaPlatform(Platform):
     def grammar_arguments(self) -> dict[str, Any]:
         return {}
 
+    def sink_arguments(self) -> dict[str, Any]:
+        # SGLang's own choice for gpt-oss keeps the weights of experts transposed.
+        return {"moe_runner_backend": "triton", "disable_hybrid_swa_memory": True}
+
     def rollout_device_arguments(self) -> dict[str, Any]:
         # SGLang asks the devices too, in this process, so that this takes no more memory of them.
         return expert_kernels([torch.cuda.get_device_capability(index) for index in range(self.gpus)])

@@ -14,7 +14,7 @@ from engine3d.platform.peer_memory import Copy, PeerExchange, PeerMemory
 
 @functools.cache
 def _copy_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all copies of a device: one set of them after the other, each at the full rate."""
+    """Return the stream of all copies of a device: one set after the other, each at the full rate."""
     return torch.cuda.Stream(device)
 
 

@@ -168,9 +168,14 @@ def build_model(
     """SGLang's model, its parameters not filled, for the rank of SGLang's present process groups."""
     from transformers import CONFIG_MAPPING
 
+    with quick_imports():
+        from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY as classes_of_sglang
+
     # A copy, because SGLang's models write into theirs.
     full_config = deepcopy({**hf_config, **sglang_overrides(hf_config)})
-    config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(full_config)
+    model_type = hf_config["model_type"]
+    config_class = classes_of_sglang[model_type] if model_type in classes_of_sglang else CONFIG_MAPPING[model_type]
+    config = config_class.from_dict(full_config)
     model_class = _model_class(full_config["architectures"][0])
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +27,8 @@ _REGISTERED = (
     "weight",
     "bias",
     "gate_weight",
+    "dt_bias",
+    "A_log",
     "lora_A",
     "lora_B",
     "embedding",
@@ -34,6 +37,8 @@ _REGISTERED = (
     "layers",
     "input_layernorm",
     "self_attention",
+    "core_attention",
+    "softmax_offset",
     "linear_proj",
     "linear_q_proj",
     "linear_q_down_proj",
@@ -46,6 +51,10 @@ _REGISTERED = (
     "k_layernorm",
     "query_norm",
     "key_norm",
+    "in_proj",
+    "conv1d",
+    "out_norm",
+    "out_proj",
     "pre_mlp_layernorm",
     "mlp",
     "router",
@@ -58,7 +67,7 @@ _REGISTERED = (
     "output_layer",
 )
 _ORDER = {name: number for number, name in enumerate(_REGISTERED)}
-_NUMBERED = re.compile(r"(weight|bias|)(\d+)")
+_NUMBERED = re.compile(r"(weight|bias|lora_A|lora_B|)(\d+)")
 
 
 class PlannedTrainer:
@@ -227,6 +236,17 @@ def parameter_buffers(local_tensors: Iterable[LocalParameter], copies: int, *, t
     return [_chunk_buffer(chunk, copies, tied) for _, chunk in groupby(parameters, key=lambda local: local.chunk)]
 
 
+def unpadded_elements(parameters: Iterable[LocalParameter], copies: int) -> int | None:
+    """Elements of all buffers of a rank's parameters; None where one of these is padded, which its place decides."""
+    by_chunk = Counter[int]()
+    for local in parameters:
+        if (elements := prod(local.shape)) % _PARAMETER_ALIGNMENT:
+            return None
+        by_chunk[local.chunk] += local.count * elements
+    alignment = lcm(copies, _BUCKET_ALIGNMENT)
+    return sum(_up(elements, alignment) for elements in by_chunk.values())
+
+
 def _chunk_buffer(parameters: Iterable[LocalParameter], copies: int, tied: bool) -> ParameterBuffer:
     bucket_alignment = lcm(copies, _BUCKET_ALIGNMENT)
     starts: list[tuple[LocalParameter, int]] = []
@@ -266,7 +286,7 @@ def _up(value: int, multiple: int) -> int:
 def _holdings(local: LocalParameter, buffer: int, offset: int, strides: tuple[int, ...]) -> Iterator[Holding]:
     for region in local.slices:
         first = offset + sum(start * stride for (start, _), stride in zip(region.local_box, strides, strict=True))
-        yield Holding(region.hf_name, region.hf_box, buffer, first, strides)
+        yield Holding(region.hf_name, region.hf_box, buffer, first, region.strides(strides))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -64,6 +64,8 @@ class StandIn(Tensor):
     boxes: tuple[SourceBox, ...]
     casts: tuple[torch.dtype, ...]
     """Every dtype that the values went through, the checkpoint's first."""
+    is_zero: bool = False
+    """True once a loader has overwritten the values with zeros: on ranks that share a bias, on all but the first."""
 
     @staticmethod
     def __new__(cls, boxes: tuple[SourceBox, ...], shape: Sequence[int], casts: tuple[torch.dtype, ...]) -> StandIn:
@@ -102,6 +104,9 @@ class StandIn(Tensor):
             source.boxes[0].source.copied(first, source)
             return first
         if isinstance(first, StandIn):
+            if func is _aten.zero_.default:
+                first.is_zero = True
+                return first
             if func in _CONVERSIONS:
                 return first._converted(kwargs.get("dtype"))
             if _is_view(func):
@@ -117,7 +122,7 @@ class StandIn(Tensor):
     def _converted(self, dtype: torch.dtype | None) -> StandIn:
         if dtype is None or dtype == self.dtype:
             return self._with(self.boxes, self.shape)
-        return StandIn(self.boxes, self.shape, (*self.casts, dtype))
+        return self._with(self.boxes, self.shape, (*self.casts, dtype))
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if len(self.boxes) > 1:
@@ -163,8 +168,12 @@ class StandIn(Tensor):
                 boxes.append(SourceBox(box.source, view, tuple(begin)))
         return self._with(tuple(boxes), shape)
 
-    def _with(self, boxes: tuple[SourceBox, ...], shape: Sequence[int]) -> StandIn:
-        return StandIn(boxes, shape, self.casts)
+    def _with(
+        self, boxes: tuple[SourceBox, ...], shape: Sequence[int], casts: tuple[torch.dtype, ...] | None = None
+    ) -> StandIn:
+        made = StandIn(boxes, shape, self.casts if casts is None else casts)
+        made.is_zero = self.is_zero
+        return made
 
 
 def _is_view(func: Any) -> bool:
@@ -175,7 +184,8 @@ def _is_view(func: Any) -> bool:
 def _concatenated(tensors: Sequence[Tensor], dimension: int) -> StandIn:
     stand_ins = list(_stand_ins(tensors))
     first = stand_ins[0]
-    if len(stand_ins) != len(tensors) or any(stand_in.casts != first.casts for stand_in in stand_ins):
+    unlike = any(stand_in.casts != first.casts or stand_in.is_zero for stand_in in stand_ins)
+    if unlike or len(stand_ins) != len(tensors):
         names = ", ".join(stand_in.origin for stand_in in stand_ins)
         raise EngineError(
             f"tracing SGLang's weight loader: {names}: the loader joins it with a tensor that is not of the "

@@ -88,6 +88,8 @@ def refresh_derived(model: nn.Module) -> None:
         for module in model.modules():
             if (copy := getattr(module, _ROUTER_COPY, None)) is not None:
                 copy.copy_(cast(Any, module).weight)
+            if (shifted := getattr(module, _SHIFTED_WEIGHT, None)) is not None:
+                torch.add(cast(Any, module).weight, 1.0, out=shifted)
     if not hasattr(model, "post_load_weights"):
         return
     before = derived_tensors(model)
@@ -104,16 +106,29 @@ def refresh_derived(model: nn.Module) -> None:
 
 _ROUTER_COPY = "_weight_fp32"
 """Buffer of SGLang's `Glm4MoeGate`."""
+_SHIFTED_WEIGHT = "gemma_weight"
+"""Buffer of SGLang's `GemmaRMSNorm`."""
+_VIEW_OF_WEIGHT = "conv_weights"
+"""Attribute of SGLang's `RadixLinearAttention`."""
+
+
+def rebind_views(model: nn.Module) -> None:
+    """Renew the view of a parameter that Qwen3-Next's linear attention keeps, after the parameter got other memory."""
+    for module in model.modules():
+        if isinstance(getattr(getattr(module, "attn", None), _VIEW_OF_WEIGHT, None), Tensor):
+            layer: Any = module
+            setattr(layer.attn, _VIEW_OF_WEIGHT, layer.conv1d.weight.detach().squeeze(1))
 
 
 def derived_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that modules keep as plain attributes, neither parameters nor registered buffers."""
-    return {
+    """Tensors that modules keep as plain attributes, neither parameters nor registered buffers; and shifted weights."""
+    plain = {
         f"{prefix}.{name}": value
         for prefix, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, Tensor)
     }
+    return plain | {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{_SHIFTED_WEIGHT}")}
 
 
 # Attributes of SGLang's layers, and the transformation of their weights after loading where they are true.
@@ -217,13 +232,19 @@ class _Recorder:
             yield name, StandIn.of(self._current, dtype)
 
     def is_target(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._by_storage
+        """True if a tensor is memory of the model that may be loaded."""
+        targets = [self._targets[index] for index in self._by_storage.get(_storage(tensor), ())]
+        return any(target.is_parameter or not target.name.endswith(f".{_SHIFTED_WEIGHT}") for target in targets)
 
     def copied(self, destination: Tensor, source: StandIn) -> None:
         """A loader copies a stand-in into the model."""
         if destination.shape != source.shape:
             raise self._refused(source.boxes[0].source, f"SGLang copies {list(source.shape)} of it", destination.shape)
         if not source.numel():
+            return
+        if source.is_zero:
+            self.filled(destination)
+            destination.zero_()
             return
         _check_casts(source, destination.dtype)
         index = self._find(destination, source.origin)
@@ -313,7 +334,9 @@ class _PlainWrites(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        destination = args[0] if args and func._schema.is_mutable and StandIn not in types else None
+        destination = None
+        if args and func._schema.is_mutable and StandIn not in types:
+            destination = (kwargs or {}).get("out", args[0])
         if isinstance(destination, Tensor) and self._recorder.is_target(destination):
             if func not in _FILLS or any(args[1:]):
                 raise EngineError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from engine3d.reshard.describe.shards import Alias, Buffer, Holding, RankShards
@@ -95,7 +96,7 @@ def _alias(
     (source_buffer,) = source_buffers
     if source.buffers[source_buffer].dtype != buffer.dtype:
         return None
-    affine = _affine(buffer.shape, copies)
+    affine = _affine(buffer.shape, tuple(copies))
     return None if affine is None else Alias(number, source.rank, source_buffer, *affine)
 
 
@@ -115,7 +116,8 @@ def _copy(mine: Holding, theirs: Holding) -> _Copy | None:
     return _Copy(source, target, tuple(sorted(dimensions, key=lambda dimension: -dimension[2])))
 
 
-def _affine(shape: tuple[int, ...], copies: list[_Copy]) -> tuple[int, tuple[int, ...]] | None:
+@lru_cache(maxsize=64)  # those of a layer, since layers are mostly alike
+def _affine(shape: tuple[int, ...], copies: tuple[_Copy, ...]) -> tuple[int, tuple[int, ...]] | None:
     """Offset and strides in the source of a contiguous target that the copies fill, if there are such."""
     dense = contiguous_strides(shape)
     offset = _find(copies, 0)
@@ -137,7 +139,7 @@ def _affine(shape: tuple[int, ...], copies: list[_Copy]) -> tuple[int, tuple[int
     return None
 
 
-def _find(copies: list[_Copy], element: int) -> int | None:
+def _find(copies: tuple[_Copy, ...], element: int) -> int | None:
     return next((position for copy in copies if (position := copy.source_of(element)) is not None), None)
 
 

@@ -26,7 +26,6 @@ class Message:
         sender, receiver: their indices among the participants.
         transfers: sorted by target; all have the same source.
         dtypes: for each transfer those of its target's buffers.
-        nbytes: of the targets' dtypes.
     """
 
     sender: int
@@ -36,6 +35,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all transfers, by the targets' dtypes."""
         return sum(transfer.nbytes for transfer in self.transfers)
 
 

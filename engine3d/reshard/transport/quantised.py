@@ -67,10 +67,10 @@ class QuantisedWeights:
     ) -> None:
         kept = [(local, tensor) for local, tensor in parameters if not _is_quantised(local, tensors)]
         quantised = [
-            (hf_name, tensor, *joined)
+            (hf_name, tensor, box, slices)
             for local, tensor in parameters
             if _is_quantised(local, tensors)
-            for hf_name, joined in joined_slices(local.slices).items()
+            for hf_name, box, slices in joined_slices(local.slices)
         ]
         shards, storages = model_shards(kept, name, rank, location)
         first = len(shards.buffers)

@@ -60,19 +60,22 @@ class WeightSender:
     Args:
         shards: of the rank.
         storages: the memory of each buffer of the shards.
-        quantise: brings quantised memory up to date with the parameters, if there is any. Called once for each version:
-            before its first transfer, or one that is repeated.
+        updates: bring merged, then quantised memory up to date with the parameters. Called once for each
+            version: before its first transfer, or one that is repeated.
+        base: fingerprint of the model under adapters that engines get apart from it; None elsewhere.
     """
 
     def __init__(
         self,
         shards: RankShards,
         storages: Sequence[torch.UntypedStorage],
-        quantise: Callable[[], None] | None = None,
+        *updates: Callable[[], None],
+        base: str | None = None,
     ) -> None:
         self.shards = shards
-        self._quantise = quantise
-        self._quantised: int | None = None
+        self._base = base
+        self._updates = updates
+        self._updated: int | None = None
         self._sent: set[int] = set()
         self._storages = tuple(storages)
         self._outlets: list[_Outlet] = []
@@ -80,7 +83,8 @@ class WeightSender:
 
     def share(self) -> SharedShards:
         """The shards, with handles by which other processes of the node can map their memory."""
-        return SharedShards(self.shards, tuple(platform.share_memory(storage) for storage in self._storages))
+        handles = tuple(platform.share_memory(storage) for storage in self._storages)
+        return SharedShards(self.shards, handles, base=self._base)
 
     def publish(self, path: Path) -> None:
         """Write the result of `share` to a file, atomically."""
@@ -133,9 +137,10 @@ class WeightSender:
             EngineError: another rank of the collective transport failed or did not answer in time.
         """
         assert self._outlets, "connect comes first"
-        if self._quantise is not None and (version != self._quantised or transfer in self._sent):
-            self._quantise()
-            self._quantised, self._sent = version, set()
+        if version != self._updated or transfer in self._sent:
+            for update in self._updates:
+                update()
+            self._updated, self._sent = version, set()
         self._sent.add(transfer)
         return self._outlets[transfer].send(version)
 
@@ -147,7 +152,7 @@ class WeightSender:
     def close(self) -> None:
         """Unmap the memory of other ranks, and leave the collective transport's groups."""
         outlets, self._outlets, self._messages = self._outlets, [], None
-        self._quantised, self._sent = None, set()
+        self._updated, self._sent = None, set()
         for outlet in outlets:
             if outlet.participant is not None:
                 outlet.participant.close()

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import hashlib
 import itertools
+import json
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,10 +20,42 @@ from engine3d.rollout.scheduler.routes import ROUTES
 from engine3d.rollout.scheduler.text_stops import PARAMETER
 from engine3d.rollout.scheduler.versions import VERSIONS
 
+ADAPTER_VARIABLE = "ENGINE3D_ROLLOUT_ADAPTER"
+"""Environment variable of an engine with an adapter: its config as PEFT has it, in JSON."""
+_ADAPTER = "policy"
+
 if TYPE_CHECKING:
     import numpy as np
 
     from engine3d.models.experts.routes import RouteFormat
+
+
+def adapter_name() -> str | None:
+    """SGLang's name of the adapter of all requests; None without one."""
+    return _ADAPTER if ADAPTER_VARIABLE in os.environ else None
+
+
+async def add_adapter(manager: Any) -> None:
+    """Make SGLang's adapter, with zeros for its values until the first transfer.
+
+    Args:
+        manager: SGLang's tokenizer manager.
+
+    Raises:
+        EngineError: SGLang refuses it.
+    """
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    request = LoadLoRAAdapterFromTensorsReqInput(
+        lora_name=_ADAPTER,
+        config_dict=json.loads(os.environ[ADAPTER_VARIABLE]),
+        serialized_tensors=MultiprocessingSerializer.serialize({}, output_str=True),
+        pinned=True,
+    )
+    result = await manager.load_lora_adapter_from_tensors(request)
+    if not result.success:
+        raise EngineError(f"SGLang takes no adapter: {result.error_message}")
 
 
 class SglangBatches:
@@ -106,6 +140,8 @@ class SglangBatches:
                 arguments["routed_dp_rank"] = group
             rids = [names[index] for index in of_group]
             arguments["return_routed_experts"] = return_routed_experts
+            if (adapter := adapter_name()) is not None:
+                arguments["lora_path"] = [adapter] * len(of_group)
             calls.append(self._engine.async_generate(rid=rids, return_logprob=True, **arguments))
             indices += of_group
         self._names[id] = list(names)

@@ -42,7 +42,7 @@ def temporary_log(kind: str) -> Path:
 
 
 def log_answered() -> None:
-    """Print the exception that is being handled, and told to the client, so that it is no `root_cause` of a death."""
+    """Print the exception that is handled and reported to the client, so that it is no `root_cause` of a death."""
     print(textwrap.indent(traceback.format_exc(), "  "), file=sys.stderr, flush=True)
 
 

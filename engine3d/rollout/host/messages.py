@@ -25,9 +25,9 @@ class EndedResponses:
 
 @dataclass(frozen=True, slots=True)
 class GivenLogprobs:
-    """Natural log-probabilities, at temperature 1, of the tokens of a given sequence from its `first` one on.
+    """Natural log-probabilities, at temperature 1, of the tokens of a given sequence from its token `first` on.
 
-    `top_tokens[i]` are the most likely tokens in the place of token `first + i`, by falling probability, and
+    `top_tokens[i]` are the most likely tokens at the position of token `first + i`, by falling probability, and
     `top_logprobs[i]` theirs.
     """
 

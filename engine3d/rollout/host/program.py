@@ -25,7 +25,7 @@ from engine3d.models.experts.routes import RouteFormat
 from engine3d.platform import platform
 from engine3d.rollout import moe_configs
 from engine3d.rollout.host.client_connection import ClientConnection
-from engine3d.rollout.host.generation import SglangBatches
+from engine3d.rollout.host.generation import SglangBatches, adapter_name, add_adapter
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.member import end_engine, serve_member
 from engine3d.rollout.host.messages import (
@@ -91,6 +91,8 @@ class _Server:
         loop.add_signal_handler(signal.SIGQUIT, self._fail)
         for descriptor, rank in watched_ranks().items():
             loop.add_reader(descriptor, self._fail, rank)
+        if adapter_name() is not None:
+            await add_adapter(self._manager)
         vocab_size = self._manager.model_config.vocab_size
         self._client.send(Reply(START_ID, Limits(self._cache_tokens, int(vocab_size))))
         telling = asyncio.create_task(self._tell_progress())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from engine3d.engine_stats import EngineStats
-from engine3d.rollout.host.generation import SglangBatches, drawn, sampling_parameters
+from engine3d.rollout.host.generation import SglangBatches, adapter_name, drawn, sampling_parameters
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.messages import EndedResponses
 from engine3d.rollout.host.progress import SchedulerState
@@ -225,6 +225,7 @@ class ResponseStream:
             rid=name,
             return_logprob=True,
             extra_key=f"stream-{self._caches}",
+            lora_path=adapter_name(),
             return_routed_experts=self._routes is not None,
             routed_experts_start_len=known,
         )

@@ -22,7 +22,7 @@ _TILE_ROWS = 64
 
 
 def table_bytes(requests: int, tokens: int) -> int:
-    """Memory of an engine's rank for it: pages of so many requests of so many tokens, and of half as many groups."""
+    """Memory of an engine's rank for it: pages of the requests with the tokens of one, and of half as many groups."""
     return 6 * requests * tokens
 
 

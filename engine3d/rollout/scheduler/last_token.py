@@ -2,7 +2,7 @@
 
 It looks at the length first: a response whose end comes with the last token that `max_new_tokens` allows would be told
 as one that was cut. And it looks whether the response is to be aborted: one that has just ended would be sent again
-with its end in it, and go on behind that.
+with its end in it, and continue behind that.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
+from engine3d.rollout.host.generation import ADAPTER_VARIABLE
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.requests import Response
 from engine3d.rollout.scheduler.in_flight import drop_unused, responses_in_flight
@@ -63,6 +64,19 @@ class RankResult:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """The model that a transfer's adapters belong to.
+
+    Args:
+        fingerprint: of its weights.
+        sent: True if the transfer brought these, too.
+    """
+
+    fingerprint: str
+    sent: bool
+
+
 def answers_path(call: Path) -> Path:
     """File of the pickled outcomes of all ranks, in their order, which the first rank writes for the Call at `call`."""
     return call.with_suffix(".answers")
@@ -75,6 +89,9 @@ class EngineRank:
         self._runner = runner
         self._aliased: dict[int, Any] = {}
         self._trace: LoadTrace | None = None
+        self._adapter: LoadTrace | None = None
+        self._base: str | None = None
+        """Fingerprint of the model that a transfer brought, under adapters."""
         self._shards: RankShards | None = None
         self._participant: Participant | None = None
         self._program: CopyProgram | None = None
@@ -142,7 +159,7 @@ class EngineRank:
         from engine3d.reshard.describe.memory import SharedShards
         from engine3d.reshard.describe.shards import Location, RankShards
 
-        trace, pulls = self._traced(), self._releases
+        trace, pulls = self._described(), self._releases
         aliases = tuple(self._aliased.values())
         location = (
             locations[self.rank] if locations else Location(platform.node, platform.device_name(self._local_rank))
@@ -167,7 +184,7 @@ class EngineRank:
             EngineError: the scheduler continues.
         """
         if paused and not self._scheduler._engine_paused:
-            raise EngineError("the scheduler was asked to pause, and goes on; its weights cannot be written")
+            raise EngineError("the scheduler was asked to pause and continues; its weights cannot be written")
         platform.synchronize()
 
     def serve(self, version: int) -> None:
@@ -242,9 +259,21 @@ class EngineRank:
         if loaded < sum(buffer.elements for buffer in trace.buffers):
             self._trace_load()
 
-    def seal(self) -> None:
-        """All weights are written: bring what SGLang derives from them up to date."""
+    def seal(self, base: AdapterBase | None = None) -> None:
+        """All weights are written: bring what SGLang derives from them up to date.
+
+        Args:
+            base: the model under adapters.
+
+        Raises:
+            EngineError: adapters came alone, and this rank has not the model that they belong to.
+        """
         from engine3d.reshard.describe.trace import refresh_derived
+
+        if base is not None and base.sent:
+            self._base = base.fingerprint
+        elif base is not None and self._base != base.fingerprint:
+            raise EngineError(f"adapters of the model {base.fingerprint} came to an engine with {self._base or 'none'}")
 
         platform.synchronize()
         refresh_derived(self._runner.model)
@@ -257,15 +286,20 @@ class EngineRank:
 
     def verify(self, directory: str) -> list[BufferDifference]:
         """Compare what this rank holds with what SGLang's loader makes of a HuggingFace directory, bit for bit."""
-        from engine3d.reshard.verify import differences
+        from engine3d.reshard.verify import adapter_differences, differences
 
-        return differences(self._runner.model, self._traced(), Path(directory))
+        weights, path = self._traced(), Path(directory)
+        differing = differences(self._runner.model, weights, path)
+        if self._adapter is not None:
+            differing += adapter_differences(self._runner.lora_manager, self._adapter, path)
+        return differing
 
     # What they stand on
 
     def _bind(self, source: SharedShards) -> None:
         """Map parameters with the same bytes as the trainer's to the trainer's memory, and free their own."""
         from engine3d.reshard.describe.shards import RankShards
+        from engine3d.reshard.describe.trace import rebind_views
         from engine3d.reshard.plan.aliases import find_aliases
 
         trace, memory = self._traced(), self._memory()
@@ -282,6 +316,7 @@ class EngineRank:
             view.set_(storages[alias.source_buffer], alias.offset, shape, alias.strides)
             parameter.data = view
             self._aliased[alias.target_buffer] = alias
+        rebind_views(self._runner.model)
         platform.empty_cache()
 
     def _let_go(self) -> None:
@@ -296,7 +331,21 @@ class EngineRank:
         from engine3d.reshard.verify import loadable_memory
 
         memory = loadable_memory(self._runner.model)
-        return [memory[buffer.name] for buffer in self._traced().buffers]
+        adapter = self._adapter.tensors if self._adapter is not None else ()
+        return [*(memory[buffer.name] for buffer in self._traced().buffers), *adapter]
+
+    def _described(self) -> LoadTrace:
+        """The trace of the weights, with the adapter's after it."""
+        from engine3d.reshard.describe.adapter import adapter_trace
+        from engine3d.reshard.describe.trace import LoadTrace
+
+        weights = self._traced()
+        if ADAPTER_VARIABLE not in os.environ:
+            return weights
+        adapter = self._adapter = adapter_trace(self._runner.lora_manager, weights)
+        first = len(weights.buffers)
+        moved = tuple(replace(holding, buffer=first + holding.buffer) for holding in adapter.holdings)
+        return LoadTrace(weights.buffers + adapter.buffers, weights.holdings + moved)
 
     def _traced(self) -> LoadTrace:
         if self._trace is None:

@@ -52,11 +52,11 @@ class RouteCapturer(RoutedExpertsCapturer):  # type: ignore[misc]
         self.host_cache = RouteMemory(num_tokens if self._responds else 0, format)
 
     def on_forward_end(self, forward_batch: Any, *arguments: Any, **named: Any) -> Any:
-        """Note the routes of a pass, on ranks that send responses."""
+        """Record the routes of a pass, on ranks that send responses."""
         return super().on_forward_end(forward_batch, *arguments, **named) if self._responds else None
 
     def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> Any:
-        """Routes of a request's tokens from `start_len` to its last but one: (rows, columns), None on other ranks."""
+        """Return routes (rows, columns) of a request's tokens from `start_len` to the last but one; None elsewhere."""
         return super().get_topk(req_pool_idx, seqlen, req_to_token_pool, start_len) if self._responds else None
 
     def _get_local_slice(self, forward_batch: Any, *arguments: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A mean taken inside each micro-batch or each rank depends on the cut. So the weight of every token is computed once,
 over the whole mini-batch, and travels with the token: the loss of the mini-batch is the plain sum of weight * token
-loss, in whatever pieces and on whatever ranks that sum is taken.
+loss, however the sum is split over micro-batches and ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures about an update that come out exactly the same however its tokens were cut into pieces."""
+"""Metrics of an update that are exactly the same however its tokens were split."""
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ from collections.abc import Buffer, Callable
 from pathlib import Path
 
 from engine3d.errors import EngineError, UserError, shortened, visible
-from hybridflow.cluster.hosts.checks.gathering import gather_logs
-from hybridflow.cluster.hosts.driver_link import lost_host, tell_failure
+from hybridflow.cluster.driver_link import lost_host, tell_failure
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.errors.rank_failure import Failure
-from hybridflow.rundir.first_failure import describe, say_card, write_failure
-from hybridflow.rundir.progress import where_now
+from hybridflow.rundir.status.first_failure import describe, say_card, write_failure
+from hybridflow.rundir.status.progress import where_now
 from hybridflow.workers.failure_diagnosis import Kind, kind_of
 
 _PREFIX = "hybridflow: "
@@ -57,7 +56,9 @@ class LastWords:
         tell_failure(where_now().partition(",")[0], line)
         if self.directory is None:
             return
-        gather_logs()
+        from hybridflow.cluster.ray.node_actors import copy_logs  # here: most commands need no Ray
+
+        copy_logs()
         # The cause is on stderr already: what keeps the card from being made hides nothing.
         with contextlib.suppress(OSError, ValueError):
             card = describe(

@@ -11,10 +11,10 @@ from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli.common.outcome import guarded
 from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.driver_link import driver_link
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
-from hybridflow.cluster.hosts.driver_link import driver_link
-from hybridflow.rundir.lock import check_free
 from hybridflow.rundir.private import keep_private
+from hybridflow.rundir.status.lock import check_free
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -78,7 +78,7 @@ def _resolved(parsed: argparse.Namespace, overrides: Sequence[str]) -> list[str]
 
     nodes, link = None, driver_link()
     if link is not None:
-        nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
+        nodes = [host.node for host in link.hosts]
     elif getattr(parsed, "gpus_per_node", None) or isinstance(getattr(parsed, "nodes", None), int):
         count, gpus = parsed.nodes or 1, getattr(parsed, "gpus_per_node", None) or 8
         nodes = [Node(f"node {number}", gpus=gpus, cpu_slots=0) for number in range(count)]
@@ -88,15 +88,18 @@ def _resolved(parsed: argparse.Namespace, overrides: Sequence[str]) -> list[str]
 
 
 def check_cluster(recipe: Recipe) -> int:
-    """Check the cluster that a recipe names, if it names one. Return 0, or the exit code of a failure that is said."""
+    """Check the nodes of a launch, or of the cluster that a recipe names. Return 0, or the exit code of a failure."""
 
     def check() -> int:
-        from hybridflow.trainer.startup.attached_cluster import check_cluster_of
+        with quick_imports():
+            from hybridflow.trainer.startup.node_checks import check_nodes_of
 
-        check_cluster_of(recipe.placement, recipe.device_maps, recipe.run_dir, recipe.limits)
+        check_nodes_of(recipe)
         return 0
 
-    return guarded(check) if recipe.placement.cluster is not None else 0
+    link = driver_link()
+    is_on_several = recipe.placement.cluster is not None or (link is not None and len(link.hosts) > 1)
+    return guarded(check) if is_on_several else 0
 
 
 def several_actors_launched(parsed: argparse.Namespace) -> UserError:
@@ -137,11 +140,11 @@ def checked_recipes(
     check_open_files()
     link = driver_link()
     if link is not None:
-        nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
+        nodes = [host.node for host in link.hosts]
     recipes = loaded_recipes(parsed) if recipes is None else recipes
     for recipe in recipes.values() if starts else ():
         check_name(recipe.directory, recipe.resume, overwrite=recipe.overwrite)
-    if len(recipes) > 1 and link is not None and len(link.cluster.hosts) > 1:
+    if len(recipes) > 1 and link is not None and len(link.hosts) > 1:
         raise several_actors_launched(parsed)
 
     with quick_imports():
@@ -151,8 +154,4 @@ def checked_recipes(
     warnings = check_recipe(one, nodes, **memory) if len(recipes) == 1 else check_actors(recipes, nodes, **memory)
     for warning in warnings:
         print(warning, flush=True)
-    if link is not None:
-        from hybridflow.planning.checks.shared_disk import check_shared_disks
-
-        check_shared_disks(one, link.cluster.hosts, link.apart)
     return recipes

@@ -92,9 +92,9 @@ def _is_of_hub(name: str) -> bool:
 def _data(given: str, prompt: str | None, answer: str | None) -> Data:
     """The file and its columns. Raises UserError where it cannot be read, or prompts are not found in it."""
     with quick_imports():
-        from hybridflow.data.files.column_guess import guess_columns
         from hybridflow.data.files.config import FileSource
-        from hybridflow.data.files.opening import default_cache, files_of, open_rows
+        from hybridflow.data.files.formats.column_guess import guess_columns
+        from hybridflow.data.files.formats.opening import default_cache, files_of, open_rows
 
     path = Path(given)
     if not path.exists() and _is_of_hub(given):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridflow.data.files.column_guess import GuessedColumns
+    from hybridflow.data.files.formats.column_guess import GuessedColumns
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _QUANTITY = re.compile(r"[1-9][0-9]*(Mi|Gi|Ti|M|G|T)", re.ASCII)
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
-    """The options that no other launcher has."""
+    """Add the options that no other launcher has."""
     parser.add_argument("--image", metavar="IMAGE", help="of all pods: the repository's Dockerfile with KUBERNETES=1")
     parser.add_argument("--claim", metavar="NAME", help="persistent volume claim that all pods write to")
     parser.add_argument("--namespace", metavar="NAME", help="(that of kubectl)")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """The command.
+    """Run the command.
 
     Raises:
         UserError: an option or the recipe is wrong, or Kubernetes refuses the job.
@@ -61,7 +61,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def requested_run(parsed: argparse.Namespace) -> KubernetesRun:
-    """The run that the options and the recipe ask for.
+    """Return the run that the options and the recipe request.
 
     Raises:
         UserError: an option is wrong, or the recipe, or its placement on such nodes.
@@ -131,7 +131,7 @@ def _check_recipe(data: Mapping[str, Any]) -> None:
         )
     if data.get("overwrite"):
         raise UserError(
-            "overwrite=true: each start of the job's driver would begin anew; expected another name, or the directory "
+            "overwrite=true: each start of the job's driver would begin again; expected another name, or the directory "
             "of the earlier run removed"
         )
     for key in redacted_keys(redacted(data)):

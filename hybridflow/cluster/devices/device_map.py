@@ -23,14 +23,14 @@ from engine3d.errors import UserError, shortened
 
 DeviceKind = Literal["cpu", "cuda"]
 TRAIN, ROLLOUT, REWARD = ROLES = ("train", "rollout", "reward")
-"""What a launcher can give a node to: models that learn or score, engines, reward functions."""
+"""Roles of nodes: models that learn or score, engines, reward functions."""
 
 MOST_NODES, MOST_GPUS = 1 << 14, 256
 """Nodes of a cluster, and GPUs of each."""
 MOST_DEVICES = 1 << 17
-"""Of a role; no index is higher."""
+"""Most devices of a role; no index is higher."""
 MOST_CPU_SLOTS = 1024
-"""Of one node: each holds a process."""
+"""Most CPU slots of one node: each holds a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Node:
     """One machine of a cluster."""
 
     name: str
-    """How errors call it: its address, or "this machine"."""
+    """Name in errors: its address, or "this machine"."""
     gpus: int
     cpu_slots: int
     role: str | None = None
-    """What a launcher has given it to: "train", "rollout" or "reward"; None for anything."""
+    """Role that a launcher has given it: "train", "rollout" or "reward"; None for anything."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,7 +63,7 @@ class DeviceMap:
     kind: Literal["cpu", "cuda", "node", "role"]
     indices: tuple[int, ...]
     role: str | None = None
-    """Of the nodes that it means, in place of indices."""
+    """Role of the nodes that it means, in place of indices."""
 
     @classmethod
     def parse(cls, text: str) -> DeviceMap:
@@ -84,13 +84,13 @@ class DeviceMap:
         if not colon or not ranges:
             raise UserError(f"device map {shown} names no device, {example}")
         indices: dict[int, None] = {}
-        for part in ranges.split(","):
-            match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
+        for span in ranges.split(","):
+            match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", span)
             if not match:
-                raise UserError(f"device map {shown}: {shortened(part)!r} is not an index or a range, {example}")
+                raise UserError(f"device map {shown}: {shortened(span)!r} is not an index or a range, {example}")
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
-                raise UserError(f"device map {shown}: the range {part} is empty, expected {last}-{first}")
+                raise UserError(f"device map {shown}: the range {span} is empty, expected {last}-{first}")
             if last >= MOST_DEVICES:
                 raise UserError(f"device map {shown}: the index {last}, expected below {MOST_DEVICES:,}")
             for index in range(first, last + 1):
@@ -134,14 +134,14 @@ class DeviceMap:
                 f"device map {self}: there is no {self.kind}:{beyond[0]}, "
                 f"the cluster ({_nodes(nodes)}) has {_count(ends[-1], what)}"
             )
-        held = [(bisect.bisect_right(ends, index), index) for index in self.indices]
-        return tuple(Device(node, self.kind, index - ends[node] + counts[node]) for node, index in held)
+        devices_of_role = [(bisect.bisect_right(ends, index), index) for index in self.indices]
+        return tuple(Device(node, self.kind, index - ends[node] + counts[node]) for node, index in devices_of_role)
 
     def _of_role(self, nodes: Sequence[Node]) -> tuple[Device, ...]:
         numbers = [number for number, node in enumerate(nodes) if node.role == self.role]
         if not numbers:
-            found = ", ".join(sorted({node.role for node in nodes if node.role is not None}))
-            roles = f"has {found}" if found else "has none with a role"
+            roles = ", ".join(sorted({node.role for node in nodes if node.role is not None}))
+            roles = f"has {roles}" if roles else "has none with a role"
             raise UserError(f"device map {self}: no node has this role, the cluster ({_nodes(nodes)}) {roles}")
         if self.role == REWARD:
             return (Device(numbers[0], "cpu", 0),)
@@ -149,19 +149,19 @@ class DeviceMap:
 
 
 def check_node_roles(devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]) -> None:
-    """Whether every role is on nodes that are for it, or for anything.
+    """Check that every role is on nodes that are for it, or for anything.
 
     Raises:
         UserError: names the role, the node and what the node is for.
     """
-    for role, held in devices.items():
-        wanted = role if role in (ROLLOUT, REWARD) else TRAIN
-        for device in held:
+    for role, devices_of_role in devices.items():
+        required = role if role in (ROLLOUT, REWARD) else TRAIN
+        for device in devices_of_role:
             node = nodes[device.node]
-            if node.role is not None and node.role != wanted:
+            if node.role is not None and node.role != required:
                 raise UserError(
                     f"placement.{role}: {device.kind} {device.index} of {node.name}, whose role is {node.role}; "
-                    f'expected nodes for {wanted}, such as "role:{wanted}"'
+                    f'expected nodes for {required}, such as "role:{required}"'
                 )
 
 
@@ -189,16 +189,16 @@ def pool_devices(
                     "(roles that name one pool do)"
                 )
             owner[device] = name
-    found = {
+    devices_by_role = {
         role: named[text] if text in named else _devices(f"placement.{role}", text, nodes, pools)
         for role, text in roles.items()
     }
-    check_node_roles(found, nodes)
-    return found
+    check_node_roles(devices_by_role, nodes)
+    return devices_by_role
 
 
 def highest_cpu_slot(texts: Sequence[str]) -> int:
-    """How many CPU slots a single machine must offer for these device maps; `MOST_CPU_SLOTS` are the most.
+    """Count the CPU slots that a single machine must offer for these device maps; `MOST_CPU_SLOTS` are the most.
 
     Names of pools, and maps that are wrong, count for nothing: `pool_devices` has the errors for those.
     """

@@ -1,4 +1,4 @@
-"""What the GPUs of a run do while it goes on: sampled on every node, collected by the driver once a step.
+"""Use of a run's GPUs: sampled on every node, collected by the driver once a step.
 
     with DeviceMonitor(bundles, interval_s=1.0, path=directory / "devices.jsonl") as monitor:
         monitor.begin()
@@ -23,19 +23,19 @@ import ray.util
 from ray.exceptions import RayError
 
 from hybridflow.cluster.devices.nvml import MakeReader, NvmlReader
-from hybridflow.cluster.runtime import ray_runtime
+from hybridflow.cluster.ray import ray_session
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceFile, DeviceSample, summarise
 
 if TYPE_CHECKING:
     from hybridflow.cluster.devices.device_map import Device
-    from hybridflow.cluster.runtime.resource_pool import Bundle
+    from hybridflow.cluster.ray.resource_pool import Bundle
 
 _MOST_WAITING = 100_000
 """Samples that a node keeps for a driver that does not ask for them; the oldest go."""
 _PATIENCE_S = 0.5
-"""How long the driver waits for the samplers; what comes later counts for the next step."""
+"""Limit of the driver's wait for the samplers; what comes later counts for the next step."""
 
 
 class _Sampler:
@@ -94,16 +94,16 @@ class DeviceMonitor:
         for bundle in bundles:
             if bundle.device.kind == "cuda" and interval_s > 0:
                 nodes.setdefault(bundle.device.node, {})[bundle.device] = bundle
-        self._held, self._interval_s, self._make_reader = nodes, interval_s, make_reader
+        self._nodes_held, self._interval_s, self._make_reader = nodes, interval_s, make_reader
         self._path = path
         self._file: DeviceFile | None = None
         self._samplers: dict[int, Any] = {}  # of ActorHandle[_Sampler], which Ray makes without types
-        self._asked: dict[int, ray.ObjectRef] = {}
+        self._pending: dict[int, ray.ObjectRef] = {}
         self._since = time.monotonic()
 
     def __enter__(self) -> DeviceMonitor:
-        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(_Sampler) if self._held else None
-        for node, bundles in self._held.items():
+        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(_Sampler) if self._nodes_held else None
+        for node, bundles in self._nodes_held.items():
             visible = [bundle.visible for bundle in bundles.values()]
             options = actor_class.options(scheduling_strategy=next(iter(bundles.values())).strategy())
             self._samplers[node] = options.remote(self._make_reader, visible, self._interval_s)
@@ -124,7 +124,7 @@ class DeviceMonitor:
     def collect(self) -> dict[str, float]:
         """Figures of the time since `begin`, by metric name; none without a sample. The samples are in the file."""
         samples = self._write_new()
-        return _figures(samples, time.monotonic() - self._since) if samples else {}
+        return _metrics(samples, time.monotonic() - self._since) if samples else {}
 
     def _write_new(self) -> list[DeviceSample]:
         """Write what is new to the file, and return it."""
@@ -144,22 +144,22 @@ class DeviceMonitor:
             return []
 
     def _arrived(self) -> list[DeviceSample]:
-        """What the samplers that answer in time have. For one that did not last time, nobody waits again."""
-        fresh = {node: each.drain.remote() for node, each in self._samplers.items() if node not in self._asked}
-        self._asked |= fresh
+        """Samples of the samplers that answer in time. For one that did not last time, nobody waits again."""
+        fresh = {node: sampler.drain.remote() for node, sampler in self._samplers.items() if node not in self._pending}
+        self._pending |= fresh
         if fresh:
             ray.wait(list(fresh.values()), num_returns=len(fresh), timeout=_PATIENCE_S)
-        asked = list(self._asked.values())
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        pending = list(self._pending.values())
+        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         samples: list[DeviceSample] = []
-        for node in [node for node, answer in self._asked.items() if answer in ready]:
-            samples += ray.get(self._asked.pop(node))
+        for node in [node for node, answer in self._pending.items() if answer in ready]:
+            samples += ray.get(self._pending.pop(node))
         return samples
 
     def _end(self) -> None:
         samplers, self._samplers = self._samplers, {}
-        self._asked.clear()
-        if ray_runtime.ray_answers():
+        self._pending.clear()
+        if ray_session.ray_answers():
             for sampler in samplers.values():
                 ray.kill(sampler)
         if self._file is not None:
@@ -167,12 +167,12 @@ class DeviceMonitor:
             self._file = None
 
 
-def _figures(samples: Sequence[DeviceSample], seconds: float) -> dict[str, float]:
+def _metrics(samples: Sequence[DeviceSample], seconds: float) -> dict[str, float]:
     use = summarise(samples, seconds)
-    figures = {
+    values = {
         metrics.DEVICE_UTILISATION: use.utilisation_mean,
         metrics.DEVICE_POWER: use.power_mean_w,
         metrics.DEVICE_MEMORY: use.memory_peak_bytes / 2**20,
         metrics.DEVICE_ENERGY: use.energy_j,
     }
-    return {name: value for name, value in figures.items() if not math.isnan(value)}
+    return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -1,4 +1,4 @@
-"""Who uses the GPUs of a run before it begins: memory that others hold would be missing in the middle of it."""
+"""Use of a run's GPUs by others before it begins: memory that others hold would be missing in the middle of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hybridflow.cluster.devices.nvml import MakeReader, answer
 
 if TYPE_CHECKING:
     from hybridflow.cluster.devices.device_map import Node
-    from hybridflow.cluster.runtime.resource_pool import Bundle
+    from hybridflow.cluster.ray.resource_pool import Bundle
 
 WAIT_S = 20.0
-"""How long memory may take to come free: that of a run which was killed a moment ago, for one."""
+"""Limit of memory coming free, such as that of a run which was killed a moment ago."""
 IDLE_BYTES = 2 * 10**9
-"""What the driver itself may hold of a GPU that nobody uses; 0.65 GB of an H200."""
+"""Memory that the driver itself may hold of an idle GPU; 0.65 GB of an H200."""
 _POLL_S = 0.5
 _ANSWER_S = 30.0
-"""How long another node may take beside the waiting; one that does not answer is taken to be free."""
+"""Limit of another node's answer beyond that wait; one that does not answer is taken to be free."""
 _MOST_GPUS = 4
 _MOST_PROCESSES = 3
 
@@ -53,8 +53,8 @@ def gpus_in_use(visible: Mapping[int, str], wait_s: float, make_reader: MakeRead
     """
     deadline = time.monotonic() + wait_s
     while True:
-        found = [_in_use(index, name, make_reader) for index, name in sorted(visible.items())]
-        in_use = [each for each in found if each is not None]
+        in_use_by_others = [_in_use(index, name, make_reader) for index, name in sorted(visible.items())]
+        in_use = [gpu for gpu in in_use_by_others if gpu is not None]
         if not in_use or time.monotonic() >= deadline:
             return in_use
         time.sleep(_POLL_S)
@@ -70,7 +70,7 @@ def check_gpus_free(visible: Mapping[int, str], wait_s: float) -> None:
     Raises:
         UserError: names the GPUs, how much of them is in use, and by which processes.
     """
-    _refuse([("this machine", each) for each in gpus_in_use(visible, wait_s)])
+    _refuse([("this machine", gpu) for gpu in gpus_in_use(visible, wait_s)])
 
 
 def check_bundles_free(
@@ -89,26 +89,26 @@ def check_bundles_free(
     import ray  # here, because `hybridflow check` needs none of it
     from ray.exceptions import RayError
 
-    held: dict[int, dict[int, Bundle]] = {}
+    by_node: dict[int, dict[int, Bundle]] = {}
     for bundle in bundles:
         if bundle.device.kind == "cuda":
-            held.setdefault(bundle.device.node, {})[bundle.device.index] = bundle
+            by_node.setdefault(bundle.device.node, {})[bundle.device.index] = bundle
     look: Any = ray.remote(num_cpus=0, max_retries=0)(gpus_in_use)
     looking: dict[ray.ObjectRef, int] = {}
-    for node, here in held.items():
+    for node, here in by_node.items():
         pinned = look.options(scheduling_strategy=next(iter(here.values())).strategy())
         visible = {index: bundle.visible for index, bundle in here.items()}
         looking[pinned.remote(visible, wait_s, make_reader)] = node
     if not looking:
         return
     done, late = ray.wait(list(looking), num_returns=len(looking), timeout=wait_s + _ANSWER_S)
-    for each in late:
-        ray.cancel(each, force=True)
-    found: list[tuple[str, InUse]] = []
-    for each in sorted(done, key=looking.__getitem__):
+    for ref in late:
+        ray.cancel(ref, force=True)
+    in_use_by_others: list[tuple[str, InUse]] = []
+    for ref in sorted(done, key=looking.__getitem__):
         with contextlib.suppress(RayError):  # a node that cannot look refuses nothing
-            found += [(f"node {nodes[looking[each]].name}", gpu) for gpu in ray.get(each)]
-    _refuse(found)
+            in_use_by_others += [(f"node {nodes[looking[ref]].name}", gpu) for gpu in ray.get(ref)]
+    _refuse(in_use_by_others)
 
 
 def _in_use(index: int, name: str, make_reader: MakeReader | None) -> InUse | None:
@@ -126,20 +126,20 @@ def _process(pid: int) -> str:
         return f"pid {pid}"
 
 
-def _refuse(found: Sequence[tuple[str, InUse]]) -> None:
-    if not found:
+def _refuse(in_use_by_others: Sequence[tuple[str, InUse]]) -> None:
+    if not in_use_by_others:
         return
-    told = [_told(place, each) for place, each in found[:_MOST_GPUS]]
-    more = f" and {len(found) - _MOST_GPUS} more" if len(found) > _MOST_GPUS else ""
-    expected = "it" if len(found) == 1 else "them"
-    raise UserError(f"placement: {', '.join(told)}{more}; expected {expected} free, or placement.shared_gpus=true")
+    described = [_described(host, gpu) for host, gpu in in_use_by_others[:_MOST_GPUS]]
+    more = f" and {len(in_use_by_others) - _MOST_GPUS} more" if len(in_use_by_others) > _MOST_GPUS else ""
+    expected = "it" if len(in_use_by_others) == 1 else "them"
+    raise UserError(f"placement: {', '.join(described)}{more}; expected {expected} free, or placement.shared_gpus=true")
 
 
-def _told(place: str, gpu: InUse) -> str:
+def _described(host: str, gpu: InUse) -> str:
     number = f" (nvidia-smi: {gpu.number})" if gpu.number != gpu.index else ""
     processes = _listed(gpu.processes)
     return (
-        f"GPU {gpu.index}{number} of {place} has {gpu.used_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB in use "
+        f"GPU {gpu.index}{number} of {host} has {gpu.used_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB in use "
         f"by others{processes and f' ({processes})'}"
     )
 

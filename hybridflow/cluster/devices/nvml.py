@@ -1,4 +1,4 @@
-"""What the GPUs of one node say of themselves, in the process that asks them. No CUDA context is made."""
+"""Readings of the GPUs of one node, in the process that asks for them. No CUDA context is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a GPU says of itself; nan where it does not say.
+    """Reading of a GPU; nan for a value that it does not give.
 
     Args:
         utilisation: share of the last moments in which a kernel ran, in %.
@@ -47,10 +47,10 @@ class DeviceReader(Protocol):
     """Their indices on the node."""
 
     def read(self, gpu: int) -> Reading:
-        """What a GPU is at."""
+        """Read a GPU."""
 
     def memory(self, gpu: int) -> MemoryUse:
-        """How much of a GPU's memory is in use, and by whom."""
+        """Read the memory of a GPU in use, and by whom."""
 
     def capability(self, gpu: int) -> tuple[int, int]:
         """CUDA's compute capability of a GPU, such as (9, 0)."""
@@ -80,7 +80,7 @@ class NvmlReader:
         self.gpus: Sequence[int] = sorted(self._handles)
 
     def read(self, gpu: int) -> Reading:
-        """What a GPU is at. Raises pynvml.NVMLError where it cannot be reached."""
+        """Read a GPU. Raises pynvml.NVMLError where it cannot be reached."""
         nvml, handle = self._nvml, self._handles[gpu]
         return Reading(
             utilisation=self._known(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
@@ -90,7 +90,7 @@ class NvmlReader:
         )
 
     def memory(self, gpu: int) -> MemoryUse:
-        """How much of a GPU's memory is in use. Raises pynvml.NVMLError where it cannot be reached."""
+        """Read the memory of a GPU in use. Raises pynvml.NVMLError where it cannot be reached."""
         nvml, handle = self._nvml, self._handles[gpu]
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         try:
@@ -116,7 +116,7 @@ MakeReader = Callable[[Sequence[str]], DeviceReader]
 
 
 def answer[T](name: str, ask: Callable[[DeviceReader, int], T], make_reader: MakeReader | None = None) -> T | None:
-    """What one GPU says of itself; None where it cannot be read, for whatever reason.
+    """Ask one GPU; None where it cannot be read, for whatever reason.
 
     Args:
         name: the GPU as CUDA_VISIBLE_DEVICES names it.

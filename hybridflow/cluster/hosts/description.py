@@ -1,13 +1,13 @@
-"""What the rest of the system sees of a launch: the hosts of a run, in the order in which the launcher counts them."""
+"""Hosts of a run, in the order in which the launcher counts them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from engine3d.errors import UserError
-from hybridflow.cluster.devices.device_map import ROLES
+from hybridflow.cluster.devices.device_map import ROLES, Node
 
 HostRole = Literal["train", "rollout", "reward"]
 
@@ -36,30 +36,13 @@ class Host:
     cpu_slots: int = 0
     visible: str | None = None
 
+    @property
+    def node(self) -> Node:
+        """The host as placement counts it."""
+        return Node(self.name, self.gpus, self.cpu_slots, self.role)
+
     def __str__(self) -> str:
         return self.name if self.name == self.address else f"{self.name} ({self.address})"
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The hosts of a run."""
-
-    hosts: tuple[Host, ...]
-
-    @property
-    def head(self) -> Host:
-        """The host of the driver and of Ray's head."""
-        return self.hosts[0]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """As values that JSON has."""
-        return [asdict(host) for host in self.hosts]
-
-    @classmethod
-    def from_json(cls, hosts: Sequence[dict[str, Any]]) -> Cluster:
-        """What `as_json` gave."""
-        known = {field.name for field in fields(Host)}
-        return cls(tuple(Host(**{name: each[name] for name in known & each.keys()}) for each in hosts))
 
 
 def checked_role(role: str | None) -> HostRole | None:

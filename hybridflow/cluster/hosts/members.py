@@ -1,4 +1,4 @@
-"""A host of a launch as its supervisor knows it: its description, its connection, and what its agent is asked."""
+"""A host of a launch, from the side of its supervisor."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from typing import Any
 
 from engine3d.errors import EngineError
 from hybridflow.cluster.hosts.channel import Channel, Message
-from hybridflow.cluster.hosts.description import Host, listed
+from hybridflow.cluster.hosts.checks.comparison import Report
+from hybridflow.cluster.hosts.checks.facts import HostFacts
+from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.network.network_settings import Setting
-from hybridflow.errors.log import log
 
 _GONE = "its agent is gone"
 
 
 class Member:
-    """A host as its supervisor knows it.
+    """A host of a launch.
 
     Args:
-        host: as its agent describes it.
+        hello: first message of its agent.
         channel: to its agent.
-        settings: of the network that are in force there.
     """
 
-    def __init__(self, host: Host, channel: Channel, settings: Sequence[Setting] = ()) -> None:
-        self.host, self.channel, self.settings = host, channel, settings
+    def __init__(self, hello: Message, channel: Channel) -> None:
+        self.host = Host(**hello["host"])
+        self.channel = channel
+        self.words: Sequence[str] = hello["words"]
+        self.settings = [Setting(**setting) for setting in hello["settings"]]
+        """Variables of the network in force there."""
+        self.report = Report(self.host, HostFacts(**hello["software"]))
         self.seen = time.monotonic()
         self.gone = asyncio.Event()
-        """Its connection has ended, or tells nothing any more."""
-        self.is_checked = False
-        """Whether it has been compared with the others."""
-        self.is_apart = False
-        """Whether it does not see what host 0 has at `run_dir`."""
+        """Set once its connection has ended, or has been silent for too long."""
+        self.stays = False
+        """True if it was there from the beginning, or has a place in the run, and was never gone since."""
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Message]] = {}
 
     def leave(self) -> None:
-        """It is gone: nothing is waited for any more."""
+        """Note that it is gone: nothing is waited for any more."""
         self.gone.set()
         for future in self._answers.values():
             if not future.done():
@@ -73,13 +76,3 @@ class Member:
         if (error := answer.get("error")) is not None:
             raise EngineError(f"{self.host}: {error}")
         return answer
-
-
-def tell_settings(members: Sequence[Member]) -> None:
-    """Log what is in force of the network, those hosts together that have the same."""
-    by_text: dict[str, list[str]] = {}
-    for member in members:
-        text = ", ".join(map(str, member.settings))
-        by_text.setdefault(text or "nothing set", []).append(str(member.host))
-    for text, names in by_text.items():
-        log.info(f"network of {listed(names)}: {text}")

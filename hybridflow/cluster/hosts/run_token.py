@@ -26,7 +26,7 @@ _MOST = 4096
 
 
 def default_file() -> Path:
-    """Where the file is if no variable says so."""
+    """Path of the file if no variable names one."""
     return Path.home() / _DEFAULT_FILE
 
 

@@ -30,7 +30,7 @@ def remove_orphans() -> None:
 
 
 def parent() -> Path:
-    """Where Ray's directories are made: the path of a socket must stay below 108 characters; Ray itself takes 65."""
+    """Directory of Ray's directories: the path of a socket must stay below 108 characters; Ray itself takes 65."""
     temporary = tempfile.gettempdir()
     return Path(temporary if len(temporary) <= _LONGEST_PARENT else "/tmp")
 
@@ -62,8 +62,8 @@ def give_up(owned: TextIO) -> None:
 
 def _remove_orphans(where: Path) -> None:
     for lock in run_files.named_like(where, _LOCK_NAME):
-        with contextlib.suppress(OSError), run_files.open_own(lock) as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), run_files.open_own(lock) as lock_file:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             directory = lock.with_suffix("")
             if directory.exists(follow_symlinks=False) and not run_files.is_own(directory.lstat(), stat.S_IFDIR):
                 continue

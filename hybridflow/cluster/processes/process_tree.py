@@ -29,7 +29,7 @@ def find_process(pid: int) -> psutil.Process | None:
 
 
 def write_stacks(processes: Processes, *, wake: bool = False) -> None:
-    """Have ranks, and what they have started, write the stacks of all their threads beside their logs.
+    """Ask ranks, and what they have started, to write the stacks of all their threads beside their logs.
 
     Those that do not answer, since their threads that know of it get no turn, get a signal. Other programs do not, also
     where they catch it: LLVM's, such as CUDA's compiler, would end.
@@ -57,22 +57,22 @@ def write_stacks(processes: Processes, *, wake: bool = False) -> None:
 
 def family(roots: Processes) -> list[psutil.Process]:
     """Processes that are there, and all that they have started."""
-    found: dict[int, psutil.Process] = {}
+    members: dict[int, psutil.Process] = {}
     for root in roots:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found |= {each.pid: each for each in (root, *root.children(recursive=True))}
-    return list(found.values())
+            members |= {member.pid: member for member in (root, *root.children(recursive=True))}
+    return list(members.values())
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still until it gets SIGCONT, or a debugger lets it go on."""
+    """True if a process stands still until it gets SIGCONT, or a debugger continues it."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler of a signal, which would end it otherwise."""
+    """True if a process has a handler of a signal, which would end it otherwise."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

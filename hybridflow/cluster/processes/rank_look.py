@@ -1,23 +1,22 @@
-"""What the processes of ranks are at, seen on their own host: by the driver, by an agent, or by a task of Ray's."""
+"""Looks at processes of ranks on their own host, by the driver or the actor of the node."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from hybridflow.cluster.processes.process_tree import family, find_process, is_stopped, write_stacks
-from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeat
+from hybridflow.rundir.status.heartbeat import Heartbeat, read_heartbeat
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank is.
+    """Location of a rank.
 
     Args:
         role, rank: which it is.
@@ -40,7 +39,7 @@ class RankLook:
     """A rank at one moment. Ages are in seconds, by the clock of its host.
 
     Args:
-        place: which rank.
+        location: of the rank.
         is_there: whether its process is.
         stopped: processes of it, or that it has started, which stand still until they get SIGCONT.
         beat: what it said last; None if it has said nothing.
@@ -50,7 +49,7 @@ class RankLook:
         read_bytes: that these have read.
     """
 
-    place: RankPlace
+    location: RankPlace
     is_there: bool
     stopped: tuple[int, ...]
     beat: Heartbeat | None
@@ -60,55 +59,33 @@ class RankLook:
     read_bytes: int = 0
 
 
-def look_here(places: Iterable[RankPlace]) -> list[RankLook]:
+def look_here(locations: Iterable[RankPlace]) -> list[RankLook]:
     """Look at ranks on this host."""
-    return [_look(place) for place in places]
+    return [_look(location) for location in locations]
 
 
-def looks_as_json(looks: Iterable[RankLook]) -> list[dict[str, Any]]:
-    """To be sent as JSON."""
-    return [asdict(look) for look in looks]
-
-
-def looks_from_json(items: Iterable[Mapping[str, Any]]) -> list[RankLook]:
-    """What `looks_as_json` made."""
-    return [
-        RankLook(
-            place=RankPlace(**item["place"]),
-            is_there=item["is_there"],
-            stopped=tuple(item["stopped"]),
-            beat=None if item["beat"] is None else Heartbeat(**item["beat"]),
-            beat_age_s=item["beat_age_s"],
-            pause_s=item["pause_s"],
-            cpu_s=item["cpu_s"],
-            read_bytes=item["read_bytes"],
-        )
-        for item in items
-    ]
-
-
-def write_stacks_here(places: Sequence[RankPlace], wake: bool) -> None:
-    """Have ranks on this host, and all that they have started, write their stacks.
+def write_stacks_here(locations: Sequence[RankPlace], wake: bool) -> None:
+    """Ask ranks on this host, and all that they have started, to write their stacks.
 
     Args:
-        places: of the ranks.
-        wake: let those go on that are stopped, which write nothing otherwise.
+        locations: of the ranks.
+        wake: continue those that are stopped, which write nothing otherwise.
     """
-    found = [process for place in places if (process := find_process(place.pid)) is not None]
-    write_stacks(found, wake=wake)
+    processes = [process for location in locations if (process := find_process(location.pid)) is not None]
+    write_stacks(processes, wake=wake)
 
 
-def _look(place: RankPlace) -> RankLook:
-    process = find_process(place.pid)
+def _look(location: RankPlace) -> RankLook:
+    process = find_process(location.pid)
     members = family([process]) if process is not None else []
-    beat = read_heartbeat(Path(place.heartbeat)) if place.heartbeat is not None else None
-    if beat is not None and beat.pid != place.pid:
+    beat = read_heartbeat(Path(location.heartbeat)) if location.heartbeat is not None else None
+    if beat is not None and beat.pid != location.pid:
         beat = None  # of an earlier run in the same directory
     cpu_s, read_bytes = used_by(members)
     now = time.time()
     age_s = now - beat.at if beat is not None else 0.0
     return RankLook(
-        place=place,
+        location=location,
         is_there=process is not None,
         stopped=tuple(member.pid for member in members if is_stopped(member.pid)),
         beat=beat,

@@ -55,16 +55,16 @@ class Cause:
     Args:
         line: for stderr.
         code: the process's exit code.
-        told: whether the line is on stderr already.
+        printed: True if the line is on stderr already.
     """
 
     line: str
     code: int
-    told: bool = False
+    printed: bool = False
 
 
 class Termination:
-    """That of this process."""
+    """The one of this process."""
 
     def __init__(self) -> None:
         self.grace_s = _DEFAULT_GRACE_S
@@ -123,7 +123,7 @@ class Termination:
             os.close(wake)  # the thread ends, and closes the other end
 
     def begin(self) -> None:
-        """From here on a signal raises what unwinds the stack; one that has come already does so now."""
+        """Raise what unwinds the stack at a signal from here on; for one that has come already, now."""
         if self._wake is None:
             return
         self._raised = False
@@ -136,13 +136,13 @@ class Termination:
         return words if self._cause is None else ""
 
     @property
-    def asked(self) -> bool:
-        """Whether the run is to save and to end, and there is still time."""
+    def stop_requested(self) -> bool:
+        """True if the run is to save and to end, and there is still time."""
         return self._cause is not None and self._limit_s is not None and not self._out_of_time
 
     @contextlib.contextmanager
     def saves(self, limit_s: float | None) -> Iterator[None]:
-        """The block looks at `asked` and `take_save_request`.
+        """The block looks at `stop_requested` and `take_save_request`.
 
         Args:
             limit_s: that it may take to save after SIGINT or SIGTERM, until it calls `end_asked`; None if a signal
@@ -159,7 +159,7 @@ class Termination:
 
     @contextlib.contextmanager
     def abandonable(self) -> Iterator[None]:
-        """What the block is at need not be finished before the run saves: its waits raise Abandoned."""
+        """Make waits of the block raise Abandoned when the run is to save: its work need not be finished before."""
         self._abandonable = True
         try:
             yield
@@ -174,22 +174,22 @@ class Termination:
             return
         self._waiting = True
         try:
-            if self.asked:
+            if self.stop_requested:
                 raise Abandoned
             yield
         except (KeyboardInterrupt, SystemError) as error:
             # What Ray's C++ code makes of anything that a handler raises in it: either, by how far it was.
             is_ours = not isinstance(error, Terminated | SystemError) or isinstance(error.__cause__, Abandoned)
-            if self.asked and is_ours:
+            if self.stop_requested and is_ours:
                 raise Abandoned from None
             raise
         finally:
             self._waiting = False
 
     def take_save_request(self) -> bool:
-        """Whether SIGUSR1 came since the last call."""
-        asked, self._save_asked = self._save_asked, False
-        return asked
+        """True if SIGUSR1 came since the last call."""
+        stop_requested, self._save_asked = self._save_asked, False
+        return stop_requested
 
     def end_asked(self, saved: str | None) -> NoReturn:
         """End the command now, as a signal has asked for.
@@ -226,19 +226,19 @@ class Termination:
         """
         if self._wake is None or self._cause is not None:
             return False
-        self._cause = Cause(line, 1, told=True)
+        self._cause = Cause(line, 1, printed=True)
         self._out_of_time = True
         self.grace_s = min(self.grace_s, _CAUSE_GRACE_S)
         if before_told is not None:
             with contextlib.suppress(Exception):  # the cause is what counts
                 before_told()
-        _tell(line)
+        _print(line)
         # A real signal, which also wakes a main thread that waits for a lock.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         return True
 
     def add_resort(self, resort: Callable[[], None]) -> None:
-        """Have `finish` call `resort`, which ends what is left of what the command has started.
+        """Register `resort` for `finish` to call, which ends what is left of what the command has started.
 
         What is started must end by itself where this process ends by force.
         """
@@ -256,16 +256,16 @@ class Termination:
     def finish(self) -> int:
         """The exit code of a command that a cause ended, once its stack is unwound: says the cause, leaves nothing."""
         assert self._cause is not None
-        cause, self._cause = self._cause, Cause(self._cause.line, self._cause.code, told=True)
-        if not cause.told:
-            _tell(cause.line)
+        cause, self._cause = self._cause, Cause(self._cause.line, self._cause.code, printed=True)
+        if not cause.printed:
+            _print(cause.line)
         for resort in list(self._resorts):
             with contextlib.suppress(Exception):  # the others are to be used too, and the cause is what is told
                 resort()
         return cause.code
 
     def leave(self, code: int) -> None:
-        """What is left of the process has nothing to lose: a signal ends it at once, and so does the end of the grace.
+        """Allow a signal to end the process at once, and so the end of the grace: the rest of it has nothing to lose.
 
         The interpreter waits for threads, one of which may hang in a library, and calls what libraries have left.
         """
@@ -276,7 +276,7 @@ class Termination:
             os._exit(code)
 
         def exit_at_once(number: int, _frame: FrameType | None) -> None:
-            _tell(_word(number))
+            _print(_word(number))
             os._exit(128 + number)
 
         for number in _WORDS:
@@ -288,7 +288,7 @@ class Termination:
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         self._note(number)
-        if self.asked:
+        if self.stop_requested:
             if self._waiting:
                 self._waiting = False
                 raise Abandoned
@@ -300,7 +300,7 @@ class Termination:
     def _ask_to_save(self, _number: int, _frame: FrameType | None) -> None:
         self._save_asked = True
         if self._saves:
-            _tell(
+            _print(
                 "hybridflow: SIGUSR1: the run saves a checkpoint after this step"
                 + self.unless_ending(", and continues")
             )
@@ -333,18 +333,18 @@ class Termination:
                     elif now > max(self._first_s, self._pressed_s) + _SAME_S:
                         self._deadline_s = now  # asked for twice
             if time.monotonic() >= self._deadline_s:
-                if self.asked:
+                if self.stop_requested:
                     self._interrupt_now()
                 else:
                     self._force()
 
     def _time_s(self) -> float:
-        """From the first signal on; says so where it is for a checkpoint."""
+        """Start the grace at the first signal; say so where it is for a checkpoint."""
         limit_s = self._limit_s
         if limit_s is None or self._out_of_time:
             return self.grace_s
         line = self._cause.line if self._cause is not None else ""
-        _tell(f"{line}: the run saves a checkpoint, within {limit_s:g} s, and ends; a second signal ends it at once")
+        _print(f"{line}: the run saves a checkpoint, within {limit_s:g} s, and ends; a second signal ends it at once")
         return limit_s
 
     def _interrupt_now(self) -> None:
@@ -362,8 +362,8 @@ class Termination:
         assert self._cause is not None
         waited_s = time.monotonic() - self._first_s
         forced = f"what had not ended within {waited_s:.0f} s was ended by force"
-        if not self._cause.told:
-            _tell(f"{self._cause.line}; {forced}")
+        if not self._cause.printed:
+            _print(f"{self._cause.line}; {forced}")
         if self.before_force is not None:
             with contextlib.suppress(Exception):  # the cause is what counts
                 self.before_force()
@@ -377,11 +377,11 @@ def _word(number: int) -> str:
     return f"hybridflow: {_WORDS[signal.Signals(number)]}"
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     # Not by sys.stderr, whose lock the main thread may hold.
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 termination = Termination()
-"""That of this process."""
+"""The one of this process."""

@@ -39,27 +39,30 @@ LOCK = ".lock"
 """Ends the name of the file beside DIRECTORY that its owner holds."""
 ENDED = "ended"
 """The file in DIRECTORY with ids of processes that did not die by themselves."""
-_KEEP = "hybridflow.rundir.first_failure"
+DRIVER = "driver"
+"""The file in DIRECTORY with the id of a driver that ends by itself when its launcher is gone."""
+_KEEP = "hybridflow.rundir.status.first_failure"
 """The program that keeps what a run failed of; it imports more than this one."""
 _LIMIT_S = 20.0
 _LATER_S = 2.0
+_DRIVER_S = 20.0
 
 
 def run_processes(marker: str, directory: str) -> list[int]:
     """The processes of the run, but for the one that started it, which may be alive and have stopped Ray."""
     spared = {os.getpid(), os.getppid()}
     groups: dict[int, int] = {}
-    found = set()
+    members = set()
     for entry in Path("/proc").iterdir():
         # Gone meanwhile, or another user's; a zombie has neither environment nor files.
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and int(entry.name) not in spared:
                 groups[int(entry.name)] = os.getpgid(int(entry.name))
                 if any(_shows(thread, marker, directory) for thread in _threads(entry)):
-                    found.add(int(entry.name))
+                    members.add(int(entry.name))
     # Ray gives each worker a group of its own; the group of the daemons is that of the program which started the run.
-    leaders = {pid for pid in found if groups[pid] == pid}
-    return [pid for pid in groups if pid in found or groups[pid] in leaders]
+    leaders = {pid for pid in members if groups[pid] == pid}
+    return [pid for pid in groups if pid in members or groups[pid] in leaders]
 
 
 def _threads(process: Path) -> Iterable[Path]:
@@ -83,7 +86,7 @@ def _shows(thread: Path, marker: str, directory: str) -> bool:
 
 
 def _writes(thread: Path, descriptor: str) -> bool:
-    """Whether a descriptor was opened for writing."""
+    """True if a descriptor was opened for writing."""
     for line in (thread / "fdinfo" / descriptor).read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "flags":
@@ -107,7 +110,7 @@ def kill_run(marker: str, directory: str) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process has closed its files: all of its threads are gone, its first one may be waited for."""
+    """True if a process has closed its files: all of its threads are gone, its first one may be waited for."""
     process = Path(f"/proc/{pid}")
     try:
         state = (process / "stat").read_text().rpartition(")")[2].split()[0]
@@ -178,6 +181,7 @@ def main() -> None:
     cause, run = listen(marker, directory)
     if cause is not None:
         print(f"hybridflow: {cause}", file=sys.stderr, flush=True)
+    _wait_for_driver(Path(directory))
     kill_run(marker, directory)
     if cause is not None and run is not None:
         _keep(run, cause)
@@ -190,8 +194,13 @@ def main() -> None:
         _run(programs)
 
 
+def _wait_for_driver(directory: Path) -> None:
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it has ended
+        select.select([os.pidfd_open(int((directory / DRIVER).read_text()))], [], [], _DRIVER_S)
+
+
 def _keep(run: str, cause: str) -> None:
-    """Have the card of what the run failed of made, in the environment that the run had."""
+    """Write the card of the run's failure, in the environment that the run had."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # the cause has been said
         command = [sys.executable, "-m", _KEEP, run, cause]
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_LIMIT_S, check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +147,9 @@ def suggestion(settings: type[BaseModel], key: Key, value: object, recipe: type[
     others: Mapping[str, str] = getattr(settings, "other_names", {})
     name, group = str(key[-1]), ".".join(map(str, key[:-1]))
     known = _keys_at(settings, key[:-1])
-    exact = others.get(f"{group}.{name}")
+    if value is None and re.fullmatch(r"[\w-]+:\S+", name):
+        return f"expected a space behind the colon, as in {{{name.replace(':', ': ', 1)}}}"
+    exact = _text_of(others, key, dotted=True)
     if exact is None and (near := _typo_of(_plain(name), known)):
         return f"did you mean {'.'.join(map(str, (*key[:-1], near)))}?"
     exact = exact or others.get(_plain(name))
@@ -191,8 +194,16 @@ def _texts_of_leaves(others: Mapping[str, str], key: Key, value: object, depth: 
         dotted = ".".join(map(str, below))
         if isinstance(inner, Mapping):
             yield from _texts_of_leaves(others, below, inner, depth + 1)
-        elif text := others.get(dotted) or others.get(_plain(str(name))):
+        elif text := _text_of(others, below):
             yield f"{dotted}: {text}"
+
+
+def _text_of(others: Mapping[str, str], key: Key, *, dotted: bool = False) -> str | None:
+    """Return the text of the longest end of a key that has one, of one of several names alone if `dotted`."""
+    for first in range(len(key) - (1 if dotted else 0)):
+        if (text := others.get(".".join(_plain(str(name)) for name in key[first:]))) is not None:
+            return text
+    return None
 
 
 def _elsewhere(settings: type[BaseModel], key: Key) -> list[str]:

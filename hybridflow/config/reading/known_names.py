@@ -74,14 +74,14 @@ API_NAMES = Names(_api_names)
 
 
 def no_attribute(kind: type, name: str) -> AttributeError:
-    """The error of a class of the Python API that has no attribute of this name."""
+    """Return the error of a class of the Python API that has no attribute of this name."""
     public = ", ".join(attribute for attribute in vars(kind) if not attribute.startswith("_"))
     text = METHODS.get(f"{kind.__name__}.{name}", f"it has {public}")
     return AttributeError(f"{kind.__name__} has no attribute {name!r}: {text}", name=name)
 
 
 def import_text(name: str) -> str | None:
-    """The text of a module or a name in one, or of the package that it is in.
+    """Return the text of a module or a name in one, or of the package that it is in.
 
     Args:
         name: below this package, such as "trainer.main_ppo" or "data.DataProto".

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybridflow.data.files.messages import Message, Tools, from_json
+from hybridflow.data.files.conversations.messages import Message, Tools, from_json
 
 MARKER = "e7d1b04c"
 """A text that no template has by itself."""

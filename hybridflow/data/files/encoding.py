@@ -22,12 +22,12 @@ from engine3d.errors import UserError, shortened
 from engine3d.input_files import json_text
 from hybridflow.data.answers import AnswerCounts
 from hybridflow.data.config import OverlongPolicy
-from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FilesConfig, FileSource
-from hybridflow.data.files.cutting import Fit, cut_messages
-from hybridflow.data.files.opening import default_cache, files_of, write_once
+from hybridflow.data.files.conversations.chat import ChatTemplate
+from hybridflow.data.files.conversations.cutting import Fit, cut_messages
+from hybridflow.data.files.formats.opening import default_cache, files_of, write_once
+from hybridflow.data.files.formats.rows import BATCH, Row, Rows, batches, has, needed, value_of
 from hybridflow.data.files.prompts import HASHES, NUMBERS, SUMMARY, FilePrompts, OpenSource
-from hybridflow.data.files.rows import BATCH, Row, Rows, batches, has, needed, value_of
 from hybridflow.data.packed_prompts import ENDS, TOKENS
 from hybridflow.data.prompts import text_hash
 from hybridflow.data.remarks import RemarkCounts, of_prompt

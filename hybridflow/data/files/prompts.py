@@ -13,11 +13,11 @@ import numpy as np
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, json_text, read_json_object
 from hybridflow.data.answers import AnswerCounts, as_answer
-from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FileSource
-from hybridflow.data.files.messages import Tools, from_text, read_tools
-from hybridflow.data.files.opening import DataFile, open_rows
-from hybridflow.data.files.rows import Row, Rows, needed, value_of, without_nulls
+from hybridflow.data.files.conversations.chat import ChatTemplate
+from hybridflow.data.files.conversations.messages import Tools, from_text, read_tools
+from hybridflow.data.files.formats.opening import DataFile, open_rows
+from hybridflow.data.files.formats.rows import Row, Rows, needed, value_of, without_nulls
 from hybridflow.data.packed_prompts import PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import TOOLS, Remarks, located

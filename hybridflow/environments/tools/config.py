@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from engine3d.settings import Settings
-from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE_REWARDS
+from hybridflow.rewards.builtin import BUILTIN_REWARDS, CODE_TIMEOUT_S, PROVIDED_REWARDS, REMOTE_REWARDS
 from hybridflow.rewards.config import function_path
+
+if TYPE_CHECKING:
+    from hybridflow.sandbox.config import SandboxSettings
 
 PROVIDED_TOOLS: Mapping[str, str] = {
     "python": "hybridflow.environments.tools.python_tool:PythonTool",
@@ -103,12 +106,20 @@ class ToolsConfig(Settings):
 
     def most_processes(self) -> int:
         """Most processes of the sandboxes of tools and reward, in each process of the environment."""
+        return sum(sandbox.most_processes for sandbox in self._sandboxes())
+
+    def programs_s(self) -> float:
+        """Limit of the programs of a call or of the reward, in seconds; 0 if nothing runs any."""
+        longest_s = max((sandbox.limits.timeout_s for sandbox in self._sandboxes()), default=0.0)
+        if self.reward.path == "code":
+            longest_s += float(self.reward.arguments.get("sample_timeout_s", CODE_TIMEOUT_S))
+        return longest_s
+
+    def _sandboxes(self) -> list[SandboxSettings]:
         from hybridflow.sandbox.config import SandboxSettings
 
-        sandboxes = [function.arguments.get("sandbox", {}) for function in self.functions if function.path == "python"]
-        if self.reward.path == "code":
-            sandboxes.append(self.reward.arguments.get("sandbox", {}))
-        return sum(SandboxSettings.model_validate(given).most_processes for given in sandboxes)
+        programs = [function for function in (*self.functions, self.reward) if function.path in ("python", "code")]
+        return [SandboxSettings.model_validate(function.arguments.get("sandbox") or {}) for function in programs]
 
 
 _REWARDS = {**{name: f"hybridflow.rewards.builtin:{name}" for name in BUILTIN_REWARDS}, **PROVIDED_REWARDS}

@@ -73,6 +73,9 @@ class Tool:
         """Read the arguments of a call. Raises ArgumentsError for what does not fit the schema."""
         try:
             arguments = json.loads(text)
+            json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ArgumentsError("arguments have a lone surrogate, which is not UTF-8") from None
         except (ValueError, RecursionError) as error:
             raise ArgumentsError(f"arguments are not JSON: {error}") from None
         problem = jsonschema.exceptions.best_match(self._validator.iter_errors(arguments))

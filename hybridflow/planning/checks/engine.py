@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from engine3d.models import ModelSpec
+from engine3d.models.lora.config import LoraConfig
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
-from engine3d.rollout.served import check_deterministic, check_device, check_input_blocks
+from engine3d.rollout.served import (
+    check_adapters,
+    check_deterministic,
+    check_device,
+    check_input_blocks,
+    check_on_gpus,
+)
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
@@ -33,13 +40,12 @@ def precision_notes(engine: RolloutConfig, algorithm: AlgorithmSettings) -> list
     ]
 
 
-def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device], routing_replay: str) -> None:
+def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device]) -> None:
     """Every engine is on one node, or each on as many, with as many of its devices on each.
 
     Args:
         rollout: settings of the engines.
         devices: of the rollout role, which hold its engines one after another.
-        routing_replay: of the actor.
 
     Raises:
         UserError: engines that SGLang cannot be cut into, or that cannot do what the recipe asks for.
@@ -65,9 +71,7 @@ def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device], routing_
     untried = [
         (rollout.lease, "rollout.lease=true", "false"),
         (settings.attention_dp > 1, f"rollout.engine.attention_dp={settings.attention_dp}", "1"),
-        (settings.routes, "rollout.engine.routes=true", "false"),
         *((True, f"rollout.engine.{name}={value}", "null") for name, value in settings.altered_policy.items()),
-        (routing_replay == "rollout", "train.routing_replay=rollout", "update or none"),
         (rollout.weights.rolling, "rollout.weights.rolling=true", "false"),
     ]
     if stream is not None:
@@ -79,6 +83,28 @@ def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device], routing_
                 f"{setting} with engines over {hosts} nodes each, which was not tried; expected {expected}, or "
                 "engines that each fit on a node"
             )
+
+
+def check_served_adapters(
+    rollout: RolloutRole, adapters: LoraConfig, spec: ModelSpec | None, devices: Sequence[Device]
+) -> None:
+    """Refuse adapters apart from the model with engines that they were not tried with.
+
+    Args:
+        rollout: settings of the engines.
+        adapters: that these get.
+        spec: of the model; None where it is unknown.
+        devices: of the rollout role.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    if rollout.stream is not None:
+        raise UserError("train.lora.engine=adapter was not tried with rollout.stream; expected merged")
+    if hosts_of_engine(devices, rollout.engine.tp) > 1:
+        raise UserError("train.lora.engine=adapter was not tried with an engine on several hosts; expected merged")
+    if spec is not None:
+        check_adapters(spec, rollout.engine, adapters, on_gpu=devices[0].kind == "cuda")
 
 
 def hosts_of_engine(devices: Sequence[Device], tp: int) -> int:
@@ -127,6 +153,7 @@ def check_sampling(
         check_deterministic(spec, rollout.engine, on_gpu=kind == "cuda")
         check_device(rollout.engine, on_gpu=kind == "cuda")
         if kind == "cuda":
+            check_on_gpus(spec)
             check_input_blocks(spec, rollout.engine)
 
 

@@ -18,7 +18,8 @@ from engine3d.errors import UserError
 if TYPE_CHECKING:
     from engine3d.layout import Layout
     from engine3d.models import ModelSpec
-    from hybridflow.config.recipe import Recipe
+    from engine3d.training.config import TrainConfig
+    from hybridflow.config.roles import MegatronRole, RolloutRole
 
 FAMILIES = (
     "llama",
@@ -31,6 +32,8 @@ FAMILIES = (
     "deepseek_v3",
     "glm4_moe",
     "minimax_m2",
+    "gpt_oss",
+    "qwen3_next",
 )
 LAYOUT = ("tp", "pp", "vpp", "stages", "ep", "etp", "cp", "dp")
 """Sizes of a layout that may be above 1, and stages that are given."""
@@ -66,26 +69,54 @@ def proven_pairs() -> frozenset[frozenset[str]]:
     return frozenset(frozenset(pair) for run in proven_runs() for pair in combinations(run, 2))
 
 
-def check_tested(recipe: Recipe, specs: Mapping[str, ModelSpec | None], layouts: Mapping[str, Layout]) -> None:
+def check_tested(
+    roles: Mapping[str, MegatronRole],
+    specs: Mapping[str, ModelSpec | None],
+    layouts: Mapping[str, Layout],
+    rollout: RolloutRole | None,
+    *,
+    save_interval: int | None,
+    episodes: bool,
+) -> None:
     """Refuse models of a recipe that use a pair of items that no test has run together.
 
     Args:
-        recipe: of the run.
+        roles: the actor and every Megatron-Core model next to it.
         specs: the model of each role, where it is known.
         layouts: of each role.
+        rollout, save_interval, episodes: as of `used_items`.
 
     Raises:
         UserError: names the pair, and items with which the first of them was tested.
     """
     for role, spec in specs.items():
         if spec is not None:
-            check_pairs(role, used_items(recipe, role, spec, layouts[role]))
+            items = used_items(
+                roles[role], spec, layouts[role], rollout, save_interval=save_interval, episodes=episodes
+            )
+            check_pairs(role, items)
 
 
-def used_items(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout) -> dict[str, str]:
-    """Items that a model of a recipe uses, each with the setting that asks for it."""
-    model = recipe.megatron_roles[role]
-    config, setting = model.train, model.setting
+def used_items(
+    model: MegatronRole,
+    spec: ModelSpec,
+    layout: Layout,
+    rollout: RolloutRole | None,
+    *,
+    save_interval: int | None,
+    episodes: bool,
+) -> dict[str, str]:
+    """Items that a model of a recipe uses, each with the setting that asks for it.
+
+    Args:
+        model: its role and settings.
+        spec: of the model.
+        layout: of its ranks.
+        rollout: settings of the engines; None where none generate.
+        save_interval: steps between checkpoints; None without any.
+        episodes: True if samples are episodes of an environment.
+    """
+    role, config, setting = model.name, model.train, model.setting
     items = {spec.family.name: f"{spec.family.name} models"}
     for name, size in layout_sizes(layout).items():
         items[name] = f"dp={size}" if name == "dp" else f"{setting}.layout.{name}={size}"
@@ -97,14 +128,14 @@ def used_items(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout) -> di
     if config.precision is not None:
         items["fp8_training"] = f"{setting}.precision={config.precision}"
     if model.trained:
-        items |= _of_training(recipe, role, setting)
-    if recipe.starts_engines:
+        items |= _of_training(config, setting, save_interval)
+    if rollout is not None:
         items["resharding"] = "weights in rollout engines"
-        if role == "actor" and (precision := recipe.rollout.engine.precision) is not None:
+        if role == "actor" and (precision := rollout.engine.precision) is not None:
             items["fp8"] = f"rollout.engine.precision={precision}"
-        if recipe.rollout.stream is not None:
+        if rollout.stream is not None:
             items["streams"] = "rollout.stream"
-        if recipe.environment is not None and role == "actor":
+        if episodes and role == "actor":
             items["episodes"] = "environment"
     return items
 
@@ -115,9 +146,9 @@ def layout_sizes(layout: Layout) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if size not in (None, 1)}
 
 
-def _of_training(recipe: Recipe, role: str, setting: str) -> dict[str, str]:
+def _of_training(config: TrainConfig, setting: str, save_interval: int | None) -> dict[str, str]:
     """Items of a model that is trained."""
-    items, config = dict[str, str](), recipe.megatron_roles[role].train
+    items = dict[str, str]()
     if config.recompute != "none":
         items["recomputation"] = f"{setting}.recompute={config.recompute}"
     if config.optimizer.offload:
@@ -126,8 +157,8 @@ def _of_training(recipe: Recipe, role: str, setting: str) -> dict[str, str]:
         items["routing_replay"] = f"{setting}.routing_replay={routes}"
     if config.lora is not None:
         items["lora"] = f"{setting}.lora"
-    if recipe.checkpoint.save_interval is not None:
-        items["checkpoints"] = f"checkpoint.save_interval={recipe.checkpoint.save_interval}"
+    if save_interval is not None:
+        items["checkpoints"] = f"checkpoint.save_interval={save_interval}"
     return items
 
 

@@ -63,6 +63,10 @@ def check_libraries(
             raise UserError(f"{role.name}: optimizer.precision_aware=true {lacking}")
         if role.train.recompute == "selective":
             raise UserError(f"{role.setting}.recompute=selective {lacking}: expected none or full")
+    for role in roles.values():
+        if role.train.precision is not None:
+            setting = f"{role.setting}.precision={role.train.precision}"
+            _check_capability(setting, devices[role.name], (9,), "", "null")
     if _on_gpus(devices.get("rollout", ())):
         check_rollout_libraries(engine, devices["rollout"], latent=spec.sizes.latent is not None)
     of_models = [role_devices for role, role_devices in devices.items() if role not in ("rollout", "reward")]

@@ -13,7 +13,7 @@ from engine3d.models import ModelSpec, check_finite_weights, check_weights, load
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.served import check_files, check_served
+from engine3d.rollout.served import check_files, check_on_gpus, check_served
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.serving.model import ServedModel
 from engine3d.startup.lazy_imports import torch
@@ -50,8 +50,10 @@ def check_megatron(
         if trained is not None:
             check_effect(config, spec, trained=trained)
         check_options(config, spec, layout, transformer_engine=gpus)
-        if config.precision is not None and gpus:
-            raise UserError(f"precision={config.precision} was not tried on GPUs; expected null")
+        if config.precision is not None and gpus and layout.world_size > 1:
+            raise UserError(
+                f"precision={config.precision} on {layout.world_size} GPUs: tried on one GPU alone, expected null"
+            )
         if config.megatron and gpus == platform.has_transformer_engine:  # Megatron-Core takes seconds to import
             from engine3d.models.megatron_config import transformer_config
 
@@ -200,6 +202,11 @@ def check_teacher_engine(
         )
     if devices is None:
         return
+    if devices["teacher"][0].kind == "cuda":
+        try:
+            check_on_gpus(spec)
+        except UserError as error:
+            raise UserError(str(error).replace("model:", "teacher.path:").replace(".rollout", ".teacher")) from None
     engines = check_served_devices("teacher", engine.tp, devices)
     if samples < engines:
         raise UserError(f"{samples} samples a step for {engines} engines of the teacher, expected one for each")

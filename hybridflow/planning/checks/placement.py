@@ -20,7 +20,7 @@ from hybridflow.cluster.devices.device_map import ROLES, Device, DeviceMap, Node
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import PlacementConfig, TrainerConfig, WarmupConfig
-from hybridflow.planning.checks.engine import check_baselines, check_engine_nodes
+from hybridflow.planning.checks.engine import check_baselines, check_engine_nodes, check_served_adapters
 from hybridflow.planning.checks.model import check_megatron
 
 _NODE_GPUS = 8
@@ -126,7 +126,14 @@ def check_layouts(
         engines = recipe.rollout.layout(len(devices["rollout"]))
     except UserError as error:
         raise UserError(f"placement.rollout: {error}") from None
-    check_engine_nodes(recipe.rollout, devices["rollout"], recipe.train.routing_replay)
+    check_engine_nodes(recipe.rollout, devices["rollout"])
+    precision = recipe.rollout.engine.precision
+    if recipe.train.lora is not None and precision is not None and devices["rollout"][0].kind == "cuda":
+        raise UserError(f"train.lora with rollout.engine.precision={precision} was not tried on GPUs; expected null")
+    if (adapters := recipe.served_adapters) is not None:
+        engine = recipe.rollout.engine.model_copy(update={"routes": recipe.has_routes})
+        rollout = recipe.rollout.model_copy(update={"engine": engine})
+        check_served_adapters(rollout, adapters, specs["actor"], devices["rollout"])
     if recipe.rollout.engine.release_weights and "actor" in layouts:
         check_released_weights(layouts["actor"], devices["actor"], devices["rollout"])
     if "reward" in devices:

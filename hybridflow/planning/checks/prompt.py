@@ -14,7 +14,7 @@ from engine3d.rollout.cache import RESERVED_TOKENS
 from hybridflow.config.fit.algorithm import pretraining_misfits
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.files.supervised import SupervisedPrompts
+from hybridflow.data.files.conversations.supervised import SupervisedPrompts
 from hybridflow.data.given_responses import GivenResponses, pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
@@ -25,6 +25,7 @@ from hybridflow.planning.checks.engine import check_same_tokens, end_notes
 from hybridflow.planning.checks.environment import check_environment
 from hybridflow.planning.data.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.data.prompts import (
+    context_tokens,
     encode,
     file_notes,
     memory_notes,
@@ -84,9 +85,20 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         if recipe.environment.tools is not None:
             tool_messages(recipe.environment, chat, check_environment(recipe.environment), tokenizer)
     limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
-    encoded = encode(recipe, tokenizer, limit)
+    encoded = encode(
+        recipe.data,
+        recipe.rollout,
+        recipe.algorithm,
+        recipe.environment,
+        tokenizer,
+        limit,
+        supervises=recipe.warmup is not None,
+    )
     train, sft = encoded.train, encoded.sft
-    sets = encode_sets(recipe, tokenizer)
+    context = context_tokens(recipe.rollout.engine, recipe.model)
+    sets = encode_sets(
+        recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
+    )
     of: dict[str, Sequence[Sequence[int]]] = {"prompt": train.tokens}
     if isinstance(sft, SupervisedPrompts) and sft.packed is not None:
         of |= {"supervised example": sft.packed}
@@ -140,7 +152,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         *pair_notes(phases, tokenizer),
     ]
     notes += [*file_notes(tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
-    notes += set_notes(recipe, tokenizer, sets, (train, sft))
+    notes += set_notes(recipe.sets, recipe.data.overlong_prompts, tokenizer, context, sets, (train, sft))
     return EncodedPrompts(lengths, train, sets, notes, special_tokens(tokenizer))
 
 

@@ -20,8 +20,8 @@ from hybridflow.cluster.devices.gpu_availability import check_gpus_free
 from hybridflow.cluster.hosts.checks.host_check import check_directories, check_room, check_writable
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.cluster.hosts.network.network_settings import check_used
-from hybridflow.cluster.runtime.authentication import check_authentication
-from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
+from hybridflow.cluster.ray.cluster_address import check_cluster_answers
+from hybridflow.cluster.ray.ray_host import check_authentication
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.reading.recipe_paths import explained
 from hybridflow.config.reading.yaml_loader import SettingsError
@@ -44,7 +44,7 @@ from hybridflow.planning.checks.model import (
 from hybridflow.planning.checks.placement import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.checks.prompt import EncodedPrompts, encoded_prompts
 from hybridflow.planning.checks.reward import check_rewards, check_set_rewards
-from hybridflow.planning.memory.estimate import check_memory, recipe_ledger
+from hybridflow.planning.memory.estimate import foresee, recipe_ledger
 from hybridflow.planning.memory.ledger import MemoryLedger
 from hybridflow.planning.memory.samples import check_kept_routes, check_replay, store_notes
 from hybridflow.roles.offload import check_offload
@@ -91,6 +91,7 @@ def check_recipe(
             errors.append(explained(str(error), recipe))
             return None
 
+    engines = recipe.rollout if recipe.starts_engines else None
     attempt(check_authentication)
     attempt(check_used, recipe.network, 1 if cluster is None else len(cluster), recipe.placement.cluster)
     encoded: EncodedPrompts | None = None
@@ -103,11 +104,14 @@ def check_recipe(
     devices = attempt(planned_devices, recipe.device_maps, recipe.placement, cluster)
     layouts = attempt(check_layouts, recipe, devices, specs) if devices is not None else None
     if layouts is not None:
-        attempt(check_tested, recipe, specs, layouts)
+        tested = partial(
+            check_tested, save_interval=recipe.checkpoint.save_interval, episodes=recipe.environment is not None
+        )
+        attempt(tested, recipe.megatron_roles, specs, layouts, engines)
     if devices is not None and layouts is not None and cluster is not None:
         warnings += groups_over_nodes(layouts, devices, cluster)
     if devices is not None:
-        attempt(check_offload, recipe, devices)
+        attempt(check_offload, recipe.megatron_roles, engines, devices)
         if recipe.starts_engines:
             attempt(check_engine_devices, recipe.rollout.engine, devices["rollout"])
     if recipe.placement.cluster is not None and cluster is None:
@@ -150,7 +154,10 @@ def check_recipe(
         if here:
             gpu_bytes = largest_gpu(devices) if gpu_bytes is None else gpu_bytes
             host_bytes = machine_bytes() if host_bytes is None else host_bytes
-        attempt(partial(check_memory, gpu_bytes=gpu_bytes, host_bytes=host_bytes), recipe, devices, specs)
+        if gpu_bytes is not None or host_bytes is not None:
+            # At once, without SGLang: models that fit whatever the engines take, and however short responses are.
+            least = partial(foresee, sequence_tokens=1, with_engines=False)
+            attempt(lambda: least(recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes).check())
     if errors:
         raise SettingsError(_without_repeats(errors))
     return [*warnings, *resumption] if dry_run else warnings

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError
-from hybridflow.cluster.devices.device_map import Device, Node
-from hybridflow.cluster.hosts.checks.gathering import hosts_apart
+from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.hosts.description import Host, listed
+from hybridflow.cluster.ray.node_actors import nodes_apart
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.run import PlacementConfig
 from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.rundir.file_names import EXPORT
 
@@ -94,26 +95,36 @@ def refusals(
     return lines
 
 
-def check_shared_disks(recipe: Recipe, hosts: Sequence[Host], apart: Collection[int]) -> None:
+def check_shared_disks(
+    files: Iterable[SharedFiles],
+    roles: Mapping[str, str],
+    placement: PlacementConfig,
+    hosts: Sequence[Host],
+    apart: Collection[int],
+    *,
+    checkpoints: Path | None,
+) -> None:
     """Refuse what the hosts of this process's launch would have to share, and do not.
 
     Args:
-        recipe: of the run.
+        files: of the run.
+        roles: the device map or pool of every role.
+        placement: with the pools and the cluster.
         hosts: of the launch.
         apart: those that see another directory at `run_dir` than host 0.
+        checkpoints: `checkpoint.dir`.
 
     Raises:
         UserError: a line for each setting.
         EngineError: a host does not answer.
     """
-    nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in hosts]
-    if len(hosts) == 1 or (devices := planned_devices(recipe.device_maps, recipe.placement, nodes)) is None:
+    nodes = [host.node for host in hosts]
+    if len(hosts) == 1 or (devices := planned_devices(roles, placement, nodes)) is None:
         return
     devices.setdefault("reward", devices.get("rollout", ())[:1])
-    of_checkpoints = recipe.checkpoint.dir
 
     def seen_apart(directory: Path) -> Collection[int]:
-        return hosts_apart(directory, "checkpoint.dir") if directory == of_checkpoints else apart
+        return nodes_apart(directory, "checkpoint.dir") if directory == checkpoints else apart
 
-    if lines := refusals(list(shared_files(recipe)), devices, hosts, seen_apart):
+    if lines := refusals(list(files), devices, hosts, seen_apart):
         raise UserError("\n".join(lines))

@@ -22,7 +22,7 @@ from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.reading.yaml_loader import SettingsError
-from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.recipe import Recipe, load_recipe, load_run_recipe
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.checks.engine import check_sampling
@@ -33,6 +33,7 @@ from hybridflow.planning.checks.placement import check_engine_devices, planned_d
 from hybridflow.planning.checks.prompt import check_token_ids
 from hybridflow.planning.checks.reward import check_set_rewards
 from hybridflow.planning.data.evaluation_sets import check_sets, encode_sets, set_notes
+from hybridflow.planning.data.prompts import context_tokens
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import EXPORT, RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
@@ -132,7 +133,10 @@ def _target(target: Path, overrides: Sequence[str], recipe: Path | None) -> tupl
     if (target / RECIPE).is_file():
         if len(actors := runs_in(target)) > 1:
             raise UserError(f"{target} holds the runs of several actors, expected one: {', '.join(map(str, actors))}")
-        loaded = load_recipe(recipe or target / RECIPE, [*_OWN, *overrides])
+        if recipe is not None:
+            loaded = load_recipe(recipe, [*_OWN, *overrides])
+        else:
+            loaded = load_run_recipe(target, [*_OWN, *overrides], remedy="--recipe RECIPE")
         root = saved_to(target)
         saved = root is not None and bool(find_checkpoints(root)[0])
         exported = target / EXPORT
@@ -188,7 +192,7 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
 
     Args:
         recipe: of the evaluation.
-        whole: whether the model directory has weights.
+        has_weights: True if the model directory has them.
 
     Returns:
         Which prompts are left out, a line each.
@@ -205,8 +209,13 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
     def prompts() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             tokenizer, _ = initial_tokenizer(recipe.model, Path(scratch))
-        sets.update(encode_sets(recipe, tokenizer))
-        notes.extend(set_notes(recipe, tokenizer, sets, ()))
+        context = context_tokens(recipe.rollout.engine, recipe.model)
+        sets.update(
+            encode_sets(
+                recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
+            )
+        )
+        notes.extend(set_notes(recipe.sets, recipe.data.overlong_prompts, tokenizer, context, sets, ()))
         for name, encoded in sets.items():
             check_token_ids(f"evaluation.{name} prompt", encoded.tokens, spec.vocab_size)
         if devices is not None:

@@ -9,8 +9,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.checkpoint.set_results import learned_from
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.recipe import Recipe
-from hybridflow.data.config import DataConfig
+from hybridflow.data.config import DataConfig, OverlongPolicy
 from hybridflow.data.files.config import FilesConfig, FileSource
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts
@@ -20,28 +19,43 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import lines
 from hybridflow.data.tasks import load_held_out
 from hybridflow.data.tokenizer import fit_prompts
+from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.planning.checks.environment import with_tools
-from hybridflow.planning.data.prompts import context_tokens, encode_given, memory_notes, overlong_notes
+from hybridflow.planning.data.prompts import encode_given, memory_notes, overlong_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+def encode_sets(
+    sets: Mapping[str, PlannedSet],
+    data: DataConfig,
+    environment: EnvironmentConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    *,
+    unpaired: bool,
+) -> dict[str, Prompts]:
     """Encode the prompts of each set, by its name; as `GivenResponses` where no engines run.
+
+    Args:
+        sets: of a recipe.
+        data: settings of the data.
+        environment: of episodes, whose tools prompts name; None without one.
+        tokenizer: of the model.
+        context: most tokens of a prompt with its response.
+        unpaired: as `AlgorithmSettings.unpaired`.
 
     Raises:
         UserError: naming the set, and what of its prompts cannot serve.
     """
     encoded = {}
-    context = context_tokens(recipe.rollout.engine, recipe.model)
-    data = recipe.data
-    if data.files is not None and recipe.sets:
-        data = data.model_copy(update={"files": with_tools(data.files, recipe.environment)})
-    for name, planned in recipe.sets.items():
+    if data.files is not None and sets:
+        data = data.model_copy(update={"files": with_tools(data.files, environment)})
+    for name, planned in sets.items():
         try:
             limit = _prompt_limit(context, planned)
-            encoded[name] = _encoded(data, planned, tokenizer, limit, unpaired=recipe.algorithm.unpaired)
+            encoded[name] = _encoded(data, planned, tokenizer, limit, unpaired=unpaired)
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None
     return encoded
@@ -89,26 +103,32 @@ def _files(files: FilesConfig | None, source: FileSource) -> FilesConfig:
 
 
 def set_notes(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], learned: Sequence[Prompts]
+    planned: Mapping[str, PlannedSet],
+    policy: OverlongPolicy,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    sets: Mapping[str, Prompts],
+    learned: Sequence[Prompts],
 ) -> list[str]:
     """A line for each set of which rows are left out, prompts are learned from, or texts stand beside a chat template.
 
     Args:
-        recipe: of the sets.
+        planned: the sets of a recipe.
+        policy: `data.overlong_prompts`.
         tokenizer: of the model.
+        context: most tokens of a prompt with its response.
         sets: their prompts.
         learned: the prompts of every phase that learns.
     """
     notes = []
-    context = context_tokens(recipe.rollout.engine, recipe.model)
     for name, prompts in sets.items():
-        planned = recipe.sets[name]
+        planned_set = planned[name]
         if again := learned_from(prompts, learned):
             notes.append(f"evaluation.{name}: the model learns from {again:,} of its {len(prompts):,} prompts too")
         if not isinstance(prompts, FilePrompts):
             phases = {f"evaluation.{name}": prompts}
-            limits = {f"evaluation.{name}": _prompt_limit(context, planned)}
-            notes += overlong_notes(recipe.data.overlong_prompts, phases, limits, given=planned.pairs)
+            limits = {f"evaluation.{name}": _prompt_limit(context, planned_set)}
+            notes += overlong_notes(policy, phases, limits, given=planned_set.pairs)
             notes += [*pair_notes(phases, tokenizer), *memory_notes(tokenizer, phases)]
             continue
         dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from engine3d.rollout.config import RolloutConfig
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.initial_model import initial_spec
-from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelConfig, RolloutRole
 from hybridflow.data.config import DataConfig, OverlongPolicy, SameResponses
 from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.conversations.supervised import SupervisedPrompts, encode_supervised
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
-from hybridflow.data.files.supervised import SupervisedPrompts, encode_supervised
 from hybridflow.data.given_responses import GivenResponses, encode_pairs
 from hybridflow.data.pairs import Pair, load_pairs
 from hybridflow.data.prompts import Prompts
@@ -23,6 +23,7 @@ from hybridflow.data.remarks import RemarkCounts, lines, located, of_prompt, of_
 from hybridflow.data.sampler import PromptOrder, SourceOrder
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
+from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.planning.checks.environment import with_tools
 
 if TYPE_CHECKING:
@@ -88,24 +89,39 @@ class Encoded:
     masks: Sequence[list[bool]] | None = None
 
 
-def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
+def encode(
+    data: DataConfig,
+    rollout: RolloutRole,
+    algorithm: AlgorithmSettings,
+    environment: EnvironmentConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    *,
+    supervises: bool,
+) -> Encoded:
     """Training and supervised prompts, and the supervised answers, as tokens.
+
+    Args:
+        data, rollout, algorithm: settings of a recipe.
+        environment: of episodes, whose tools prompts name; None without one.
+        tokenizer: of the model.
+        limit: tokens of the longest prompt; see `prompt_limit`.
+        supervises: True with a warm-up; there are no supervised prompts otherwise.
 
     Raises:
         UserError: naming the prompt that cannot be encoded, or is longer than `limit` tokens and to be refused; or
             dropping those that are too long leaves none.
     """
-    splits = load_splits(recipe.data)
-    supervised = splits.sft if recipe.warmup is not None else []
-    if not recipe.algorithm.needs_engines:
-        return _encode_given(recipe.data, tokenizer, supervised, limit, unpaired=recipe.algorithm.unpaired)
-    policy = recipe.data.overlong_prompts
-    if (files := recipe.data.files) is not None:
-        supervises = recipe.warmup is not None
-        files = with_tools(files, recipe.environment)
-        return _encode_files(files, policy, recipe.rollout, tokenizer, limit, supervises=supervises)
+    splits = load_splits(data)
+    supervised = splits.sft if supervises else []
+    if not algorithm.needs_engines:
+        return _encode_given(data, tokenizer, supervised, limit, unpaired=algorithm.unpaired)
+    policy = data.overlong_prompts
+    if data.files is not None:
+        files = with_tools(data.files, environment)
+        return _encode_files(files, policy, rollout, tokenizer, limit, supervises=supervises)
     examples_of = {"training": splits.train, "supervised": supervised}
-    limits = phase_limits(recipe.rollout, limit)
+    limits = phase_limits(rollout, limit)
     phases = {
         name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limits[name], policy=policy))
         for name, examples in examples_of.items()
@@ -113,7 +129,7 @@ def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> En
     for name, phase in phases.items():
         _check_left(name, phase, len(examples_of[name]), f"more than {limits[name]} tokens")
     train, sft = phases.values()
-    answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
+    answers = encode_answers(tokenizer, sft.examples, max_tokens=rollout.sampling.max_new_tokens)
     return Encoded(train, sft, answers)
 
 

@@ -12,14 +12,15 @@ import numpy as np
 from engine3d.errors import shortened
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.files.conversations.supervised import SupervisedPrompts
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
-from hybridflow.data.files.supervised import SupervisedPrompts
 from hybridflow.data.given_responses import pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.checks.prompt import check_token_ids
 from hybridflow.planning.data.evaluation_sets import encode_sets, set_notes
 from hybridflow.planning.data.prompts import (
+    context_tokens,
     encode,
     file_notes,
     memory_notes,
@@ -36,7 +37,7 @@ _BINS = 10
 
 
 def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
-    """All phases of a recipe's data.
+    """Describe all phases of a recipe's data.
 
     Args:
         recipe: of the run.
@@ -49,9 +50,20 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer, _ = initial_tokenizer(recipe.model, Path(scratch))
     limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
-    encoded = encode(recipe, tokenizer, limit)
+    encoded = encode(
+        recipe.data,
+        recipe.rollout,
+        recipe.algorithm,
+        recipe.environment,
+        tokenizer,
+        limit,
+        supervises=recipe.warmup is not None,
+    )
     phases = {"training": encoded.train, "supervised": encoded.sft}
-    sets = encode_sets(recipe, tokenizer)
+    context = context_tokens(recipe.rollout.engine, recipe.model)
+    sets = encode_sets(
+        recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
+    )
     lines = [
         f"tokenizer: {len(tokenizer):,} tokens, {'with' if tokenizer.chat_template else 'without'} a chat template; "
         f"prompts have room for {limit:,} tokens"
@@ -75,7 +87,7 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
         *pair_notes(phases, tokenizer),
         *file_notes(tokenizer, phases),
         *memory_notes(tokenizer, phases, encoded.answers),
-        *set_notes(recipe, tokenizer, sets, [encoded.train, encoded.sft]),
+        *set_notes(recipe.sets, recipe.data.overlong_prompts, tokenizer, context, sets, [encoded.train, encoded.sft]),
     ]
     return [*lines, *(["", *notes] if notes else [])]
 
@@ -87,7 +99,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def first_prompt(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, characters: int = 300) -> str:
-    """A line with the first prompt as the model reads it."""
+    """Describe the first prompt as the model reads it, in a line."""
     tokens = prompts.tokens[0]
     text = shortened(repr(str(tokenizer.decode(tokens))), characters)
     return f"data: the first training prompt has {len(tokens):,} tokens, and is {text}"
@@ -118,7 +130,7 @@ def _quantiles(lengths: np.ndarray[Any, Any]) -> str:
 
 
 def _histogram(lengths: np.ndarray[Any, Any]) -> Iterator[str]:
-    """Lengths in ranges of whole tokens."""
+    """Count lengths in ranges of whole tokens."""
     least, most = int(lengths.min()), int(lengths.max())
     width = -(-(most - least + 1) // _BINS)
     edges = list(range(least, most + 1, width))

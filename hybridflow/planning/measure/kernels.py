@@ -63,7 +63,8 @@ def measured_kernels(sizes: KernelSizes, peak: float | None) -> Iterator[tuple[s
     """
     device = platform.device(0)
     kind = str(sizes.dtype).removeprefix("torch.")
-    rates = {width: _multiplication(sizes, width, device) for width in sizes.widths}
+    # The widest first: a GPU's clocks are low when it has had nothing to do.
+    rates = {width: _multiplication(sizes, width, device) for width in sorted(sizes.widths, reverse=True)}
     flops = peak or max(rates.values())
     of = "" if peak else ", the fastest of them"
     yield "flops", MeasuredRate(flops, "datasheet" if peak else f"measured, {kind} multiplications{of}")
@@ -93,15 +94,21 @@ def measured_kernels(sizes: KernelSizes, peak: float | None) -> Iterator[tuple[s
 def fitted_rates(shares: dict[int, float]) -> tuple[float, float]:
     """Fit share = linear * width / (width + half) to measured shares by width.
 
-    The reciprocal is linear in 1 / width: least squares, with half at least 0.
+    The reciprocal is linear in 1 / width: least squares of its relative errors, because the reciprocal of a small share
+    would outweigh all others. `half` is at least 0.
 
     Returns:
         `linear` and `linear_half` of `Hardware`.
     """
-    points = [(1 / width, 1 / share) for width, share in shares.items()]
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    intercept = mean_y - slope * mean_x
+    # 1 = intercept * share + slope * share / width, for each width.
+    points = [(share, share / width) for width, share in shares.items()]
+    squares, products, other_squares = (
+        sum(point[one] * point[other] for point in points) for one, other in ((0, 0), (0, 1), (1, 1))
+    )
+    sums = [sum(point[index] for point in points) for index in (0, 1)]
+    determinant = squares * other_squares - products**2
+    intercept = (sums[0] * other_squares - sums[1] * products) / determinant
+    slope = (squares * sums[1] - products * sums[0]) / determinant
     if slope <= 0 or intercept <= 0:
         return max(shares.values()), 0.0
     return 1 / intercept, slope / intercept

@@ -49,6 +49,8 @@ def measured_profile(devices: int) -> tuple[Profile, dict[str, MeasuredRate]]:
         total, "measured" if platform.gpus else f"measured, the share of each of {devices} ranks"
     )
     rates["gpus_per_node"] = MeasuredRate(devices, "measured, the devices of this machine")
+    if not platform.gpus:
+        rates["cores"] = MeasuredRate(int(machine["cores"]), "measured, the cores of this machine")
     return base, rates
 
 

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Layout
 from engine3d.memory import (
+    CopiedBytes,
     ResidentBytes,
     ServingBytes,
     WorkingBytes,
+    copied_by_rank,
     inference_peak,
-    merged_bytes,
-    peer_memory,
-    quantised_bytes,
     resident_by_rank,
     update_peak,
 )
@@ -56,14 +54,7 @@ class RoleMemory:
     resident: dict[Device, ResidentBytes]
     inference: dict[Device, WorkingBytes]
     update: dict[Device, WorkingBytes]
-    peers: int
-    """Bytes of a rank into which others copy."""
-    quantised: dict[Device, int]
-    """Bytes of weights that a rank quantises for engines."""
-    operands: dict[Device, int]
-    """Bytes of quantised weights that a rank keeps from a forward pass for its backward pass."""
-    merged: dict[Device, int]
-    """Bytes of weights that a rank merges with their adapters for engines."""
+    copies: dict[Device, CopiedBytes]
 
     @classmethod
     def of(
@@ -76,7 +67,7 @@ class RoleMemory:
         mini_batches: int,
         sequence_tokens: int,
         fused_experts: bool,
-        precision: Precision | None = None,
+        engine_precision: Precision | None = None,
         serves: bool = False,
     ) -> RoleMemory:
         if not fused_experts:
@@ -84,9 +75,10 @@ class RoleMemory:
         config, trained = role.train, role.trained
         layout = config.layout.layout(len(devices))
         share = -(-samples // layout.dp)
+        of_update = -(-share // mini_batches)
         tokens = [max(sequence_tokens, min(config.micro_batch_tokens, share * sequence_tokens))]
-        tokens.append(max(sequence_tokens, min(tokens[0], -(-share // mini_batches) * sequence_tokens)))
-        peers = peer_memory(spec, layout, config, tokens=tokens[0])
+        tokens.append(max(sequence_tokens, min(tokens[0], of_update * sequence_tokens)))
+        micro_batches = -(-of_update // (tokens[1] // sequence_tokens))
         memory = cls(
             role=role,
             layout=layout,
@@ -94,10 +86,7 @@ class RoleMemory:
             resident={},
             inference={},
             update={},
-            peers=peers,
-            quantised={},
-            operands={},
-            merged={},
+            copies={},
         )
         transformer_engine = devices[0].kind == "cuda"
         first: dict[int, Device] = {}
@@ -108,24 +97,23 @@ class RoleMemory:
                 memory.resident[device] = resident_by_rank(
                     spec, layout, at, config, trainable=trained, transformer_engine=transformer_engine
                 )
-                if precision is not None or config.precision is not None:
-                    nbytes = quantised_bytes(spec, layout, at, transformer_engine=transformer_engine)
-                    if precision is not None:
-                        memory.quantised[device] = nbytes
-                    if config.precision is not None:
-                        # Transformer Engine has values and their transpose, a CPU the dequantised ones.
-                        memory.operands[device] = nbytes * (2 if transformer_engine else ITEMSIZES[config.dtype])
-                if serves and config.lora is not None:
-                    memory.merged[device] = merged_bytes(
-                        spec, layout, at, config, transformer_engine=transformer_engine
-                    )
+                memory.copies[device] = copied_by_rank(
+                    spec,
+                    layout,
+                    at,
+                    config,
+                    tokens=tokens[0],
+                    serves=serves,
+                    engine_precision=engine_precision,
+                    transformer_engine=transformer_engine,
+                )
                 memory.inference[device] = inference_peak(spec, layout, at, config, tokens=tokens[0])
-                memory.update[device] = update_peak(spec, layout, at, config, tokens=tokens[1])
+                memory.update[device] = update_peak(
+                    spec, layout, at, config, tokens=tokens[1], micro_batches=micro_batches
+                )
             else:  # the ranks of a stage hold as much as each other
                 memory.resident[device] = memory.resident[like]
-                for by_device in (memory.quantised, memory.operands, memory.merged):
-                    if like in by_device:
-                        by_device[device] = by_device[like]
+                memory.copies[device] = memory.copies[like]
                 memory.inference[device] = memory.inference[like]
                 memory.update[device] = memory.update[like]
         return memory
@@ -145,7 +133,7 @@ def device_memory(
     on_gpu = device.kind == "cuda"
     here = {role: memory for role, memory in ranks.items() if device in memory.resident}
     serving = engines.get(device)
-    # Whoever shares a GPU gives back what only an update needs when the turn goes to another.
+    # A role that shares a GPU releases what only an update needs when the turn goes to another.
     alone = len(here) + (serving is not None) == 1
     always: dict[str, int] = {}
     in_turn: dict[str, dict[str, int]] = {}
@@ -155,13 +143,11 @@ def device_memory(
         in_turn[role] = {name: size for name, size in states.items() if size} if memory.role.offload else {}
         always |= states if not memory.role.offload else {}
         always[f"{role} dummy gradients"] = resident.dummy_gradients
-        always[f"{role} copies of experts' tokens"] = memory.peers
-        if device in memory.quantised:
-            always[f"{role} weights in fp8"] = memory.quantised[device]
-        if device in memory.operands:
-            always[f"{role} operands in fp8"] = memory.operands[device]
-        if device in memory.merged:
-            always[f"{role} weights with adapters"] = memory.merged[device]
+        copies = memory.copies[device]
+        always[f"{role} copies of experts' tokens"] = copies.tokens
+        always[f"{role} weights in fp8"] = copies.quantised
+        always[f"{role} operands in fp8"] = copies.operands
+        always[f"{role} weights with adapters"] = copies.merged
         if alone:
             always[f"{role} gradients"] = resident.gradients
     staying = {
@@ -183,8 +169,8 @@ def device_memory(
         weights = {"engine weights": serving.weights - serving.shared}
         always |= {} if engine.release_weights else weights
         tokens = _cache_tokens(engine, serving, here, device, size, cache_tokens)
-        cache = tokens * serving.cache_of_a_token
-        always["engine workspace"] = _engine_workspace(engine, actor, on_gpu=on_gpu) if estimate else 0
+        cache = tokens * serving.cache_of_a_token + serving.states
+        always["engine workspace"] = rank_workspace(engine, actor, on_gpu=on_gpu) if estimate else 0
     if estimate and on_gpu:
         always["communicators"] = sum(communicators(memory.layout) for memory in here.values())
         always["libraries"] = MODEL_BYTES * len(here)
@@ -240,14 +226,14 @@ def device_memory(
     return GpuMemory((), always, tuple(phases), tokens * engine.attention_dp, stages)
 
 
-def _engine_workspace(config: RolloutConfig, spec: ModelSpec, *, on_gpu: bool) -> int:
+def rank_workspace(config: RolloutConfig, spec: ModelSpec, *, on_gpu: bool) -> int:
+    """Predict what an engine takes on a rank next to weights and KV cache."""
     # These import torch, which the other half of a ledger does without.
     from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
-    from engine3d.rollout.launch import most_requests
     from engine3d.rollout.scheduler.cascade_attention import table_bytes
     from engine3d.rollout.scheduler.peer_collectives import PEER_MEMORY
 
-    requests = most_requests(config)
+    requests = config.most_requests
     workspace = engine_workspace(
         requests=requests,
         vocabulary=spec.vocab_size,
@@ -324,12 +310,12 @@ def _cache_tokens(
     taken = sum(
         memory.resident[device].dummy_gradients
         + (0 if memory.role.offload else memory.resident[device].weights)
-        + memory.quantised.get(device, 0)
-        + memory.merged.get(device, 0)
+        + memory.copies[device].quantised
+        + memory.copies[device].merged
         for memory in here.values()
     )
     others = DRIVER_BYTES + CONTEXT_BYTES * (len(here) + 1) if device.kind == "cuda" else 0
-    left = engine.mem_fraction_static * (size - taken - others) - (serving.weights - serving.shared)
+    left = engine.mem_fraction_static * (size - taken - others) - (serving.weights - serving.shared) - serving.states
     capacity = max(0, int(left // serving.cache_of_a_token))
     return capacity if most is None else min(capacity, most)
 

@@ -6,30 +6,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine3d.checkpoint.plan import plan_checkpoint
+from engine3d.checkpoint.writing.plan import plan_checkpoint
 from engine3d.errors import UserError
 from engine3d.memory import ServingBytes, serving_by_rank
 from engine3d.memory.overhead import CALL_PARSER_BYTES, RUN_PROCESSES_BYTES
 from engine3d.models import ModelSpec, load_model_spec
+from engine3d.models.lora.config import LoraConfig
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from engine3d.startup.lazy_imports import torch
-from engine3d.training.config import LayoutConfig
+from engine3d.training.config import LayoutConfig, TrainConfig
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import JudgeModel, ModelConfig, ModelRole, RolloutRole
+from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.planning.checks.gpu import gpu_without_fused_experts
 from hybridflow.planning.checks.model import role_spec
 from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.planning.checks.prompt import encoded_prompts
 from hybridflow.planning.memory.device import RoleMemory, device_memory
 from hybridflow.planning.memory.ledger import GpuMemory, HostMemory, MemoryLedger
-from hybridflow.planning.memory.samples import cache_tokens, replay_bytes
+from hybridflow.planning.memory.samples import cache_tokens, replay_bytes, route_bytes_by_node
 
 _NOTHING = ServingBytes(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)
 
@@ -69,7 +71,7 @@ def foresee(
             mini_batches=recipe.trainer.mini_batches,
             sequence_tokens=sequence_tokens,
             fused_experts=fused_experts,
-            precision=recipe.rollout.engine.precision if role == "actor" and recipe.starts_engines else None,
+            engine_precision=recipe.rollout.engine.precision,
             serves=role == "actor" and recipe.starts_engines,
         )
         for role, settings in recipe.megatron_roles.items()
@@ -79,7 +81,8 @@ def foresee(
     if with_engines and engines:
         engine = recipe.rollout.engine.model_copy(update={"routes": recipe.has_routes})
         rollout = recipe.rollout.model_copy(update={"engine": engine})
-        engines = _engines(recipe.train.layout, recipe.train.dtype, rollout, devices, specs["actor"])
+        train = recipe.train
+        engines = _engines(train.layout, train.dtype, rollout, devices, specs["actor"], recipe.served_adapters)
     if cache_tokens is None:
         cache_tokens = recipe.rollout.engine.max_total_tokens
     gpus: list[GpuMemory] = []
@@ -115,7 +118,16 @@ def foresee(
             gpus,
             replay_bytes(recipe.algorithm.kept_samples, sequence_tokens),
             routes,
-            _parsing_nodes(recipe, devices),
+            _routes_of_samples(
+                recipe.train,
+                ranks.get("actor"),
+                specs,
+                devices,
+                recipe.samples_per_step,
+                sequence_tokens,
+                generated=recipe.has_routes,
+            ),
+            _parsing_nodes(recipe.environment, devices),
             with_checkpoints=with_engines and recipe.checkpoint.saves_in_background,
             estimate=with_engines,
         ),
@@ -123,32 +135,6 @@ def foresee(
         recipe.rollout.engine.max_running_requests,
         host_bytes,
     )
-
-
-def check_memory(
-    recipe: Recipe,
-    devices: Mapping[str, Sequence[Device]],
-    specs: Mapping[str, ModelSpec],
-    *,
-    gpu_bytes: int | None,
-    host_bytes: int | None,
-) -> None:
-    """Refuse what cannot fit whatever an engine takes, and however short responses are: at once, without SGLang.
-
-    Args:
-        devices: which the recipe's layouts fit.
-        specs: of the actor and of each model beside it.
-        gpu_bytes: of each GPU, if that is known.
-        host_bytes: of each node's memory, if that is known.
-
-    Raises:
-        UserError: as `MemoryLedger.check`.
-    """
-    if gpu_bytes is None and host_bytes is None:
-        return
-    foresee(
-        recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes, sequence_tokens=1, with_engines=False
-    ).check()
 
 
 def recipe_ledger(
@@ -273,6 +259,7 @@ def _engines(
     rollout: RolloutRole,
     devices: Mapping[str, Sequence[Device]],
     spec: ModelSpec,
+    adapters: LoraConfig | None,
 ) -> dict[Device, ServingBytes]:
     """Return the memory of every rank of every engine, by its device."""
     locations = [_location(device) for device in devices["rollout"]]
@@ -283,16 +270,37 @@ def _engines(
         numbered = spec.of_trainer(layout, transformer_engine=transformer_engine)
         planned = PlannedTrainer(numbered, layout, getattr(torch, actor_dtype), transformer_engine=transformer_engine)
         sources = [planned.shards(rank, _location(device)) for rank, device in enumerate(devices["actor"])]
-    serving = serving_by_rank(spec, rollout.engine, locations, sources)
+    serving = serving_by_rank(spec, rollout.engine, locations, sources, adapters)
     return dict(zip(devices["rollout"], serving, strict=True))
 
 
-def _parsing_nodes(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> list[int]:
+def _parsing_nodes(environment: EnvironmentConfig | None, devices: Mapping[str, Sequence[Device]]) -> list[int]:
     """The node of each rank that reads calls of tools; none in a replay, which starts neither these nor engines."""
-    environment = recipe.environment
     if environment is None or (environment.tools is None and environment.agent is None):
         return []
     return [device.node for device in devices.get("reward") or devices.get("rollout", ())[:1]]
+
+
+def _routes_of_samples(
+    train: TrainConfig,
+    actor: RoleMemory | None,
+    specs: Mapping[str, ModelSpec],
+    devices: Mapping[str, Sequence[Device]],
+    samples: int,
+    sequence_tokens: int,
+    *,
+    generated: bool,
+) -> dict[int, int]:
+    if actor is None or not (generated or train.routing_replay != "none"):
+        return {}
+    return route_bytes_by_node(
+        specs["actor"],
+        actor.layout,
+        devices["actor"],
+        devices.get("rollout", devices["actor"][:1]) if generated else (),  # a replay has stored ones
+        step_tokens=samples * sequence_tokens,
+        micro_batch_tokens=max(train.micro_batch_tokens, sequence_tokens),
+    )
 
 
 def _hosts(
@@ -302,6 +310,7 @@ def _hosts(
     gpus: Sequence[GpuMemory],
     kept: int,
     routes: Mapping[Device, int],
+    routes_of_samples: Mapping[int, int],
     parsing: Sequence[int],
     *,
     with_checkpoints: bool,
@@ -328,6 +337,9 @@ def _hosts(
     less["routes"] = "a smaller rollout.engine.max_total_tokens, or train.routing_replay=none"
     for device, size in routes.items():
         _add(taken[device.node], "routes", size)
+    less[name := "routes of samples"] = "fewer trainer.prompts_per_step, or train.routing_replay=none"
+    for node, size in routes_of_samples.items():
+        _add(taken[node], name, size)
     if kept:  # by the driver, which is on the first node
         less[name := "replay buffer"] = "a smaller algorithm.replay_buffer_size"
         _add(taken[0], name, kept)
@@ -349,7 +361,7 @@ def _hosts(
         HostMemory(
             items,
             less[max(items, key=items.__getitem__)] if items else "",
-            page_locked="routes" not in items
+            page_locked=not items.keys() & {"routes", "routes of samples"}
             and all(slot_node != node for slot_node, _ in slots)
             and not (kept and node == 0),
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine3d.errors import UserError, amount
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec
 from engine3d.rollout.cache import PAGE_TOKENS, samples_together, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from hybridflow.algorithms.replay import most_bytes
-from hybridflow.cluster.devices.device_map import DeviceKind
+from hybridflow.cluster.devices.device_map import Device, DeviceKind
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import SamplesConfig
@@ -101,7 +104,7 @@ def cache_tokens(rollout: RolloutRole, groups_in_flight: int, lengths: Lengths, 
         rollout: whose `engine.max_total_tokens` decides, if it is set.
         groups_in_flight: prompts to which engines respond at the same time, at most.
         lengths: of its prompts.
-        engines: among which prompts are dealt.
+        engines: over which prompts are distributed.
         kind: of their devices.
     """
     given = rollout.engine.max_total_tokens
@@ -136,7 +139,7 @@ def teacher_cache_tokens(config: RolloutConfig, samples: int, lengths: Lengths, 
 
 
 def running_requests(config: RolloutConfig, *, prompts: int, samples: int, engines: int) -> int:
-    """Requests that an engine runs at once when so many prompts, with so many samples each, are dealt to all.
+    """Requests that an engine runs at once when `prompts` prompts with `samples` samples each are distributed over all.
 
     Where groups of its ranks have attention of their own, those of one group.
     """
@@ -158,6 +161,60 @@ def replay_bytes(kept_samples: int, sequence_tokens: int) -> int:
         sequence_tokens: of the longest prompt with its response.
     """
     return _COPIES * most_bytes(kept_samples, sequence_tokens)
+
+
+def route_bytes_by_node(
+    spec: ModelSpec,
+    layout: Layout,
+    devices: Sequence[Device],
+    engines: Sequence[Device],
+    *,
+    step_tokens: int,
+    micro_batch_tokens: int,
+) -> dict[int, int]:
+    """Most bytes of a step's routes in host memory, by node.
+
+    A node has the routes of its engines, and once those of its data-parallel replicas' samples that come from other
+    nodes. A rank reads those of its positions and layers from there, one micro-batch at a time.
+
+    Args:
+        spec: the actor.
+        layout: of its ranks.
+        devices: of its ranks, in order.
+        engines: devices of the engines whose routes are replayed; empty where the actor's ranks record them.
+        step_tokens: of all samples of a step.
+        micro_batch_tokens: of the largest micro-batch.
+    """
+    from engine3d.models.experts.routes import RouteFormat  # imports torch
+
+    routes, tokens = RouteFormat.of(spec.sizes), -(-step_tokens // layout.dp)
+    of_stages = [
+        routes.topk
+        * routes.dtype.itemsize
+        * sum(spec.sizes.is_sparse(layer) for chunk in spec.rules.rank_layers(layout, stage) for layer in chunk)
+        for stage in range(layout.pp)
+    ]
+    bytes_of, positions = Counter[int](), -(-micro_batch_tokens // (layout.tp * layout.cp))
+    for rank, device in enumerate(devices):
+        bytes_of[device.node] += _READ_COPIES * positions * of_stages[layout.coordinates(rank).pp]
+    for node, of_node in Counter(device.node for device in engines).items():
+        bytes_of[node] += step_tokens * routes.token_bytes * of_node // len(engines)
+    for dp in range(layout.dp):
+        nodes = {device.node for rank, device in enumerate(devices) if layout.coordinates(rank).dp == dp}
+        if engines:
+            sources = {device.node for device in engines}
+        else:
+            recorder = devices[layout.rank(dp=dp, pp=layout.pp - 1)].node
+            sources = {recorder}
+            # Gathered layer by layer in its process, and as they are stored.
+            bytes_of[recorder] += tokens * (2 * routes.token_bytes + of_stages[-1])
+        for node in nodes if len(nodes | sources) > 1 else ():
+            bytes_of[node] += tokens * routes.token_bytes
+    return dict(bytes_of)
+
+
+_READ_COPIES = 2
+"""Copies of a micro-batch's routes in a rank's host memory: as read, and page-locked or on a device of a CPU."""
 
 
 def check_kept_routes(kept_samples: int, *, routes: bool) -> None:

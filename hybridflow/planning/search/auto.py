@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from hybridflow.config.actors import ACTORS
 from hybridflow.config.reading.yaml_loader import build_settings, read_with_overrides
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.checks.placement import planned_devices
+from hybridflow.planning.memory.estimate import recipe_specs
 from hybridflow.planning.search.placements import PlacementSearch
 from hybridflow.planning.search.plan_text import interval
 from hybridflow.planning.search.recipe_work import (
     fixed_engines,
     layout_override,
     plan_overrides,
-    plan_specs,
     recipe_work,
     search_settings,
 )
@@ -59,18 +59,22 @@ def resolved(path: Path, overrides: Sequence[str], nodes: Sequence[Node] | None)
         raise UserError(f"{autos[0]}: auto with several actors, which was not tried; expected devices and layouts")
     recipe = build_settings(Recipe, without_autos(data), locations, str(path))
     profile, gpus = _hardware(nodes, autos[0])
-    specs = plan_specs(recipe)
+    specs = recipe_specs(recipe.model, recipe.models)
     settings = search_settings(recipe, specs, gpus_per_node=profile.hardware.gpus_per_node, gpus=profile.gpu != "cpu")
     if "placement" in autos:
         plan = PlacementSearch(recipe_work(recipe, specs), profile, settings).best(gpus, 1)[0]
         kind = "cpu" if profile.gpu == "cpu" else "cuda"
-        chosen = ["placement={}", "train.layout={}", *plan_overrides(recipe, plan, kind=kind)]
+        chosen = [
+            "placement={}",
+            "train.layout={}",
+            *plan_overrides(recipe.placement, recipe.rollout.engine, plan, kind=kind),
+        ]
     else:
         devices = planned_devices(recipe.device_maps, recipe.placement, nodes)
         if devices is None:
             raise UserError("train.layout: auto with placement.cluster, which was not tried; expected a layout")
-        groups = _groups(recipe, devices)
-        engines = fixed_engines(recipe, len(devices[ROLLOUT])) if ROLLOUT in devices else None
+        groups = _groups(recipe.megatron_roles, devices)
+        engines = fixed_engines(recipe.rollout, len(devices[ROLLOUT])) if ROLLOUT in devices else None
         settings = replace(settings, engines=engines, keeps_settings=True)
         search = PlacementSearch(recipe_work(recipe, specs), profile, settings)
         fitting = search.on_groups(groups)
@@ -115,13 +119,13 @@ def _hardware(nodes: Sequence[Node] | None, setting: str) -> tuple[Profile, int]
     return profile.with_cluster(per_node), gpus
 
 
-def _groups(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tuple[RoleGroup, ...]:
+def _groups(megatron_roles: Collection[str], devices: Mapping[str, Sequence[Device]]) -> tuple[RoleGroup, ...]:
     """Group the roles of a recipe by their devices; engines may be on some of the devices of models.
 
     Raises:
         UserError: models share some of their devices and not all.
     """
-    models = [role for role in devices if role in recipe.megatron_roles]
+    models = [role for role in devices if role in megatron_roles]
     sets = [frozenset(devices[role]) for role in models]
     if ROLLOUT in devices and not any(frozenset(devices[ROLLOUT]) & group for group in sets):
         sets.append(frozenset(devices[ROLLOUT]))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError, amount
 from engine3d.layout import Layout
-from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, engine_workspace
+from engine3d.memory.overhead import device_overhead, engine_overhead
+from engine3d.memory.serving import PREFIX_TOKENS, prefix_of_a_token, prompt_of_a_token, prompt_tokens
 from engine3d.models import ModelSpec
+from engine3d.rollout.config import RolloutConfig
+from hybridflow.planning.memory.device import rank_workspace
 from hybridflow.planning.time.generation import EngineShape, GenerationModel, RolloutCost
 from hybridflow.planning.time.hardware import Hardware
 from hybridflow.planning.time.phases import rollout_costs
@@ -19,8 +23,6 @@ ENGINE_SHARE = 0.9
 """Share of a GPU's memory that weights, KV cache and workspace of an engine may take."""
 
 _MOST_TP = 64
-_GRAPHS = 32
-"""CUDA graphs of decoding that an engine of many requests captures."""
 _LEAST_TOGETHER = 4
 """Requests of the longest sequence that a KV cache must hold."""
 
@@ -37,6 +39,8 @@ class EngineChoice:
         weights: bytes of a rank's weights, without those that it shares with the actor.
         cache: bytes of a rank's KV cache.
         workspace: bytes of a rank next to these, without the driver's.
+        reading: bytes of a rank while it reads prompts.
+        memory_share: least `mem_fraction_static` with which SGLang makes that KV cache.
     """
 
     shape: EngineShape
@@ -46,6 +50,8 @@ class EngineChoice:
     weights: int
     cache: int
     workspace: int
+    reading: int
+    memory_share: float = 0.0
 
 
 class EngineSearch:
@@ -61,6 +67,9 @@ class EngineSearch:
         beside: layout of an actor on the same GPUs, whose weights engines may share; None without.
         expert_parallel: only engines whose tp and ep are this; any if None.
         only: the only engines; any if None.
+        engine: settings that no search changes.
+        gpus: the ranks are on GPUs.
+        accepts: refuses engines that may not be proposed on some GPUs, with a UserError.
     """
 
     def __init__(
@@ -73,6 +82,9 @@ class EngineSearch:
         beside: Layout | None = None,
         expert_parallel: int | None = None,
         only: EngineShape | None = None,
+        engine: RolloutConfig | None = None,
+        gpus: bool = True,
+        accepts: Callable[[EngineShape], None] = lambda shape: None,
     ) -> None:
         self._work = work
         self._hardware = hardware
@@ -81,6 +93,10 @@ class EngineSearch:
         self._beside = beside
         self._expert_parallel = expert_parallel
         self._only = only
+        self._engine = engine or RolloutConfig()
+        self._gpus = gpus
+        self._accepts = accepts
+        self._refusal: UserError | None = None
         self._model = GenerationModel(work.actor.spec, hardware)
 
     def best(self, gpus: int, beside: int = 0, *, stream: bool = False) -> EngineChoice:
@@ -96,6 +112,8 @@ class EngineSearch:
         """
         choices = [self.fitted(shape, beside) for shape in self.shapes(gpus)]
         fitting = [choice for choice in choices if choice is not None]
+        if not choices and self._refusal is not None:
+            raise UserError(f"{gpus} GPUs for engines: no engine passes the checks, such as {self._refusal}")
         if not fitting:
             least = min(
                 (self._model.weights(shape) for shape in self.shapes(gpus)), default=self._model.weights(self._base)
@@ -129,8 +147,18 @@ class EngineSearch:
                     if self._expert_parallel not in (None, ep):
                         continue
                     for attention_dp in {1, tp} if self._attention_dp else {1}:
-                        yield self._shape(tp, ep, attention_dp, gpus // tp)
+                        shape = self._shape(tp, ep, attention_dp, gpus // tp)
+                        if self._is_accepted(shape):
+                            yield shape
             tp *= 2
+
+    def _is_accepted(self, shape: EngineShape) -> bool:
+        try:
+            self._accepts(shape)
+        except UserError as error:
+            self._refusal = self._refusal or error
+            return False
+        return True
 
     def _shape(self, tp: int, ep: int, attention_dp: int, engines: int) -> EngineShape:
         base, work = self._base, self._work
@@ -154,22 +182,41 @@ class EngineSearch:
         weights = round(self._model.weights(shape))
         if self._beside is not None:
             weights = round(weights * (1 - shared_share(spec, self._beside, shape)))
-        workspace = CONTEXT_BYTES + engine_workspace(
-            requests=-(-shape.requests // shape.attention_dp),
-            vocabulary=spec.vocab_size,
-            layers=spec.sizes.layers,
-            graphs=_GRAPHS,
-            tp=shape.tp,
-        )
-        left = ENGINE_SHARE * self._hardware.memory - DRIVER_BYTES - beside - weights - workspace
+        config = engine_config(self._engine, shape)
+        workspace = engine_overhead(on_gpu=self._gpus) + rank_workspace(config, spec, on_gpu=self._gpus)
+        left = ENGINE_SHARE * self._hardware.memory - device_overhead(on_gpu=self._gpus) - beside - weights - workspace
+        left -= self._reading(config, prompt_tokens(config, self._hardware.memory))
         of_token = self._model.cache_of_a_token(shape)
         needed = shape.requests * work.longest_sequence
         tokens = min(needed, int(max(0.0, left) // of_token) * shape.attention_dp)
         if tokens < min(needed, _LEAST_TOGETHER * shape.attention_dp * work.longest_sequence):
             return None
         cost, stream = rollout_costs(work, self._hardware, shape, tokens)
+        reading = self._reading(config, tokens // shape.attention_dp)
         cache = of_token * tokens // shape.attention_dp
-        return EngineChoice(shape, cost, stream, tokens, weights, cache, workspace)
+        return EngineChoice(shape, cost, stream, tokens, weights, cache, workspace, reading)
+
+    def _reading(self, config: RolloutConfig, cache_tokens: int) -> int:
+        """Count the bytes of a rank while it reads prompts, with a KV cache of some tokens."""
+        sizes, itemsize = self._work.actor.spec.sizes, ITEMSIZES[config.dtype]
+        prompts = min(prompt_tokens(config, self._hardware.memory), cache_tokens)
+        prefixes = min(cache_tokens, PREFIX_TOKENS)
+        of_prompts = prompts * prompt_of_a_token(sizes, config.tp, config.ep, itemsize)
+        return of_prompts + prefixes * prefix_of_a_token(sizes, config.attention_tp, itemsize)
+
+
+def engine_config(engine: RolloutConfig, shape: EngineShape) -> RolloutConfig:
+    """Return settings of engines with the sizes of a shape."""
+    return engine.model_copy(
+        update={
+            "tp": shape.tp,
+            "ep": shape.ep,
+            "attention_dp": shape.attention_dp,
+            "max_running_requests": shape.requests,
+            "peer_collectives": shape.peers,
+            "local_experts_only": shape.local_experts_only,
+        }
+    )
 
 
 def _divides(spec: ModelSpec, tp: int) -> bool:

@@ -10,9 +10,18 @@ from itertools import product
 from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError, amount
 from engine3d.layout import Layout
-from engine3d.memory import ResidentBytes, WorkingBytes, inference_peak, resident_by_rank, update_peak
-from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, MODEL_BYTES, communicators
+from engine3d.memory import (
+    CopiedBytes,
+    ResidentBytes,
+    WorkingBytes,
+    copied_by_rank,
+    inference_peak,
+    resident_by_rank,
+    update_peak,
+)
+from engine3d.memory.overhead import device_overhead, model_overhead
 from engine3d.models import ModelSpec
+from engine3d.models.precision import Precision
 from engine3d.training.config import TrainConfig
 from engine3d.training.optimizer import ElementBytes, element_bytes
 from hybridflow.planning.time.hardware import Hardware
@@ -35,23 +44,26 @@ class StageMemory:
     Args:
         stage: its number.
         resident: weights, gradients and optimizer state.
+        copies: of weights and tokens.
         working: activations, logits, the largest layer.
-        overhead: of processes, libraries and communicators.
+        overhead: of processes, libraries and communicators, the driver's not among them.
     """
 
     stage: int
     resident: ResidentBytes
+    copies: CopiedBytes
     working: WorkingBytes
     overhead: int
 
     @property
     def staying(self) -> int:
         """Bytes between updates: gradients are released."""
-        return self.resident.on_device - self.resident.gradients + self.overhead
+        return self.resident.on_device - self.resident.gradients + self.copies.total + self.overhead
 
     @property
     def total(self) -> int:
-        return self.resident.on_device + max(self.working.peak, self.resident.staged) + self.overhead
+        working = max(self.working.peak, self.resident.staged)
+        return self.resident.on_device + self.copies.total + working + self.overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +174,14 @@ class LayoutSearch:
         config: of the training, without layout.
         hardware: of every rank.
         longest: tokens of the longest sequence, which decides memory; those of the batch if None.
-        accepts: layouts and settings that may be proposed.
+        accepts: refuses layouts and settings that may not be proposed, with a UserError.
         trained: the model is updated; else it makes forward passes.
         expert_tensor_parallel: etp is searched too.
         offloads: an offloaded optimizer is searched too.
         keeps_settings: recomputation and tokens of a micro-batch are those of the config.
+        serves: engines have the model's weights.
+        engine_precision: of these.
+        gpus: the ranks are on GPUs.
     """
 
     def __init__(
@@ -176,11 +191,14 @@ class LayoutSearch:
         hardware: Hardware,
         *,
         longest: int | None = None,
-        accepts: Callable[[Layout, TrainConfig], bool] = lambda layout, config: True,
+        accepts: Callable[[Layout, TrainConfig], None] = lambda layout, config: None,
         trained: bool = True,
         expert_tensor_parallel: bool = False,
         offloads: bool = False,
         keeps_settings: bool = False,
+        serves: bool = False,
+        engine_precision: Precision | None = None,
+        gpus: bool = True,
     ) -> None:
         self.spec = spec
         self.hardware = hardware
@@ -190,9 +208,16 @@ class LayoutSearch:
         self._trained = trained
         self._with_etp = expert_tensor_parallel
         self._keeps = keeps_settings
+        self._serves = serves
+        self._engine_precision = engine_precision
+        self._gpus = gpus
+        self._refusal: UserError | None = None
+        self._misfit: UserError | None = None
         self._configs = self._searched_configs(offloads and trained and not keeps_settings)
         self._ranked: dict[tuple[int, Batch], list[_Candidate]] = {}
         self._residents: dict[tuple[Layout, int, bool], ResidentBytes] = {}
+        self._copies: dict[tuple[Layout, int, int], CopiedBytes] = {}
+        self._stages: dict[Layout, list[int]] = {}
         self.costs = CostModel(spec, hardware)
 
     def _searched_configs(self, offloads: bool) -> list[TrainConfig]:
@@ -227,13 +252,14 @@ class LayoutSearch:
 
     def limit(self, beside: int) -> float:
         """Bytes of a GPU that a model may take next to others."""
-        return self.hardware.memory * USED_SHARE - beside
+        return self.hardware.memory * USED_SHARE - beside - device_overhead(on_gpu=self._gpus)
 
     def refusal(self, front: LayoutFront, gpus: int, batch: Batch, beside: int) -> str:
         """The line that says that no layout of a front fits."""
-        needed = "no layout has a sequence for each rank and passes the checks of the settings"
+        refused = self._refusal or self._misfit
+        needed = "none has a sequence for each rank" if refused is None else f"such as {refused}"
         if front.least < math.inf:
-            needed = f"the least is {amount(front.least + beside, 1)}"
+            needed = f"the least is {amount(front.least + beside + device_overhead(on_gpu=self._gpus), 1)}"
         return (
             f"{gpus} GPUs of {amount(self.hardware.memory, 1)}: no layout fits {batch.sequences:,} sequences of "
             f"{batch.tokens:,} tokens ({needed}); expected more or larger GPUs, or shorter sequences"
@@ -268,7 +294,7 @@ class LayoutSearch:
 
     def heaviest(self, layout: Layout, config: TrainConfig, batch: Batch) -> StageMemory:
         """Predict the memory of the stage that takes the most."""
-        limits = [(self._bound(layout, stage, config, batch), stage) for stage in distinct_stages(self.spec, layout)]
+        limits = [(self._bound(layout, stage, config, batch), stage) for stage in self._distinct_stages(layout)]
         # Padding of buffers is a hundredth at most, so that a stage far below the heaviest is not the heaviest.
         most = max(limits)[0]
         stages = (self.memory(layout, stage, config, batch) for limit, stage in limits if limit > most * _PADDING)
@@ -279,20 +305,52 @@ class LayoutSearch:
         key = (layout, stage, config.optimizer.offload)
         if key not in self._residents:
             at = layout.coordinates(stage * layout.stage_size)
-            self._residents[key] = resident_by_rank(self.spec, layout, at, config, trainable=self._trained)
-        resident = self._residents[key]
-        return StageMemory(stage, resident, self._working(layout, stage, config, batch), self._overhead(layout))
+            self._residents[key] = resident_by_rank(
+                self.spec, layout, at, config, trainable=self._trained, transformer_engine=self._gpus
+            )
+        working = self._working(layout, stage, config, batch)
+        return StageMemory(
+            stage,
+            self._residents[key],
+            self._copied(layout, stage, config, batch),
+            working,
+            model_overhead(layout, on_gpu=self._gpus),
+        )
+
+    def _copied(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> CopiedBytes:
+        tokens = self._tokens(batch)
+        key = (layout, stage, tokens)
+        if key not in self._copies:
+            self._copies[key] = copied_by_rank(
+                self.spec,
+                layout,
+                layout.coordinates(stage * layout.stage_size),
+                config,
+                tokens=tokens,
+                serves=self._serves,
+                engine_precision=self._engine_precision,
+                transformer_engine=self._gpus,
+            )
+        return self._copies[key]
+
+    def _tokens(self, batch: Batch) -> int:
+        """Tokens of the largest micro-batch."""
+        return max(batch.tokens * batch.together, self._longest or 0)
 
     def _working(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> WorkingBytes:
-        at, tokens = layout.coordinates(stage * layout.stage_size), batch.tokens * batch.together
-        tokens = max(tokens, self._longest or 0)
+        at, tokens = layout.coordinates(stage * layout.stage_size), self._tokens(batch)
         if not self._trained:
             return inference_peak(self.spec, layout, at, config, tokens=tokens)
         return update_peak(self.spec, layout, at, config, tokens=tokens, micro_batches=batch.micro_batches(layout))
 
     def least_memory(self, layout: Layout, config: TrainConfig, batch: Batch) -> float:
         """Count the bytes of the heaviest stage without padding of its buffers, in a hundredth of the time."""
-        return max(self._bound(layout, stage, config, batch) for stage in distinct_stages(self.spec, layout))
+        return max(self._bound(layout, stage, config, batch) for stage in self._distinct_stages(layout))
+
+    def _distinct_stages(self, layout: Layout) -> list[int]:
+        if layout not in self._stages:
+            self._stages[layout] = distinct_stages(self.spec, layout)
+        return self._stages[layout]
 
     def _bound(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> float:
         """Count the bytes of a stage without padding of its buffers."""
@@ -304,15 +362,11 @@ class LayoutSearch:
             elements * (ITEMSIZES[config.dtype] + of_element.gradient + on_device / count)
             for elements, count in zip(self.costs.elements(layout, stage), copies, strict=True)
         )
-        return resident + self._working(layout, stage, config, batch).peak + self._overhead(layout)
-
-    def _overhead(self, layout: Layout) -> int:
-        """Count the bytes of processes, libraries and communicators."""
-        return communicators(layout) + MODEL_BYTES + DRIVER_BYTES + CONTEXT_BYTES
+        return resident + self._working(layout, stage, config, batch).peak + model_overhead(layout, on_gpu=self._gpus)
 
     def _candidates(self, gpus: int, batch: Batch) -> Iterator[tuple[Layout, TrainConfig, Batch]]:
         for layout in self._layouts(gpus):
-            accepted = [config for config in self._configs if self._accepts(layout, config)]
+            accepted = [config for config in self._configs if self._is_accepted(layout, config)]
             counts = _powers(max(1, _MOST_TOGETHER // batch.tokens))
             if self._keeps:
                 share = -(-batch.sequences // layout.dp)
@@ -321,6 +375,14 @@ class LayoutSearch:
                 if layout.dp * together <= batch.sequences or (self._keeps and layout.dp <= batch.sequences):
                     for config in accepted:
                         yield layout, config, Batch(batch.sequences, batch.tokens, together)
+
+    def _is_accepted(self, layout: Layout, config: TrainConfig) -> bool:
+        try:
+            self._accepts(layout, config)
+        except UserError as error:
+            self._refusal = self._refusal or error
+            return False
+        return True
 
     def _layouts(self, gpus: int) -> Iterator[Layout]:
         experts = self.spec.sizes.experts
@@ -342,7 +404,8 @@ class LayoutSearch:
     def _fits(self, layout: Layout) -> bool:
         try:
             self.spec.check_layout(layout)
-        except UserError:
+        except UserError as error:
+            self._misfit = self._misfit or error
             return False
         return True
 

@@ -9,10 +9,12 @@ that fits its GPUs by itself, is longer than the best plans.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from engine3d.errors import UserError
-from engine3d.memory.overhead import DRIVER_BYTES
+from engine3d.memory.overhead import CONTEXT_BYTES, device_overhead
 from hybridflow.planning.search.allocations import allocations, partitions
 from hybridflow.planning.search.engines import EngineChoice
 from hybridflow.planning.search.layouts import Proposal
@@ -24,6 +26,8 @@ from hybridflow.planning.time.step import PhaseSeconds, StepSeconds, step_second
 from hybridflow.planning.time.transfer import transfer_cost
 from hybridflow.planning.time.workload import Workload
 
+_ROUNDING = 1.01
+"""Margin of the memory that engines may take: pages of a KV cache are rounded."""
 _ROUNDS = 2
 """Times that the roles of a group choose their layouts, each time next to the others' last choices."""
 
@@ -42,6 +46,7 @@ class PlacementSearch:
         self.profile = profile
         self.settings = settings
         self._hardware = profile.hardware
+        self._driver = device_overhead(on_gpu=settings.gpus)
         self._choices = RoleChoices(work, profile.hardware, settings)
 
     @property
@@ -81,7 +86,7 @@ class PlacementSearch:
         return [role.role for role in self.work.roles] + ([ROLLOUT] if self.work.generates else [])
 
     def _candidates(self, gpus: int) -> Iterator[tuple[RoleGroup, ...]]:
-        alone = self.settings.staleness > 0 or self.settings.stream or self.settings.alone
+        alone = self.work.staleness > 0 or self.settings.stream or self.settings.alone
         for partition in partitions(self._names):
             if alone and not any(roles == (ROLLOUT,) for roles in partition):
                 continue
@@ -141,7 +146,7 @@ class PlacementSearch:
         costs = self._costs(groups, roles, engines)
         step = self._step(groups, costs.seconds)
         alone = _engines_are_alone(groups)
-        staleness, stream = self.settings.staleness * alone, self.settings.stream and alone
+        staleness, stream = self.work.staleness * alone, self.settings.stream and alone
         latent = any(work.spec.sizes.latent is not None for work in self.work.roles)
         return RunPlan(groups, roles, engines, costs, step, tuple(memory), staleness, stream, offloaded, latent)
 
@@ -150,7 +155,7 @@ class PlacementSearch:
         return step_seconds(
             seconds,
             [frozenset(group.roles) for group in groups],
-            staleness=self.settings.staleness * alone,
+            staleness=self.work.staleness * alone,
             stream=self.settings.stream and alone,
         )
 
@@ -200,10 +205,22 @@ class PlacementSearch:
                 engines = self._choices.engines(group.gpus, self._left(chosen, offloaded, ""), actor, alike)
                 if engines is None:
                     return None
+        if engines is not None:
+            engines = replace(engines, memory_share=self._memory_share(chosen, engines, offloaded))
         phases = self._memory(group, chosen, engines, offloaded)
         if max(phase.total for phase in phases) > self._hardware.memory:
             return None
         return chosen, engines, phases, offloaded & frozenset(group.roles)
+
+    def _memory_share(self, chosen: Mapping[str, Proposal], engines: EngineChoice, offloaded: frozenset[str]) -> float:
+        """Compute the share of the memory that models leave when engines start, of which weights and cache are part."""
+        taken = self._driver + CONTEXT_BYTES * (len(chosen) + 1)
+        for role, proposal in chosen.items():
+            resident, copies = proposal.heaviest.resident, proposal.heaviest.copies
+            taken += resident.dummy_gradients + resident.weights * (role not in offloaded)
+            taken += copies.quantised + copies.merged
+        share = (engines.weights + engines.cache) / max(1, self._hardware.memory - taken)
+        return min(0.99, math.ceil(100 * share * _ROUNDING) / 100)
 
     def _memory(
         self,
@@ -214,31 +231,31 @@ class PlacementSearch:
     ) -> list[PhaseMemory]:
         phases = []
         if engines is not None:
-            taken = engines.weights + engines.cache + engines.workspace + self._left(chosen, offloaded, "")
-            phases.append(PhaseMemory(ROLLOUT, group.roles, taken + DRIVER_BYTES))
+            taken = engines.weights + engines.cache + engines.workspace + engines.reading
+            others = self._left(chosen, offloaded, "")
+            phases.append(PhaseMemory(ROLLOUT, group.roles, taken + others + self._driver))
         for work in self.work.roles:
             if work.role in chosen:
                 name = f"update of {work.role}" if work.trained else f"infer of {work.role}"
                 others = self._left(chosen, offloaded, work.role) + self._engine_left(engines)
-                phases.append(PhaseMemory(name, group.roles, chosen[work.role].heaviest.total + others))
+                phases.append(PhaseMemory(name, group.roles, chosen[work.role].heaviest.total + others + self._driver))
         return phases
 
     def _left(self, chosen: Mapping[str, Proposal], offloaded: frozenset[str], but: str) -> int:
-        """Bytes that models leave on a GPU between their turns, the driver's not among them."""
+        """Bytes that models leave on a GPU between their turns."""
         return sum(
             proposal.heaviest.staying
-            - DRIVER_BYTES
             - (proposal.heaviest.resident.on_device - proposal.heaviest.resident.gradients) * (role in offloaded)
             for role, proposal in chosen.items()
             if role != but
         )
 
     def _engine_left(self, engines: EngineChoice | None) -> int:
-        """Bytes that an engine leaves on a GPU while models compute: its KV cache is released."""
+        """Bytes that an engine leaves on a device while models compute: on GPUs its KV cache is released."""
         if engines is None:
             return 0
         kept = 0 if self.settings.release else engines.weights
-        return engines.workspace + kept
+        return engines.workspace + kept + (0 if self.settings.gpus else engines.cache)
 
 
 def _engines_are_alone(groups: Sequence[RoleGroup]) -> bool:

@@ -47,10 +47,17 @@ def unmeasured(plan: RunPlan, profile: Profile) -> list[str]:
     return [name for name in features if name not in profile.measured]
 
 
-def table(plans: Sequence[RunPlan], work: Workload, profile: Profile) -> list[str]:
-    """The ranked table: a block of lines for each plan, the fastest first."""
+def table(plans: Sequence[RunPlan], work: Workload, profile: Profile, *, count: int) -> list[str]:
+    """The ranked table: a block of lines for each plan, the fastest first.
+
+    Args:
+        plans: one more than are shown, if there is one: the next of the last that is shown.
+        work: of a step.
+        profile: of the GPUs.
+        count: plans to show.
+    """
     lines = []
-    for rank, plan in enumerate(plans, start=1):
+    for rank, plan in enumerate(plans[:count], start=1):
         widths = interval(plan, profile)
         step, width = plan.step.step, widths["step"]
         tokens = work.sequences * work.tokens / step / plan.gpus
@@ -122,6 +129,7 @@ def explanation(plan: RunPlan, profile: Profile) -> list[str]:
             f"  transfer: {transfer.seconds:.2f} s, {transfer.busiest / 1e9:.2f} GB of the busiest rank at "
             f"{_transfer_rate(transfer.network, profile):.0f} GB/s"
         )
+    lines.append(f"  driver: {plan.costs.driver:.2f} s between the phases, for each sample")
     features = unmeasured(plan, profile)
     if features:
         lines.append(f"  not measured on {profile.name}, each a tenth wider: {', '.join(features)}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.rollout.config import RolloutConfig
 from engine3d.training.config import TrainConfig
 from engine3d.training.flops import sequence_flops
 from hybridflow.planning.search.engines import EngineChoice, EngineSearch
@@ -18,7 +19,11 @@ from hybridflow.planning.time.phases import scoring_cost, update_cost
 from hybridflow.planning.time.training import Batch, UpdateCost
 from hybridflow.planning.time.workload import RoleWork, Workload
 
-Accepts = Callable[[str, Layout, TrainConfig], bool]
+Accepts = Callable[[str, Layout, TrainConfig], None]
+"""Raises a UserError for a layout and settings of a role that may not be proposed."""
+
+AcceptsEngines = Callable[[EngineShape], None]
+"""Raises a UserError for engines that may not be proposed."""
 
 _GRAIN = 10**9
 """Bytes to which what others leave is rounded up, so that searches of engines are shared."""
@@ -32,7 +37,6 @@ class SearchSettings:
 
     Args:
         base: features of engines that stay as they are.
-        staleness: of engines on their own devices.
         stream: their rollouts are a stream.
         shared: colocated engines may share the actor's weights.
         release: they release their weights while models compute.
@@ -40,11 +44,13 @@ class SearchSettings:
         alone: engines have GPUs of their own.
         engines: the only engines that may be proposed; any if None.
         keeps_settings: recomputation, micro-batches and the optimizer's place stay as they are.
-        accepts: layouts and settings of a role that may be proposed.
+        accepts: refuses layouts and settings of a role that may not be proposed.
+        engine: settings of engines that no search changes.
+        gpus: the devices are GPUs.
+        accepts_engines: refuses engines that may not be proposed.
     """
 
     base: EngineShape
-    staleness: int = 0
     stream: bool = False
     shared: bool = True
     release: bool = False
@@ -52,7 +58,10 @@ class SearchSettings:
     alone: bool = False
     engines: EngineShape | None = None
     keeps_settings: bool = False
-    accepts: Accepts = lambda role, layout, config: True
+    accepts: Accepts = lambda role, layout, config: None
+    engine: RolloutConfig = field(default_factory=RolloutConfig)
+    gpus: bool = True
+    accepts_engines: AcceptsEngines = lambda shape: None
 
 
 class RoleChoices:
@@ -89,8 +98,11 @@ class RoleChoices:
             accepts=lambda layout, config: self._settings.accepts(work.role, layout, config),
             trained=work.trained,
             expert_tensor_parallel=True,
-            offloads=True,
+            offloads=self._settings.gpus,
             keeps_settings=self._settings.keeps_settings,
+            serves=work.role == "actor" and self.work.generates,
+            engine_precision="fp8" if self._settings.base.fp8 else None,
+            gpus=self._settings.gpus,
         )
 
     def _batch(self, work: RoleWork) -> Batch:
@@ -140,6 +152,9 @@ class RoleChoices:
                 beside=actor,
                 expert_parallel=expert_parallel,
                 only=self._settings.engines,
+                engine=self._settings.engine,
+                gpus=self._settings.gpus,
+                accepts=self._settings.accepts_engines,
             )
             try:
                 self._engines[key] = search.best(gpus, key[1], stream=self._settings.stream)
@@ -195,5 +210,6 @@ class RoleChoices:
             self._settings.base,
             attention_dp=self._settings.attention_dp,
             only=self._settings.engines,
+            accepts=self._settings.accepts_engines,
         )
         return search.least_seconds(gpus, stream=self._settings.stream)

@@ -7,6 +7,7 @@ have `machine`.
 
 from __future__ import annotations
 
+import math
 import os
 import platform as host
 import re
@@ -24,8 +25,23 @@ PROFILES = Path(__file__).parent / "profiles"
 
 _SHIPPED = "profile: {name}; expected one of {names}, or a file of this form"
 _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(Gb|GB)(?:/s)?")
+_MAY_BE_NONE = ("linear_half", "cores")
+"""Rates besides seconds that may be 0."""
 _LINK_SHARE = 0.9
 """Share of a network link's rate that transfers reach (45 of 50 GB/s of a 400 Gb/s link in published transfers)."""
+
+
+_SHARED_RATES = ("flops", "memory_rate", "node_rate")
+_SHARED_SECONDS = (
+    "layer_s",
+    "sparse_layer_s",
+    "unfused_layer_s",
+    "message_s",
+    "decode_layer_s",
+    "decode_host_s",
+    "nccl_s",
+)
+"""Rates and seconds of work of a rank's core. What the driver does is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +82,7 @@ class Hardware:
         sample_s: seconds of the driver for each sample of a step.
         transfer_s: seconds of a weight transfer without bytes.
         transfer_share: share of a link's rate that a weight transfer reaches.
+        cores: that ranks without GPUs share; 0 for GPUs.
     """
 
     flops: float
@@ -103,6 +120,15 @@ class Hardware:
     sample_s: float
     transfer_s: float
     transfer_share: float
+    cores: int
+
+    def for_ranks(self, ranks: int) -> Hardware:
+        """The rates of each of so many ranks, which on a CPU take turns on the cores."""
+        ranks_of_core = ranks / self.cores if self.cores else 1.0
+        if ranks_of_core <= 1:
+            return self
+        rates = {name: getattr(self, name) / ranks_of_core for name in _SHARED_RATES}
+        return replace(self, **rates, **{name: getattr(self, name) * ranks_of_core for name in _SHARED_SECONDS})
 
     def linear_rate(self, width: float) -> float:
         """Predict the FLOP/s of matrix multiplications whose shorter side has this width."""
@@ -162,7 +188,10 @@ class Profile:
         """
         hardware = self.hardware
         if gpus_per_node is not None:
-            hardware = replace(hardware, gpus_per_node=gpus_per_node)
+            memory = hardware.memory
+            if self.gpu == "cpu":  # slots share that of their machine
+                memory = memory * hardware.gpus_per_node // gpus_per_node
+            hardware = replace(hardware, gpus_per_node=gpus_per_node, memory=memory)
         if link is not None:
             hardware = replace(hardware, network_rate=link_rate(link))
         return replace(self, hardware=hardware)
@@ -229,21 +258,31 @@ def _profile(path: Path, data: Any) -> Profile:
         value = rate.get("value") if isinstance(rate, dict) else None
         if name not in names:
             raise UserError(f"{path}: rates.{name}: no such rate, expected {', '.join(names)}")
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0 or not rate.get("origin"):
+        if not _is_number(value) or not rate.get("origin"):
             raise UserError(f"{path}: rates.{name}: expected value, a number of at least 0, unit and origin")
+        if not value and not name.endswith("_s") and name not in _MAY_BE_NONE:
+            raise UserError(f"{path}: rates.{name}: expected a value above 0")
     interval = data.get("interval")
     phases = ("update", "scoring", "rollout", "transfer")
-    if not isinstance(interval, dict) or set(interval) != {*phases}:
-        raise UserError(f"{path}: interval: expected {', '.join(phases)}")
+    if not isinstance(interval, dict) or set(interval) != {*phases} or not all(map(_is_number, interval.values())):
+        raise UserError(f"{path}: interval: expected {', '.join(phases)}, each a number of at least 0")
+    measured, machine = data.get("measured") or [], data.get("machine") or {}
+    if not isinstance(measured, list) or not isinstance(machine, dict):
+        wrong = "machine: expected keys and values" if isinstance(measured, list) else "measured: expected a list"
+        raise UserError(f"{path}: {wrong}, as `hybridflow profile` writes them")
     values = {name: rates[name]["value"] for name in names}
-    values |= {name: round(values[name]) for name in ("memory", "gpus_per_node")}
+    values |= {name: round(values[name]) for name in ("memory", "gpus_per_node", "cores")}
     return Profile(
         name=str(data.get("name", path.stem)),
         gpu=str(data.get("gpu", "")),
         hardware=Hardware(**values),
         interval={name: float(value) for name, value in interval.items()},
-        measured=frozenset(data.get("measured") or ()),
+        measured=frozenset(map(str, measured)),
         origins={name: f"{rates[name]['origin']}" for name in names},
         units={name: f"{rates[name].get('unit', '')}" for name in names},
-        machine=data.get("machine") or {},
+        machine=machine,
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

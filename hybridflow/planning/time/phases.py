@@ -111,26 +111,27 @@ def phase_costs(
 
     Args:
         work: of a step.
-        hardware: of every rank.
+        hardware: of every rank that has a core or a GPU to itself.
         roles: layout of each Megatron-Core model.
         engines: that generate; None without.
         cache_tokens: that the KV cache of each engine holds.
         colocated: the engines are on the actor's GPUs.
         shared: they may share its weights there.
     """
+    of_role = {role: hardware.for_ranks(ranks.layout.world_size) for role, ranks in roles.items()}
     scoring = {
-        role.role: scoring_cost(work, role, hardware, roles[role.role].layout, roles[role.role].config)
+        role.role: scoring_cost(work, role, of_role[role.role], roles[role.role].layout, roles[role.role].config)
         for role in work.roles
         if role.passes
     }
     update = {
-        role.role: update_cost(work, role, hardware, roles[role.role].layout, roles[role.role].config)
+        role.role: update_cost(work, role, of_role[role.role], roles[role.role].layout, roles[role.role].config)
         for role in work.roles
         if role.trained
     }
     rollout, stream, transfer = None, 0.0, None
     if engines is not None:
-        rollout, stream = rollout_costs(work, hardware, engines, cache_tokens)
+        rollout, stream = rollout_costs(work, hardware.for_ranks(engines.ranks), engines, cache_tokens)
         layout = roles[work.actor.role].layout
         transfer = transfer_cost(work.actor.spec, hardware, layout, engines, colocated=colocated, shared=shared)
     return PhaseCosts(rollout, stream, scoring, update, transfer, hardware.sample_s * work.sequences)

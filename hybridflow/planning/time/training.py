@@ -28,6 +28,8 @@ from engine3d.dtypes import ITEMSIZES
 from engine3d.layout import Layout
 from engine3d.memory.activations import keys_and_values
 from engine3d.models import ModelSpec
+from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec
 from engine3d.training.config import TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, pair_flops, sequence_flops
 from engine3d.training.optimizer import element_bytes
@@ -187,7 +189,7 @@ class CostModel:
         count, itemsize = batch.micro_batches(layout), ITEMSIZES[config.dtype]
         costs = (self._stage(layout, stage, config, batch, passes) for stage in self.stages(layout))
         slowest = max(costs, key=lambda cost: cost.seconds)
-        # Of a micro-batch hidden states go on to the next stage and gradients back, for each model chunk.
+        # A micro-batch's hidden states are sent to the next stage and gradients back, for each model chunk.
         ways = 1 if passes == 1 else 2
         rank_tokens = batch.tokens * batch.together / (layout.cp * layout.tp)
         between = ways * rank_tokens * self.spec.sizes.hidden * itemsize * layout.vpp if layout.pp > 1 else 0.0
@@ -200,18 +202,25 @@ class CostModel:
 
     def optimizer(self, layout: Layout, config: TrainConfig) -> dict[str, float]:
         """Predict the seconds of an update after its passes: "gradients" and "optimizer" of `UpdateCost`."""
+        if config.lora is not None:
+            return self._of_adapters(config.lora).optimizer(layout, config.model_copy(update={"lora": None}))
         stages = self.stages(layout)
         return {
             "gradients": max(self._gradients(layout, stage, config) for stage in stages),
             "optimizer": max(self._optimizer(layout, stage, config) for stage in stages),
         }
 
+    def _of_adapters(self, lora: LoraConfig) -> CostModel:
+        """Costs of the model's adapters, as a model of their own."""
+        return CostModel(AdapterSpec.of(self.spec, lora), self.hardware)
+
     def elements(self, layout: Layout, stage: int) -> tuple[float, float]:
         """Count the elements of a rank's parameters without padding: of dense layers, and of experts."""
         return self._elements_of(layout, self._sums(layout, stage))
 
     def _elements_of(self, layout: Layout, sums: _StageSums) -> tuple[float, float]:
-        vocabulary = (sums.stage in (0, layout.pp - 1)) * self.spec.sizes.vocabulary * self.spec.sizes.hidden
+        has_vocabulary = sums.stage in (0, layout.pp - 1) and not self.spec.adapters
+        vocabulary = has_vocabulary * self.spec.sizes.vocabulary * self.spec.sizes.hidden
         return (sums.dense + vocabulary) / layout.tp, sums.experts / (layout.ep * layout.etp)
 
     def stages(self, layout: Layout) -> list[_StageSums]:
@@ -281,11 +290,13 @@ class CostModel:
             rate = hardware.flops * hardware.latent_attention
         attention = (passes + repeated) * layers / sizes.layers * pair_flops(sizes) * tokens * batch.tokens / rate
         per_token = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts_per_token
-        linear = (passes + repeated) * (stage.multiplications - sparse * per_token)
+        # Weights with adapters have no gradients; adapters have a few thousandths of their multiplications.
+        of_weights = passes - (passes > 1 and config.lora is not None)
+        linear = (of_weights + repeated) * (stage.multiplications - sparse * per_token)
         if stage.stage == layout.pp - 1:
-            linear += (passes + (passes > 1 and config.logits_tokens is not None)) * self.spec.rules.head_cost
+            linear += (of_weights + (passes > 1 and config.logits_tokens is not None)) * self.spec.rules.head_cost
         width = min(sizes.hidden, sizes.heads * sizes.head_dim / layout.tp)
-        products = 2 * (passes + repeated) * sparse * per_token * tokens / ranks
+        products = 2 * (of_weights + repeated) * sparse * per_token * tokens / ranks
         linear_s = 2 * linear * tokens / ranks / hardware.linear_rate(width)
         experts_s = products / self._expert_rate(layout, config)
         memory_s = self._passes_over_memory(layout, stage, config, tokens / ranks, passes, repeated)
@@ -326,7 +337,8 @@ class CostModel:
         nbytes = elements * itemsize * tokens
         if passes > 1:  # a micro-batch's gradients are read and added to their sum
             of_element = itemsize + 2 * element_bytes(config).gradient
-            nbytes += sum(self._elements_of(layout, stage)) * of_element / _GRADIENT_SHARE
+            trained = self if config.lora is None else self._of_adapters(config.lora)
+            nbytes += sum(trained.elements(layout, stage.stage)) * of_element / _GRADIENT_SHARE
         return nbytes / self.hardware.memory_rate
 
     def _optimizer(self, layout: Layout, stage: _StageSums, config: TrainConfig) -> float:

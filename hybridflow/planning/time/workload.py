@@ -10,6 +10,9 @@ from engine3d.models import ModelSpec
 from engine3d.training.config import TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 
+_HALVINGS = 60
+"""Times that the interval of a median is halved."""
+
 
 @dataclass(frozen=True)
 class RoleWork:
@@ -46,6 +49,7 @@ class Workload:
         longest: most tokens of a response.
         mini_batches, epochs: of a step's updates.
         generates: engines generate the responses.
+        staleness: updates by which the weights of engines on their own devices may be behind.
     """
 
     roles: tuple[RoleWork, ...]
@@ -58,6 +62,7 @@ class Workload:
     mini_batches: int = 1
     epochs: int = 1
     generates: bool = True
+    staleness: int = 0
 
     @property
     def actor(self) -> RoleWork:
@@ -92,19 +97,26 @@ class Workload:
 
 
 def drawn_lengths(mean: float, longest: int, spread: float, count: int = 64) -> tuple[float, ...]:
-    """Quantiles of a log-normal distribution of lengths, cut at the longest.
+    """Quantiles of a log-normal distribution of lengths that is cut at the longest, and has a mean after that.
 
     Args:
-        mean: tokens.
+        mean: tokens, with what is cut.
         longest: most tokens.
         spread: standard deviation of the logarithm: 0 for equal lengths, about 0.8 for reasoning.
         count: of the values.
     """
     if spread <= 0:
         return (min(mean, float(longest)),)
-    centre = math.log(mean) - spread**2 / 2
-    quantiles = ((index + 0.5) / count for index in range(count))
-    return tuple(min(float(longest), max(1.0, math.exp(centre + spread * _normal(share)))) for share in quantiles)
+    factors = [math.exp(spread * _normal((index + 0.5) / count)) for index in range(count)]
+
+    def cut(median: float) -> tuple[float, ...]:
+        return tuple(min(float(longest), max(1.0, median * factor)) for factor in factors)
+
+    low, high = 0.0, longest / factors[0]
+    for _ in range(_HALVINGS):
+        median = (low + high) / 2
+        low, high = (median, high) if sum(cut(median)) < mean * count else (low, median)
+    return cut(high)
 
 
 def _normal(share: float) -> float:

@@ -56,6 +56,7 @@ def cases_of(answer: Any) -> list[Case]:
             return _asserts(answer["test_list"], _text(answer, "test_setup_code", ""))
         if "entry_point" in answer:
             test, name = _text(answer, "test"), _text(answer, "entry_point")
+            _statements(f"{test}\n\ncheck({name})\n")
             return [_check(f"{test}\n\ncheck({name})\n", before=_text(answer, "prompt", ""))]
         if "inputs" in answer or "outputs" in answer:
             return _pairs(answer.get("inputs"), answer.get("outputs"), answer.get("fn_name"))
@@ -87,11 +88,12 @@ def _listed(cases: Sequence[Mapping[str, Any]]) -> list[Case]:
     for number, case in enumerate(cases):
         if not {"input", "output"} <= case.keys():
             raise CasesError(f"case {number} is {_shown(case)}, expected input and output")
-    names = {case.get("fn_name") for case in cases}
+    name = cases[0].get("fn_name")
     functional = any(case.get("testtype") == "functional" for case in cases)
-    if len(names) > 1 or (functional and names == {None}):
-        raise CasesError(f"cases of functions {sorted(map(str, names))}, expected the same fn_name in each")
-    return _pairs([case["input"] for case in cases], [case["output"] for case in cases], names.pop())
+    if any(case.get("fn_name") != name for case in cases) or (functional and name is None):
+        names = sorted({str(case.get("fn_name")) for case in cases})
+        raise CasesError(f"cases of functions {names}, expected the same fn_name in each")
+    return _pairs([case["input"] for case in cases], [case["output"] for case in cases], name)
 
 
 def _pairs(inputs: Any, outputs: Any, name: Any) -> list[Case]:
@@ -111,7 +113,8 @@ def _lines(value: Any) -> str:
     """Standard input or output of a case: text, or lines in a list."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Sequence) and all(isinstance(line, str | int | float) for line in value):
+    is_list = isinstance(value, Sequence) and not isinstance(value, bytes)
+    if is_list and all(isinstance(line, str | int | float) for line in value):
         return "\n".join(map(str, value))
     raise CasesError(f"a case has {_shown(value)}, expected text")
 
@@ -123,9 +126,13 @@ def _arguments(given: Any) -> list[Any]:
             return [json.loads(line) for line in given.splitlines() if line.strip()]
         except (ValueError, RecursionError):
             raise CasesError(f"arguments {_shown(given)}, expected JSON on each line") from None
-    if not isinstance(given, Sequence):
-        raise CasesError(f"arguments {_shown(given)}, expected a list")
-    return list(given)
+    try:
+        if isinstance(given, Sequence):
+            json.dumps(given)
+            return list(given)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise CasesError(f"arguments {_shown(given)}, expected a list of what JSON has")
 
 
 def _returned(right: Any) -> Any:
@@ -181,17 +188,22 @@ def _called(name: str, arguments: list[Any], right: Any) -> Case:
 
 
 def _asserts(tests: Any, setup: str) -> list[Case]:
-    if not isinstance(tests, Sequence) or not tests or not all(isinstance(test, str) for test in tests):
+    is_list = isinstance(tests, Sequence) and not isinstance(tests, str)
+    if not is_list or not tests or not all(isinstance(test, str) for test in tests):
         raise CasesError(f"tests: {_shown(tests)}, expected texts such as 'assert add(1, 2) == 3'")
     return [_assert(test, setup) for test in tests]
 
 
-def _assert(test: str, setup: str) -> Case:
+def _statements(test: str) -> list[ast.stmt]:
+    """The statements of a test. Raises CasesError for what is no Python."""
     try:
-        statements = ast.parse(test).body
+        return ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CasesError(f"test {_shown(test)}, which is no Python: {error}") from None
-    match statements:
+
+
+def _assert(test: str, setup: str) -> Case:
+    match _statements(test):
         case [ast.Assert(ast.Compare(left, [ast.Eq()], [right]))] if values := _literal(right):
             expression = ast.unparse(left)
         case _:

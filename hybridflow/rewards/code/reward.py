@@ -159,7 +159,7 @@ class Code:
 
 
 def extracted(text: str) -> str | None:
-    """The last block of a text between fences that is Python or names no language; None if there is none."""
+    """Return the last block of a text between fences that is Python or names no language; None if there is none."""
     last, fence, is_python = None, "", False
     lines: list[str] = []
     for line in text.splitlines():

@@ -41,7 +41,7 @@ class Rubric:
         """Names that the template needs values for."""
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """The text, with these values. Raises RubricError for what the template cannot do with them."""
+        """Render the text with these values. Raises RubricError for what the template cannot do with them."""
         try:
             return self._template.render({name: values[name] for name in self.names})
         except Exception as error:  # of what the template calls, with whatever a field of the data is

@@ -31,7 +31,7 @@ class StreamEvents:
         self._add("serves", {"version": version}, engines=[engine])
 
     def lost(self, engine: int, cause: str, samples: Sequence[int]) -> None:
-        """An engine is gone. `samples`: that it had, which go on elsewhere with what is known of them."""
+        """An engine is gone. `samples`: those that it had, which continue on other engines with their tokens so far."""
         self._add("lost_engine", {"engine": engine, "cause": cause}, samples=samples)
 
     def leased(self, engines: Sequence[int]) -> None:

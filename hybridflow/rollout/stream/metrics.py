@@ -55,7 +55,7 @@ class StreamMetrics:
         self._counts[what] += number
 
     def ended(self, sample: int, tokens: int) -> None:
-        """A response of so many tokens has ended."""
+        """Count a response that ended with this many tokens."""
         self._tokens += tokens
         self._ended_at[sample] = self._clock()
 

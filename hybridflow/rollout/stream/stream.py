@@ -9,36 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
 from engine3d.rollout.requests import Response
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnd, SampleEnds, StreamEngine, StreamRequest
+from hybridflow.batch.stream_requests import (
+    EngineLostError,
+    SampleEnd,
+    SampleEnds,
+    StoredRow,
+    StreamEngine,
+    StreamRequest,
+)
 from hybridflow.environments.environment import Task
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
 from hybridflow.rollout.episodes import EndedEpisode, EpisodeSetup
-from hybridflow.rollout.group_requests import GatheredGroup, GroupRequests
-from hybridflow.rollout.ledger import Group, Ledger, Taken
+from hybridflow.rollout.ledger import Group, Taken
 from hybridflow.rollout.other_requests import OtherRequests, Share
-from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
+from hybridflow.rollout.scoring_queue import Scorer
 from hybridflow.rollout.stream.engines import StreamEngines, StreamTasks
 from hybridflow.rollout.stream.events import StreamEvents
+from hybridflow.rollout.stream.groups import GatheredGroup, GroupRequests, StreamGroups
 from hybridflow.rollout.stream.metrics import BusyTimes, StreamMetrics
-from hybridflow.rollout.stream.types import GroupRows, OtherRows, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream.types import OtherRows, StepRows, StreamPlan, StreamState
 from hybridflow.rollout.stream_episodes import StreamEpisodes
 
 _FIRST_GUESS = 256.0
 """Tokens that a response is expected to have before any has ended."""
-_MOST_LOSSES = 3
-"""Times that engines abort a response of one group of their own accord, after which the stream fails."""
 _MOST_NAMED = 4
 """Engines that a line names."""
 _REMEMBERED = 0.99
@@ -69,11 +71,12 @@ class RolloutStream:
         episodes: EpisodeSetup | None = None,
     ) -> None:
         self._plan, self._clock = plan, clock
-        self.ledger = Ledger(plan.limits, draw)
         self._dispatcher = Dispatcher(len(engines), plan.requests_per_engine, self._expected)
         for number in plan.leased:
             self._dispatcher.leave(number)
         self._tasks = StreamTasks()
+        self.groups = StreamGroups(plan, draw, scorers, self._tasks)
+        self.ledger = self.groups.ledger
         self._engines = StreamEngines(engines, self._tasks, self._dispatcher.has, plan.restarts, self._remove_engine)
         self._others = OtherRequests(self._engines, self._tasks, clock)
         self._episodes = StreamEpisodes(episodes, clock, self._tasks, self._others, self)
@@ -81,12 +84,6 @@ class RolloutStream:
         self._batching: DynamicBatching | None = None
         if plan.bounds is not None:
             self._batching = DynamicBatching(plan.bounds)
-        self._groups: dict[int, GatheredGroup] = {}
-        self._training: tuple[GroupRows, ...] = ()
-        self._losses: Counter[int] = Counter()
-        """Times that engines have aborted a response of a group of their own accord, by its number."""
-        self.samples_drawn = 0
-        """Count of sample ids that were given out."""
         self._step_version = 0
         """Version that the last step began from."""
         self._length = _FIRST_GUESS
@@ -95,7 +92,6 @@ class RolloutStream:
         self._abandoned = False
         """True once a step was abandoned, after which nothing is begun."""
         self._open = False
-        self._scoring = ScoringQueue(scorers, plan.scored_at_once, self._scored, self._tasks.spawn)
         self._busy = BusyTimes(clock)
         self.metrics = StreamMetrics(len(engines), clock)
         self.events = StreamEvents()
@@ -145,19 +141,19 @@ class RolloutStream:
         self.metrics.count("carried", taken.carried)
         self.events.took(version, taken)
         events = self.events.collect()  # what is begun from here on is of the next step
-        self._training = tuple(self._rows(group) for group in taken.groups)
-        self.metrics.took(end.sample for group in self._training for end in group.ends)
+        self.groups.took(taken)
+        self.metrics.took(self.groups.samples_in_training)
         busy = self._busy.take()
         if self._plan.together:
             self._admit(self._plan.limits.groups_per_step)
             self._send(self._dispatcher.send_shares())
         self.feed()
         collected = self.metrics.collect(self._dispatcher, self.ledger)
-        if self._scoring.needed:
-            collected[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
+        if self.groups.scoring.needed:
+            collected[metrics.STREAM_WAITING_REWARDS] = len(self.groups.scoring)
         if self._batching is not None:
             collected[metrics.STREAM_REQUEST_LIMIT] = self._dispatcher.mean_limit
-        return StepRows(self._training, taken, collected, busy, events)
+        return StepRows(self.groups.training, taken, collected, busy, events)
 
     def next_groups(self) -> tuple[Group, ...]:
         """The groups of the next step, of those that are submitted together; drawn now unless they were before."""
@@ -210,8 +206,8 @@ class RolloutStream:
         reasons = [f"responses in flight: {', '.join(busy) or 'none'}"]
         if lost := [str(number) for number in counts if not self._dispatcher.has(number)]:
             reasons.append(f"engines that are restarted: {', '.join(lost)}")
-        if self._scoring.needed:
-            reasons.append(f"{len(self._scoring)} wait for their reward")
+        if self.groups.scoring.needed:
+            reasons.append(f"{len(self.groups.scoring)} wait for their reward")
         if self._episodes:
             answers = len(self._episodes) - self._dispatcher.requests - self._dispatcher.waiting
             reasons.append(f"{max(answers, 0)} wait for their environment")
@@ -220,9 +216,8 @@ class RolloutStream:
     def trained(self, version: int) -> None:
         """End the step: all engines serve this version."""
         self._dispatcher.serve_all(version)
-        self.metrics.forget(end.sample for group in self._training for end in group.ends)
-        self._training = ()
-        self.ledger.trained()
+        self.metrics.forget(self.groups.samples_in_training)
+        self.groups.trained()
         self.feed()
 
     def change(self, engines: Iterable[int]) -> None:
@@ -306,21 +301,14 @@ class RolloutStream:
             self.metrics.count("reclaimed", len(samples))
             await self._engines.abort(number, samples)
 
-    def return_taken(self) -> None:
-        """Return the groups of the current step, which will not train."""
-        self._groups |= {taken.group.number: GatheredGroup.of_rows(taken) for taken in self._training}
-        self._training = ()
-        self.ledger.return_taken()
-
     def discard_groups(self, kept: Collection[int] = ()) -> None:
         """Remove all groups but these, by number, and abort their requests."""
-        discarded = self.ledger.remove([group.number for group in self.ledger.groups if group.number not in kept])
-        self._drop(discarded, "dropped")
+        self._drop(self.groups.discard(kept), "dropped")
 
     async def abandon(self, kept: Collection[int]) -> None:
-        """Undo the draws of all groups but these, by number, and have nothing of them or of others in flight."""
+        """Undo the draws of all groups but these, by number, and abort what is in flight of all."""
         self._abandoned = True
-        self.return_taken()
+        self.groups.return_taken()
         self._admit(len(self.ledger.returned))
         self.discard_groups(kept)
         await self._others.abort()
@@ -346,38 +334,12 @@ class RolloutStream:
         prefix: Callable[[int], Response | None] = partial(self._requests.prefix, in_flight=prefixes)
         if self._episodes:
             prefix = _no_prefix
-        groups = tuple(self._groups[number].state(prefix) for number in sorted(self._groups))
-        return StreamState(self.ledger.state(), self.samples_drawn, groups)
+        return self.groups.state(prefix)
 
     def restore(self, state: StreamState) -> None:
         """Continue from `state`, before `open`."""
-        self.samples_drawn = state.samples_drawn
-        unfinished = {group.number for group in self.ledger.restore(state.ledger)}
-        known = {
-            saved["number"]: Group(saved["number"], saved["prompt"], saved["attempt"])
-            for saved in state.ledger["groups"]
-        }
-        for saved in state.groups:
-            ends = {end.index: (end, row) for end, row in saved.ended}
-            gathered = GatheredGroup(
-                known[saved.number], self._samples_from(saved.first_sample), ends, dict(saved.scores)
-            )
-            self._groups[saved.number] = gathered
-            self._requests.add(gathered, saved.prefixes)
-            if saved.number not in unfinished:
-                continue
-            for index, (end, row) in ends.items():
-                if index not in gathered.scores:
-                    self._score(end, row)
-            drawn = [end.oldest for end, _ in saved.ended]
-            drawn += [prefix.oldest_version for prefix in saved.prefixes.values() if prefix is not None]
-            if drawn:
-                self.ledger.sent(saved.number, min(drawn))
-            self._note_if_complete(gathered)  # what nothing scores any more is not waited for
-
-    def _samples_from(self, first: int) -> range:
-        """Ids of the samples of a group, from its first."""
-        return range(first, first + self._plan.samples_per_prompt)
+        for gathered, prefixes in self.groups.restore(state):
+            self._requests.add(gathered, prefixes)
 
     # What happens
 
@@ -409,29 +371,30 @@ class RolloutStream:
     def _ended(self, number: int, end: SampleEnd, row: StoredRow, turn: Response | None) -> None:
         if self._requests.ended(end) != "ended":
             return
-        gathered = self._groups[end.group]
         if not end.complete:
-            self._lose(gathered.group, end)
+            group = self.groups.lose(end)
+            self._drop((group,), "lost")
+            self.ledger.lost(group.number)
             return
         if turn is not None:
             self._count_length(self._episodes.turn_ended(end, number, turn))
             return
         self._count_length(end.tokens)
         self.metrics.ended(end.sample, end.tokens)
-        self._add_end(gathered, end, row)
-        self._score(end, row)
-        self._note_if_complete(gathered)
+        gathered = self._add_end(end, row)
+        self.groups.score(end, row)
+        self.groups.note_if_complete(gathered)
 
     def _count_length(self, tokens: int) -> None:
         """Add tokens that an engine has drawn for a request to the mean of their number."""
         self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * tokens
 
-    def _add_end(self, gathered: GatheredGroup, end: SampleEnd, row: StoredRow) -> None:
-        """Add an ended sample to its group."""
-        gathered.ends[end.index] = end, row
-        self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
+    def _add_end(self, end: SampleEnd, row: StoredRow) -> GatheredGroup:
+        """Add an ended sample to its group. Returns the group."""
+        gathered = self.groups.add_end(end, row)
         if gathered.is_complete(scored=False):
             self._dispatcher.forget(end.group)
+        return gathered
 
     # Episodes
 
@@ -446,38 +409,9 @@ class RolloutStream:
 
     def add_episode(self, end: SampleEnd, row: StoredRow, episode: EndedEpisode) -> None:
         """Add an episode that is over to its group, with its score."""
-        gathered = self._groups[end.group]
-        gathered.scores[end.index] = {"reward": episode.score}
+        self.groups[end.group].scores[end.index] = {"reward": episode.score}
         self.metrics.ended(end.sample, episode.drawn)
-        self._add_end(gathered, end, row)
-        self._note_if_complete(gathered)
-
-    def _lose(self, group: Group, end: SampleEnd) -> None:
-        """Return a group to the queue of which an engine has aborted a response for a reason of its own."""
-        self._losses[group.number] += 1
-        if (losses := self._losses[group.number]) == _MOST_LOSSES:
-            cause = f": {end.error}" if end.error is not None else ""
-            raise EngineError(f"engines aborted responses to the prompt of draw {group.number} {losses} times{cause}")
-        self._drop((group,), "lost")
-        self.ledger.lost(group.number)
-
-    def _score(self, end: SampleEnd, row: StoredRow) -> None:
-        if self._scoring.needed:
-            self._scoring.add(end, row, self._groups[end.group].group.prompt)
-
-    async def _scored(self, ends: Sequence[SampleEnd], scores: Sequence[Any]) -> None:
-        """Record the scores of samples. The group of some may be gone, or begun again."""
-        for end, score in zip(ends, scores, strict=True):
-            gathered = self._groups.get(end.group)
-            if gathered is not None and gathered.samples[end.index] == end.sample:
-                gathered.scores[end.index] = score
-                self._note_if_complete(gathered)
-        await self._tasks.wake()
-
-    def _note_if_complete(self, gathered: GatheredGroup) -> None:
-        if gathered.is_complete(scored=self._scoring.needed):
-            oldest = min(end.oldest for end, _ in gathered.ends.values())
-            self.ledger.completed(gathered.group.number, oldest)
+        self.groups.note_if_complete(self._add_end(end, row))
 
     def _taken(self, version: int) -> Taken | None:
         # A completed group may be older than was known.
@@ -499,10 +433,8 @@ class RolloutStream:
             self._send(self._dispatcher.send())
 
     def _admit(self, most: int | None) -> None:
-        for group in self.ledger.admit(most):
-            self._groups[group.number] = gathered = GatheredGroup(group, self._samples_from(self.samples_drawn))
-            self.samples_drawn = gathered.samples.stop
-            self.events.admitted(group, gathered.samples.start)
+        for gathered in self.groups.admit(most):
+            self.events.admitted(gathered.group, gathered.samples.start)
             self._requests.add(gathered, {})
 
     def _send(self, requests: Iterable[tuple[int, StreamRequest]]) -> None:
@@ -536,19 +468,13 @@ class RolloutStream:
         groups = tuple(groups)
         self.events.returned(why, groups)
         for group in groups:
-            gathered = self._groups.pop(group.number)
+            gathered = self.groups.remove(group)
             self.metrics.count(why)
             self.metrics.forget(gathered.samples)
-            for sample in gathered.samples:
-                self._scoring.forget(sample)
             self._episodes.forget(gathered.samples)
             for engine, samples in self._requests.drop(gathered).items():
                 self.events.aborted(engine, samples)
                 self._tasks.spawn(self._engines.abort(engine, samples))
-
-    def _rows(self, group: Group) -> GroupRows:
-        self._losses.pop(group.number, None)
-        return self._groups.pop(group.number).rows()
 
     def _expected(self, prompt_tokens: int) -> float:
         return self._length

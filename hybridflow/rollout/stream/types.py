@@ -7,8 +7,7 @@ from typing import Any
 
 from engine3d.rollout.config import Sampling
 from engine3d.rollout.requests import Response
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import SampleEnd
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow
 from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.episodes import EpisodePlan

@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine3d.checkpoint.hf import export_checkpoint
+from engine3d.checkpoint.adapters import export_actor
 from engine3d.durable import naming
 from hybridflow.checkpoint.set_results import MeasuredSet
-from hybridflow.cluster.hosts.driver_link import tell_directory
+from hybridflow.cluster.driver_link import tell_directory
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.reading.yaml_loader import settings_yaml
 from hybridflow.data.prompts import Prompts
@@ -22,17 +22,18 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.planning.data.evaluation_plan import EvaluationPlan
 from hybridflow.planning.data.evaluation_sets import encode_sets
+from hybridflow.planning.data.prompts import context_tokens
 from hybridflow.rollout.stream.plan import stream_plan
 from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import EVALUATIONS, RECIPE
-from hybridflow.rundir.lock import claim
+from hybridflow.rundir.status.lock import claim
 from hybridflow.trainer.evaluation.of_set import SetMeasurer, set_identities
 from hybridflow.trainer.startup.role_startup import engine_handles, start_serving, wait_for
 from hybridflow.trainer.startup.run_setup import Run
 
 RESULT = "evaluation.json"
-"""The figures of all sets, in the directory of the evaluation."""
+"""Metrics of all sets, in the directory of the evaluation."""
 _WEIGHTS = "weights"
 
 
@@ -50,7 +51,7 @@ class Evaluated:
 
 
 def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
-    """Measure the sets of a plan; the figures and some responses are written.
+    """Measure the sets of a plan; write the metrics and some responses.
 
     Raises:
         UserError: something that the user can put right.
@@ -111,7 +112,7 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
             log.info(f"exporting {plan.checkpoint}")
             # As the engines of a run have the actor's weights: those of training, cast where the engines' differ.
             dtype = recipe.train.dtype if recipe.train.dtype != "float32" else recipe.rollout.engine.dtype
-            export_checkpoint(plan.checkpoint, exported, dtype=dtype, verify=recipe.checkpoint.verify)
+            export_actor(plan.checkpoint, exported, dtype=dtype, verify=recipe.checkpoint.verify, multi_token=False)
             model = exported
         assert model is not None
         try:
@@ -122,6 +123,7 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
 
 def _run(recipe: EvaluationRecipe, directory: Path, model: Path, lock: object) -> Run:
     tokenizer, none = load_tokenizer(model), Prompts([], [])
+    context = context_tokens(recipe.rollout.engine, recipe.model)
     return Run(
         directory,
         model,
@@ -131,7 +133,9 @@ def _run(recipe: EvaluationRecipe, directory: Path, model: Path, lock: object) -
         answers=[],
         masks=None,
         inputs={},
-        sets=encode_sets(recipe, tokenizer),
+        sets=encode_sets(
+            recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
+        ),
         identity=uuid.uuid4().hex,
         resumption=None,
         lock=lock,  # type: ignore[arg-type]

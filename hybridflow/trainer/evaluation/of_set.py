@@ -32,8 +32,8 @@ from hybridflow.rewards.votes import NO_VOTE
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
 from hybridflow.rollout.source import Responses, Samples
-from hybridflow.rundir.evaluation_texts import EvaluationText, text_file, write_texts
 from hybridflow.rundir.file_names import EVALUATIONS
+from hybridflow.rundir.samples.evaluation_texts import EvaluationText, text_file, write_texts
 from hybridflow.trainer.operations.scoring import log_failures
 from hybridflow.trainer.samples.texts import short_answer, shortened
 from hybridflow.trainer.startup.role_startup import Roles, judging

@@ -24,6 +24,7 @@ class ModelColumns:
         teacher: None without one.
         critics: by the column of their values.
         temperature: of the log-probs.
+        serving: version of the weights before the step.
         records_routes: True if the pass of the old log-probs records routes, which updates replay.
         waits: called before `wait` waits.
     """
@@ -35,12 +36,13 @@ class ModelColumns:
         teacher: TeacherGroup | TeacherEngineGroup | None,
         critics: Mapping[str, ValueGroup],
         temperature: float,
+        serving: int,
         records_routes: bool,
         waits: Callable[[], None],
     ) -> None:
         self._actor, self._reference, self._teacher = actor, reference, teacher
         self._critics, self._temperature, self._waits = critics, temperature, waits
-        self._records_routes = records_routes
+        self._serving, self._records_routes = serving, records_routes
         self._in_flight: list[Future[Any]] = []
         self._teaching: Future[Columns] | None = None
         self._began = 0.0
@@ -82,7 +84,11 @@ class ModelColumns:
 
     def _of_actor(self, batch: RemoteBatch, column: str, *, records_routes: bool = False) -> Future[Columns]:
         return self._actor.actor_logprobs(
-            batch, temperature=self._temperature, column=column, records_routes=records_routes
+            batch,
+            temperature=self._temperature,
+            column=column,
+            serving=self._serving,
+            records_routes=records_routes,
         )
 
     def wait(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from hybridflow.rewards.result import RewardResult, check_given
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result
 from hybridflow.rollout.source import RolloutSource
-from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.operations.settings import StepSettings
 from hybridflow.trainer.samples.texts import sample_texts
 from hybridflow.trainer.startup.role_startup import Roles, judging

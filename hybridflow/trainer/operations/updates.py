@@ -68,6 +68,7 @@ class ActorUpdate:
     Args:
         config: of the algorithm.
         temperature: of the log-probs.
+        serving: version of the weights before the step.
         whiten: moments by which advantages are whitened; None where they are not.
         stale: True if an older policy may have made the responses.
         prepare: adds the columns of a mini-batch that depend on the policy just before its update.
@@ -75,6 +76,7 @@ class ActorUpdate:
 
     config: AlgorithmSettings
     temperature: float
+    serving: int
     whiten: Moments | None
     stale: bool
     prepare: Callable[[RemoteBatch], RemoteBatch] | None = None
@@ -124,6 +126,7 @@ class ModelUpdates:
             batch,
             algorithm=arguments.config,
             temperature=arguments.temperature,
+            serving=arguments.serving,
             whitening=arguments.whiten,
             stale=arguments.stale,
             against_rollout=arguments.stale if correction is None else correction.against == "rollout",

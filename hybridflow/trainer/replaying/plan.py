@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.checkpoint.manifest import Manifest, find_checkpoints, read_manifest
-from engine3d.checkpoint.verify import damaged_description
+from engine3d.checkpoint.reading.verify import damaged_description
 from engine3d.errors import UserError
 from engine3d.input_files import parse_json
 from engine3d.platform import platform
@@ -18,15 +18,15 @@ from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.checkpoint.manager import software
 from hybridflow.checkpoint.resume import run_identity
 from hybridflow.config.reading.yaml_loader import parse_override, public_settings
-from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.recipe import Recipe, load_run_recipe
 from hybridflow.config.replay_recipe import ReplayRecipe
 from hybridflow.config.run import SamplesConfig
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.atomic_files import whole_lines
-from hybridflow.rundir.file_names import EVENTS, METRICS, RECIPE, SAMPLE_STORE
+from hybridflow.rundir.file_names import EVENTS, METRICS, SAMPLE_STORE
 from hybridflow.rundir.kept_recipe import saved_to
-from hybridflow.rundir.sample_files import stored_steps
-from hybridflow.rundir.watching import checked_run
+from hybridflow.rundir.samples.files import stored_steps
+from hybridflow.rundir.status.watching import checked_run
 from hybridflow.trainer.replaying.stored_step import StepMetadata, all_learned
 
 _SAVE_NONE = 1_000_000_000
@@ -129,7 +129,7 @@ def plan_replay(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayPl
     if len(actors := runs_in(run)) > 1:
         raise UserError(f"{run} holds the runs of several actors, expected one: {', '.join(map(str, actors))}")
     run = checked_run(run).absolute()
-    kept = load_recipe(run / RECIPE)
+    kept = load_run_recipe(run)
     recorded = _step_metrics(run)
     if step not in recorded:
         there = f"{min(recorded)} to {max(recorded)}" if recorded else "none"
@@ -257,7 +257,7 @@ def _replay_recipe(
     name, run_dir = (f"{run.parent.name}.{run.name}", run.parent.parent) if actor else (run.name, run.parent)
     where = [f"name={name}.replay-{step}", f"run_dir={json.dumps(str(run_dir))}"]
     resume = "none" if checkpoint is None else json.dumps(str(checkpoint))
-    recipe = load_recipe(run / RECIPE, [*where, *overrides, *_OWN, f"resume={resume}"])
+    recipe = load_run_recipe(run, [*where, *overrides, *_OWN, f"resume={resume}"])
     if recipe.directory.resolve() == run.resolve() or recipe.directory.resolve().is_relative_to(run.resolve()):
         raise UserError(f"replay: {recipe.directory} is in the run's own directory; expected another name or run_dir")
     return ReplayRecipe.of(recipe)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from engine3d.checkpoint.compare import TensorsCompared, compare_checkpoints
 from engine3d.checkpoint.manifest import find_checkpoints, remove_checkpoint, step_directory
+from engine3d.checkpoint.reading.compare import TensorsCompared, compare_checkpoints
 from engine3d.durable import naming
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoint.driver_state import RandomState, RunState
@@ -20,7 +20,7 @@ from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.planning.data.prompts import prompt_order
 from hybridflow.rollout.stream.plan import stream_plan
 from hybridflow.rollout.stream.source import StreamSource
-from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.operations.scoring import SampleScoring
 from hybridflow.trainer.operations.settings import StepSettings

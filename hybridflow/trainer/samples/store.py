@@ -28,7 +28,7 @@ from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.run import SamplesConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
-from hybridflow.rundir.sample_files import forget_later_steps, forget_oldest_steps, replacing, sample_file
+from hybridflow.rundir.samples.files import forget_later_steps, forget_oldest_steps, replacing, sample_file
 
 FORMAT = 1
 BASELINE = "baseline"

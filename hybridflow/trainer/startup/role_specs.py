@@ -42,7 +42,7 @@ from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.roles.teacher_engine import TeacherEngineWorker
 from hybridflow.roles.value import ValueWorker
-from hybridflow.rundir.lock import SHARDS
+from hybridflow.rundir.status.lock import SHARDS
 from hybridflow.trainer.startup.run_setup import Run
 
 _PARSER_S = 300.0
@@ -88,7 +88,7 @@ class RoleSpec:
         devices_per_rank: more than one for an engine that runs several itself.
         ranks_per_store: how many ranks, one after the other, meet at a store of theirs; all if None, none if 0.
         environment: of its ranks.
-        sample_costs: by which a batch is dealt to them.
+        sample_costs: by which a batch is sharded over them.
         turn: its place among the roles that start one after another; None for one that waits for no other.
         note: a line for whoever follows the start.
         judge: that it asks, where it starts after that one is there.
@@ -218,6 +218,7 @@ class _Specs:
                 "weight_sources": [sources.get(device) for device in devices],
                 "keeps_memory": self._generate_throughout(layout.dp),
                 "restarts": recipe.rollout.engine_restarts > 0,
+                "adapters": recipe.served_adapters,
             },
             start_s=engine.start_timeout_s + _MARGIN_S,
             call_s=recipe.limits.call_s,

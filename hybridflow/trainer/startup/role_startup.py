@@ -14,10 +14,10 @@ from typing import Any
 from engine3d.errors import DamagedCheckpointError, UserError
 from hybridflow.cluster.devices.device_map import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.cluster.devices.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
-from hybridflow.cluster.hosts.checks.gathering import keep_logs
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.cluster.runtime import ray_runtime, resource_pool
-from hybridflow.cluster.runtime.resource_pool import ResourcePool
+from hybridflow.cluster.ray import ray_session, resource_pool
+from hybridflow.cluster.ray.node_actors import keep_logs
+from hybridflow.cluster.ray.resource_pool import ResourcePool
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
@@ -40,7 +40,7 @@ from hybridflow.roles.judge import KEY_VARIABLE
 from hybridflow.roles.model import CheckpointFailure
 from hybridflow.roles.offload import check_offload
 from hybridflow.rollout.engine_handles import DeviceLease, EngineHandles
-from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
+from hybridflow.rundir.status.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
 from hybridflow.trainer.startup.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.startup.run_setup import Run
 from hybridflow.workers.call import end_of_standstill
@@ -48,7 +48,7 @@ from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.failure_diagnosis import GRACE_S
 from hybridflow.workers.rank_process import CONCURRENT
 from hybridflow.workers.waits import StandsStillError, waits
-from hybridflow.workers.worker_group import WorkerGroup
+from hybridflow.workers.worker_group import START_TIMEOUT_S, WorkerGroup
 
 _ENGINE_LOGS: Mapping[type, str] = {
     RolloutGroup: ENGINES,
@@ -205,7 +205,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
     The roles build their models and engines at the same time; `wait_for` says when one is ready.
     """
     with _begun(recipe, run) as start:
-        record_prediction(recipe, start.devices, run.train.tokens, run.directory)
+        record_prediction(recipe, start.devices, run.train, run.directory)
         yield start.roles()
 
 
@@ -225,19 +225,19 @@ def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
         waiters = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="start"))
         log = _StartLog()
         log.say("Ray" if recipe.placement.cluster is None else f"joining the Ray cluster {recipe.placement.cluster}")
-        ray_runtime.start_ray(
+        ray_session.start_ray(
             cpu_slots=highest_cpu_slot([*roles.values(), *pools.values()]),
             address=recipe.placement.cluster,
             limits=recipe.limits,
             run=recipe.directory,
         )
-        stack.callback(ray_runtime.stop_ray)
+        stack.callback(ray_session.stop_ray)
         nodes = resource_pool.cluster_nodes()
         devices = pool_devices(roles, pools, nodes)
         models = ("actor", *recipe.models)
         if recipe.runs_ahead:
             check_apart(recipe.trainer, recipe.rollout, models, devices)
-        check_offload(recipe, devices)
+        check_offload(recipe.megatron_roles, recipe.rollout if recipe.starts_engines else None, devices)
         if recipe.asked_judge is not None:
             check_judge_devices(recipe.asked_judge, devices)
         if recipe.all_functions:
@@ -317,6 +317,7 @@ class _Start:
             self._run.log_directory.resolve().parent,
             processes_by_host(self._specs, self.devices),
             in_place=self._run.resumption is not None and self._run.resumption.in_place,
+            private=self._recipe.private,
         )
         building = {spec.role: self._waiters.submit(self._build, spec) for spec in self._specs}
         try:
@@ -376,6 +377,7 @@ class _Start:
             log_dir=self._run.log_directory,
             environment=spec.environment,
             call_timeout_s=spec.call_s,
+            start_timeout_s=max(START_TIMEOUT_S, spec.start_s),
             quiet_s=self._recipe.limits.quiet_s,
             progress=_progress_limits(self._recipe.limits),
             sample_costs=spec.sample_costs,

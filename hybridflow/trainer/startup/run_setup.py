@@ -25,9 +25,10 @@ from hybridflow.checkpoint.resume import (
     keep_warmed_up,
     run_identity,
 )
+from hybridflow.cluster.driver_link import tell_directory
 from hybridflow.cluster.hosts.checks.facts import checkout_commit, installed_versions
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter, check_open_files
-from hybridflow.cluster.hosts.driver_link import tell_directory
+from hybridflow.cluster.ray.ray_session import keep_hosts
 from hybridflow.config.initial_model import create_model, initial_spec
 from hybridflow.config.reading.yaml_loader import settings_yaml
 from hybridflow.config.recipe import Recipe
@@ -36,15 +37,15 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.planning.data.prompts import encode, prompt_limit
+from hybridflow.planning.data.prompts import context_tokens, encode, prompt_limit
 from hybridflow.planning.data.report import first_prompt
 from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
-from hybridflow.rundir.first_failure import forget_failures
-from hybridflow.rundir.heartbeat import forget_heartbeats
-from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
 from hybridflow.rundir.private import umask_restored
-from hybridflow.rundir.progress import PhaseFile
 from hybridflow.rundir.run_record import record_start
+from hybridflow.rundir.status.first_failure import forget_failures
+from hybridflow.rundir.status.heartbeat import forget_heartbeats
+from hybridflow.rundir.status.lock import LOCK, SETTING, claim, hold
+from hybridflow.rundir.status.progress import PhaseFile
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def open_run(recipe: Recipe) -> Iterator[OpenRun]:
     with umask_restored():
         run = prepare(recipe)
         tell_directory(run.directory)
+        keep_hosts(run.directory)
         with run.lock:
             recipe = recipe.for_prompts(len(run.train))
             phases = PhaseFile(run.directory / PHASE)
@@ -211,7 +213,16 @@ def prepare(recipe: Recipe) -> Run:
         keep_warmed_up(recipe.checkpoint_directory, resumption)
     tokenizer = load_tokenizer(model_directory)
     limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
-    encoded = encode(recipe, tokenizer, limit)
+    encoded = encode(
+        recipe.data,
+        recipe.rollout,
+        recipe.algorithm,
+        recipe.environment,
+        tokenizer,
+        limit,
+        supervises=recipe.warmup is not None,
+    )
+    context = context_tokens(recipe.rollout.engine, recipe.model)
     if recipe.data.files is not None:
         log.info(first_prompt(tokenizer, encoded.train))
     return Run(
@@ -224,7 +235,9 @@ def prepare(recipe: Recipe) -> Run:
         masks=encoded.masks,
         inputs=input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data)
         | code_checksums(recipe.functions, recipe.environment),
-        sets=encode_sets(recipe, tokenizer),
+        sets=encode_sets(
+            recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
+        ),
         identity=run_identity(directory) or "",
         resumption=resumption,
         lock=lock,

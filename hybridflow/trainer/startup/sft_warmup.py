@@ -1,4 +1,4 @@
-"""Supervised learning of the answers, before the first rollout, and who begins with what came of it."""
+"""Supervised learning of the answers before the first rollout, and the roles that begin with the result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.model import update_metrics
-from hybridflow.rundir.lock import move_aside
-from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.status.lock import move_aside
+from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.startup.role_startup import Roles, raise_failed_start, wait_for
 from hybridflow.trainer.startup.run_setup import Run
 
@@ -66,7 +66,7 @@ def warm_up(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile, sinks: Me
 def answered(
     prompts: Sequence[list[int]], answers: Sequence[list[int]], masks: Sequence[list[bool]] | None = None
 ) -> SampleBatch:
-    """Prompts with given answers as responses, each a group of its own; `masks` says what of them is learned."""
+    """Make a batch of prompts with given answers as responses, each a group; `masks` are of the tokens trained on."""
     count = range(len(prompts))
     return SampleBatch.from_generations(
         prompts=prompts,

@@ -73,7 +73,7 @@ def _saved(
 
 
 def _train_and_save(root: Path) -> dict[str, tuple[RoleSummary, list[FileEntry]]]:
-    from engine3d.checkpoint.save import EngineCheckpoint
+    from engine3d.checkpoint.writing.save import EngineCheckpoint
     from engine3d.training.config import OptimizerConfig, TrainConfig
     from engine3d.training.engine import TrainEngine
     from engine3d.training.sequences import Sequences
@@ -230,7 +230,7 @@ def test_a_run_starts_from_an_imported_checkpoint(model: Path, imported: Path, t
 
 
 def _load_and_export(model: Path, actor: Path, out: Path) -> None:
-    from engine3d.checkpoint.save import EngineCheckpoint
+    from engine3d.checkpoint.writing.save import EngineCheckpoint
     from engine3d.training.config import TrainConfig
     from engine3d.training.engine import TrainEngine
 
@@ -394,8 +394,8 @@ def test_damage_is_exported_where_the_user_says_so(copy: Path, tmp_path: Path) -
 
 
 def test_every_reader_of_a_chunk_compares_it(copy: Path) -> None:
-    from engine3d.checkpoint.reader import CheckpointReader, fill
-    from engine3d.checkpoint.writer import alone, sharded_tensor
+    from engine3d.checkpoint.reading.reader import CheckpointReader, fill
+    from engine3d.checkpoint.writing.writer import alone, sharded_tensor
 
     def read(*, verify: bool = True) -> list[str]:
         """Every piece of every tensor in turn; what is said of the damaged ones."""
@@ -443,7 +443,8 @@ def test_an_export_replaces_nothing(imported: Path, tmp_path: Path) -> None:
 _MEASURED = """
 import sys, threading, time
 from pathlib import Path
-from engine3d.checkpoint import hf, writer
+from engine3d.checkpoint import hf
+from engine3d.checkpoint.writing import writer
 
 def anonymous():
     status = Path("/proc/self/status").read_text()

@@ -23,11 +23,12 @@ from engine3d.memory.serving import (
 )
 from engine3d.models import ModelSpec, load_model_spec, model_spec
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.rules import local_parameters
 from engine3d.reshard.describe.shards import Location
-from engine3d.reshard.describe.source import planned_shards
+from engine3d.reshard.describe.source import buffer_rules, parameter_buffers, planned_shards, unpadded_elements
 from engine3d.rollout.config import RolloutConfig
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from tests.engine3d.checkpoint.test_save import build_engine, update
+from tests.engine3d.checkpoint.writing.test_save import build_engine, update
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 
@@ -257,3 +258,25 @@ def test_an_engine_shares_what_is_the_same_on_its_device(tmp_path: Path) -> None
     sizes = spec.sizes
     rows = (sizes.heads + 2 * sizes.groups) * sizes.head_dim
     assert beside.weights - beside.shared == 2 * sizes.layers * sizes.hidden * rows
+
+
+@pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("layout", ["tp=2,dp=3", "tp=2,pp=4,ep=8,dp=8", "pp=2,vpp=2,ep=2,etp=2,tp=4,dp=2"])
+def test_buffers_without_padding_between_parameters_are_counted_from_the_experts_of_a_layer_at_once(
+    name: str, layout: str
+) -> None:
+    spec, parsed = named_model(name), parse_layout(layout)
+    if not spec.sizes.experts:
+        parsed = replace(parsed, ep=1, etp=1)
+    at = parsed.coordinates(parsed.world_size - 1)
+    listed = 0
+    for rules, copies in zip(buffer_rules(spec.rules, parsed), (parsed.dp * parsed.cp, parsed.edp), strict=True):
+        if rules is not None:
+            one_by_one, at_once = (
+                local_parameters(rules, parsed, at, transformer_engine=True, each_expert=one) for one in (True, False)
+            )
+            exact = sum(buffer.elements for buffer in parameter_buffers(one_by_one, copies, tied=False))
+            assert unpadded_elements([local for local in at_once if not local.buffer], copies) == exact
+            assert sum(local.count for local in at_once) == len(one_by_one)
+            listed += exact
+    assert listed > 0

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.reshard_plan import named_model
 from engine3d.layout import Layout
-from engine3d.memory import WorkingBytes, inference_peak, peer_memory, resident_by_rank, update_peak
-from engine3d.memory.activations import gradients_of_ring, hidden_state, made_by_ring, saved_by_layer
-from engine3d.models import ModelSpec
+from engine3d.memory import WorkingBytes, inference_peak, resident_by_rank, update_peak
+from engine3d.memory.activations import (
+    gradients_of_ring,
+    hidden_state,
+    made_by_ring,
+    saved_by_attention,
+    saved_by_layer,
+)
+from engine3d.memory.working import peer_memory
+from engine3d.models import ModelSpec, model_spec
+from engine3d.models.attention.delta_net import GatedDeltaNet, GatedNorm
 from engine3d.training.config import TrainConfig
+from tests.support.tiny_families import CONFIGS
 
 SPEC = named_model("qwen3-30b-a3b")
 FULL = TrainConfig(recompute="full")
@@ -105,3 +117,39 @@ def test_chunks_of_different_layers_count_with_their_mix() -> None:
     layer = saved_by_layer(SPEC.sizes, Layout(), 0, 2, sequence_parallel=True, fused_experts=False)
     kept = _update(Layout(pp=2, vpp=2, stages=(10, 20, 2, 16)), config=TrainConfig(fused_experts=False))
     assert kept.activations == round((4 * 10 + 2) * layer * 8192)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_delta_nets_save_what_is_predicted(dtype: torch.dtype) -> None:
+    """Predicted bytes, without the inputs of norm and projection, against those that autograd keeps."""
+    sizes = model_spec({**CONFIGS["qwen3_next"], "linear_key_head_dim": 64, "linear_value_head_dim": 96}).sizes
+    delta = sizes.delta
+    assert delta is not None
+    tokens, channels = 4 * 64, 2 * delta.keys + delta.values
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, dtype=dtype).requires_grad_()
+
+    norm: Any = SimpleNamespace(eps=1e-6, weight=weight(delta.value_dim))
+    net = SimpleNamespace(
+        _delta=delta, _keys=delta.keys, _values=delta.values, _heads=delta.value_heads,
+        conv1d=SimpleNamespace(weight=weight(channels, 1, delta.kernel)),
+        A_log=weight(delta.value_heads), dt_bias=weight(delta.value_heads),
+        out_norm=partial(GatedNorm.forward, norm),
+    )  # fmt: skip
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    mixed = weight(tokens, channels + delta.values + 2 * delta.value_heads)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        GatedDeltaNet._attend(net, mixed, [0, 64, tokens])  # type: ignore[arg-type]
+    measured = sum(storage.nbytes() for storage in saved.values()) / tokens
+    linear, attention = (
+        saved_by_layer(sizes, Layout(), layer, dtype.itemsize, sequence_parallel=False, fused_experts=False)
+        for layer in (0, 3)
+    )
+    mlp = attention - saved_by_attention(sizes, Layout(), dtype.itemsize, sequence_parallel=False)
+    assert linear - mlp - 2 * sizes.hidden * dtype.itemsize == pytest.approx(measured, rel=0.05)

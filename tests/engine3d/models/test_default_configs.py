@@ -32,8 +32,21 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_expert_intermediate_size": 48,
     },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 48,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "glm4_moe": {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
     "deepseek_v3": {
         "moe_intermediate_size": 32,
         "n_routed_experts": 16,
@@ -48,7 +61,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 def _save(family: str, directory: Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **SMALL, **OF_FAMILY.get(family, {}))
+    config = AutoConfig.for_model(family, **SMALL | OF_FAMILY.get(family, {}))
     AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
     saved: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return saved
@@ -75,7 +88,9 @@ def test_sglang_builds_and_loads_what_transformers_saves(family: str, tmp_path: 
 
     # And what its loader makes of the tensors.
     tensors = {name: (tensor.shape, torch.float32) for name, tensor in spec.hf_tensors.items()}
-    traces = trace_engine_layout(saved, tensors, 2, 2 if spec.sizes.experts else 1, torch.float32)
+    traces = trace_engine_layout(
+        saved, tensors, 2, 2 if spec.sizes.experts and not spec.sizes.expert_biases else 1, torch.float32
+    )
     assert len(traces) == 2 and all(trace.holdings for trace in traces)
     assert (tmp_path / "config.json").read_bytes() == before
 

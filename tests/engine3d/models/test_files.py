@@ -25,6 +25,7 @@ from engine3d.models import (
     weight_notes,
 )
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles, plan_export
+from engine3d.rollout.served import check_files
 from tests.support.distributed import RankFailedError, run_distributed
 from tests.support.tiny_families import CONFIGS, MOE, make
 
@@ -372,7 +373,7 @@ def test_files_stay_below_the_limit(sound: Path) -> None:
 def start(layout: Layout) -> Any:
     from engine3d.training import parallel
 
-    return parallel.initialise(layout, seed=1, timeout_s=60)
+    return parallel.initialise(layout, seed=1, timeout_s=300)
 
 
 def values_of_ranks(directory: Path, tokens: torch.Tensor, export: Path, layout: Layout) -> dict[str, Any]:
@@ -401,8 +402,16 @@ def values_of_ranks(directory: Path, tokens: torch.Tensor, export: Path, layout:
     return {"values": values, "gradients": gradients, "initialised": initialised}
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3-tied"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", Layout(tp=2)),
+        ("qwen3-tied", Layout(pp=2)),
+        pytest.param("llama", Layout(pp=2), marks=pytest.mark.release),
+        pytest.param("qwen3-tied", Layout(tp=2), marks=pytest.mark.release),
+    ],
+    ids=str,
+)
 def test_a_value_head_equals_a_transformers_reward_model(tmp_path: Path, name: str, layout: Layout) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -411,7 +420,7 @@ def test_a_value_head_equals_a_transformers_reward_model(tmp_path: Path, name: s
     expected = reward_model.score(reward_model.model(tokens).last_hidden_state)
     expected.square().sum().backward()
     results = run_distributed(
-        values_of_ranks, 2, tmp_path / "model", tokens, tmp_path / "export", layout, timeout_s=120
+        values_of_ranks, 2, tmp_path / "model", tokens, tmp_path / "export", layout, timeout_s=300
     )
     for result in results:
         assert result["initialised"] == ()
@@ -511,7 +520,7 @@ def hang_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
         import time
 
-        time.sleep(60)
+        time.sleep(600)
 
 
 def die_on_rank_one() -> None:
@@ -521,8 +530,9 @@ def die_on_rank_one() -> None:
 
 @pytest.mark.processes
 def test_the_helper_ends_ranks_that_hang_or_die() -> None:
-    with pytest.raises(RankFailedError, match=r"ranks \[1\] were not done after 10 s"):
-        run_distributed(hang_on_rank_one, 2, timeout_s=10)
+    # On a busy machine the other rank may not be done either.
+    with pytest.raises(RankFailedError, match=r"ranks \[(0, )?1\] were not done after 3 s"):
+        run_distributed(hang_on_rank_one, 2, timeout_s=3)
     with pytest.raises(RankFailedError, match="rank 1 died"):
         run_distributed(die_on_rank_one, 2, timeout_s=300)
 
@@ -567,3 +577,56 @@ def test_embeddings_may_be_wider_than_all_else(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="embedding_std: the table is the output layer too"):
         initialise_random(tied, tmp_path / "tied", seed=1, dtype=torch.float32, embedding_std=10.0)
     assert not (tmp_path / "tied").exists()
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss whose experts are in MXFP4, in files as they are published."""
+    directory = tmp_path_factory.mktemp("models") / "mxfp4"
+    config = {**CONFIGS["gpt_oss"], "intermediate_size": 64, "num_hidden_layers": 1}
+    initialise_random(model_spec(config), directory, seed=1, dtype=torch.bfloat16)
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gate_up_proj", "down_proj"):
+        experts, columns, rows = tensors.pop(f"{MXFP4_EXPERTS}{name}").shape
+        shape = (experts, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(100, 150, shape, dtype=torch.uint8, generator=generator)
+        tensors |= {f"{MXFP4_EXPERTS}{name}_blocks": blocks, f"{MXFP4_EXPERTS}{name}_scales": scales}
+    save_file(tensors, directory / "model.safetensors")
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return directory
+
+
+MXFP4_EXPERTS = "model.layers.0.mlp.experts."
+
+
+def test_experts_in_mxfp4_are_dequantised_exactly(mxfp4: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    spec, stored = load_model_spec(mxfp4), load_file(mxfp4 / "model.safetensors")
+    check_weights(spec, mxfp4)
+    assert weight_notes(spec, mxfp4) == ["2 tensors of the files are in MXFP4: they are dequantised when they are read"]
+    with TensorFiles(mxfp4) as files:
+        for name in ("gate_up_proj", "down_proj"):
+            blocks, scales = (stored[f"{MXFP4_EXPERTS}{name}_{kind}"] for kind in ("blocks", "scales"))
+            expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+            box = tuple((0, size) for size in spec.hf_shape(MXFP4_EXPERTS + name))
+            given = files.read(MXFP4_EXPERTS + name, box)
+            assert torch.equal(given.bfloat16(), expected) and torch.equal(given.bfloat16().float(), given)
+            assert torch.equal(files.read(MXFP4_EXPERTS + name, ((3, 5), (7, 32), (1, 4))), given[3:5, 7:32, 1:4])
+        assert files.fingerprint()
+    with pytest.raises(UserError, match=r"mxfp4: model\.layers\.0\.mlp\.experts\.down_proj is in MXFP4, which engines"):
+        check_files(mxfp4)
+
+
+def test_mxfp4_that_the_config_does_not_name_is_refused(mxfp4: Path, tmp_path: Path) -> None:
+    shutil.copytree(mxfp4, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": None}))
+    spec = load_model_spec(tmp_path / "model")
+    with pytest.raises(
+        UserError, match='down_proj; expected quantization_config with quant_method "mxfp4", found nothing'
+    ):
+        check_weights(spec, tmp_path / "model")

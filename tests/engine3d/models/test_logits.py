@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from engine3d.layout import Layout
 from tests.support.distributed import run_distributed
 from tests.support.proves import proves, run_of
-from tests.support.tiny_families import CONFIGS, family_of, has_experts, make
+from tests.support.tiny_families import CONFIGS, family_of, has_experts, make, may_cut
 
 pytestmark = pytest.mark.processes
 
@@ -48,16 +48,21 @@ LAYOUTS = {
         Layout(tp=2, pp=2, etp=2),
     ],
 }
-
-
-def applies(layout: Layout, name: str) -> bool:
-    return layout.ep * layout.etp == 1 or has_experts(name)
+EVERYWHERE = ("qwen3_moe", "deepseek_v3")
+"""Models on all layouts in the shorter tests."""
+SHORTER: dict[Layout, Collection[str]] = {
+    Layout(): CONFIGS,
+    Layout(pp=2): CONFIGS,
+    Layout(tp=2): [name for name in CONFIGS if not has_experts(name)],
+    Layout(tp=2, ep=2): [name for name in CONFIGS if has_experts(name)],
+}
+"""Models on a layout in the shorter tests besides those of `EVERYWHERE`."""
 
 
 def on_all_layouts(test: Any) -> Any:
     """Mark a test that runs each model on each layout, with packed and padded rows."""
     for name in CONFIGS:
-        layouts = [layout for of_size in LAYOUTS.values() for layout in of_size if applies(layout, name)]
+        layouts = [layout for of_size in LAYOUTS.values() for layout in of_size if may_cut(name, layout)]
         runs = [run_of(layout, rows) for layout in layouts for rows in ("packing", "padding")]
         test = proves(family_of(name), *runs)(test)
     return test
@@ -99,12 +104,12 @@ def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
     """Gradients by the names that files have: transformers holds a layer's experts in two tensors."""
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        if name.endswith("mlp.experts.gate_up_proj"):
+        if name.endswith("mlp.experts.gate_up_proj") and model.config.model_type != "gpt_oss":
             for expert, gradient in enumerate(parameter.grad):
                 gate, up = gradient.chunk(2)
                 prefix = f"{name.removesuffix('gate_up_proj')}{expert}."
                 gradients |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-        elif name.endswith("mlp.experts.down_proj"):
+        elif name.endswith("mlp.experts.down_proj") and model.config.model_type != "gpt_oss":
             for expert, gradient in enumerate(parameter.grad):
                 gradients[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = gradient
         else:
@@ -125,14 +130,32 @@ def file_name(model: str, tensor: str) -> str:
     return tensor
 
 
+def runs(world_size: int, *, further: bool) -> dict[Layout, list[str]]:
+    """Models on the layouts of some ranks, in the shorter tests or only in the further ones."""
+    return {
+        layout: [
+            name
+            for name in CONFIGS
+            if may_cut(name, layout) and further != (name in EVERYWHERE or name in SHORTER.get(layout, ()))
+        ]
+        for layout in LAYOUTS[world_size]
+    }
+
+
 @on_all_layouts
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.release)])
-def test_logits_and_files_equal_transformers(models: Path, world_size: int, tmp_path: Path) -> None:
-    results = run_distributed(compare_all, world_size, models, tmp_path, timeout_s=300)
-    layouts = LAYOUTS[world_size]
-    expected = sum(1 for layout in layouts for name in CONFIGS if applies(layout, name))
+@pytest.mark.parametrize(
+    ("world_size", "further"),
+    [
+        *((size, False) for size in (1, 2, 3)),
+        *(pytest.param(size, True, marks=pytest.mark.release) for size in (2, 3, 4)),
+        pytest.param(4, False, marks=pytest.mark.release),
+    ],
+)
+def test_logits_and_files_equal_transformers(models: Path, world_size: int, further: bool, tmp_path: Path) -> None:
+    names = runs(world_size, further=further)
+    results = run_distributed(compare_all, world_size, models, names, tmp_path, timeout_s=300)
     for rank, measured in enumerate(results):
-        assert len(measured) == expected
+        assert len(measured) == sum(map(len, names.values()))
         for (layout, name), differences in measured.items():
             for kind, difference in differences.items():
                 assert difference < TOLERANCE, f"rank {rank}, {layout}, {name}: {kind} differ by {difference}"
@@ -140,18 +163,17 @@ def test_logits_and_files_equal_transformers(models: Path, world_size: int, tmp_
         print(f"{layout:24} {name:18} " + " ".join(f"{kind} {figure:.1e}" for kind, figure in differences.items()))
 
 
-def compare_all(models: Path, exports: Path) -> dict[tuple[str, str], dict[str, float]]:
+def compare_all(models: Path, names: dict[Layout, list[str]], exports: Path) -> dict[tuple[str, str], dict[str, float]]:
     from engine3d.training import parallel
 
     differences = {}
-    for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
-        coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+    for layout, of_layout in names.items():
+        coordinates = parallel.initialise(layout, seed=1, timeout_s=300)
         from megatron.core import parallel_state
 
-        for name in CONFIGS:
-            if applies(layout, name):
-                export = exports / f"{layout}-{name}".replace(" ", "-")
-                differences[str(layout), name] = compare(models / name, layout, coordinates, export)
+        for name in of_layout:
+            export = exports / f"{layout}-{name}".replace(" ", "-")
+            differences[str(layout), name] = compare(models / name, layout, coordinates, export)
         parallel_state.destroy_model_parallel()
     parallel.leave()
     return differences
@@ -241,7 +263,7 @@ def gradient_difference(model: Any, spec: Any, layout: Layout, coordinates: Any,
         for tensor_slice in local.slices:
             expected = reference["gradients"][tensor_slice.hf_name]
             right = expected[tuple(slice(*span) for span in tensor_slice.hf_box)]
-            local_gradient = gradient[tuple(slice(*span) for span in tensor_slice.local_box)]
+            local_gradient = tensor_slice.to_hf(gradient[tuple(slice(*span) for span in tensor_slice.local_box)])
             worst = max(worst, float((local_gradient - right).abs().max() / expected.abs().max().clamp(min=1e-3)))
     return worst
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine3d.errors import UserError
-from engine3d.layout import Layout
+from engine3d.layout import Coordinates, Layout
 from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec, weight_notes
 from engine3d.models.precision import (
     QUANTISATION_CONFIG,
@@ -117,20 +117,32 @@ def test_memory_is_taken_band_by_band(monkeypatch: pytest.MonkeyPatch) -> None:
 # Shards ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", FP8_CONFIGS)
-def test_shards_are_quantised_as_the_complete_tensor(name: str, layout: Layout) -> None:
-    if "experts" not in " ".join(FP8_CONFIGS[name]) and layout.ep * layout.etp > 1:
-        layout = Layout(tp=layout.tp, dp=layout.dp)
-    spec = model_spec(FP8_CONFIGS[name])
-    spec.check_layout(layout)
-    check_shards(spec, layout, transformer_engine=False)
-    complete = {
-        tensor.name: weights(tensor.shape[0], tensor.shape[1]) for tensor in spec.hf_tensors.values() if tensor.fp8
-    }
+@cache
+def complete_tensors(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Values of a model's tensors that are quantised, and what they are quantised to."""
+    tensors = model_spec(FP8_CONFIGS[name]).hf_tensors.values()
+    complete = {tensor.name: weights(tensor.shape[0], tensor.shape[1]) for tensor in tensors if tensor.fp8}
     expected: dict[str, torch.Tensor] = {}
     for tensor_name, values in complete.items():
         expected[tensor_name], expected[scale_name(tensor_name)] = quantise(values)
+    return complete, expected
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name, config in FP8_CONFIGS.items()
+        for layout in LAYOUTS
+        if "experts" in " ".join(config) or layout.ep * layout.etp == 1
+    ],
+    ids=str,
+)
+def test_shards_are_quantised_as_the_complete_tensor(name: str, layout: Layout) -> None:
+    spec = model_spec(FP8_CONFIGS[name])
+    spec.check_layout(layout)
+    check_shards(spec, layout, transformer_engine=False)
+    complete, expected = complete_tensors(name)
     written = {key: torch.full(value.shape, torch.nan).to(value.dtype) for key, value in expected.items()}
     for rank in range(layout.world_size):
         for local in spec.local_parameters(layout, layout.coordinates(rank), transformer_engine=False):
@@ -141,7 +153,7 @@ def test_shards_are_quantised_as_the_complete_tensor(name: str, layout: Layout) 
                 parameter[indices(tensor_slice.local_box)] = complete[tensor_slice.hf_name][
                     indices(tensor_slice.hf_box)
                 ]
-            for tensor_name, (box, slices) in joined_slices(local.slices if local.owner else ()).items():
+            for tensor_name, box, slices in joined_slices(local.slices if local.owner else ()):
                 values = joined_values(parameter, box, slices)
                 tensor = spec.hf_tensors[tensor_name]
                 for stored_name, stored_box, stored in stored_tensors(tensor, box, values, torch.bfloat16, "fp8"):
@@ -209,43 +221,46 @@ def test_published_models_fit_their_usual_layouts() -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=list(FP8_CONFIGS))
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model in bf16, and its export in fp8 by two ranks."""
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for each model, with all that two ranks have written of it."""
     root = tmp_path_factory.mktemp("fp8")
-    initialise_random(model_spec(FP8_CONFIGS[request.param]), root / "bf16", seed=2, dtype=torch.bfloat16)
-    run_distributed(export_in_fp8, 2, root / "bf16", root / "fp8", timeout_s=300)
-    return root / "bf16", root / "fp8"
+    for name, config in FP8_CONFIGS.items():
+        initialise_random(model_spec(config), root / name / "bf16", seed=2, dtype=torch.bfloat16)
+    run_distributed(export_all, 2, root, timeout_s=300)
+    return root
 
 
-def export_in_fp8(directory: Path, out: Path) -> None:
-    from engine3d.models import build_model, export_weights, load_weights
+def export_all(root: Path) -> None:
+    """Export each model in bf16 by two tensor ranks in fp8, and that by two stages in both."""
     from engine3d.training import parallel
 
-    layout = Layout(tp=2)
-    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
-    spec = load_model_spec(directory)
-    model = build_model(spec, layout, torch.bfloat16)
-    load_weights(model, spec, layout, coordinates, directory)
-    export_weights(model, spec, layout, coordinates, out, torch.bfloat16, precision="fp8", max_shard_bytes=400e3)
+    for layout in (Layout(tp=2), Layout(pp=2)):
+        coordinates = parallel.initialise(layout, seed=1, timeout_s=300)
+        for name in FP8_CONFIGS:
+            export_by_ranks(root / name, layout, coordinates)
+        parallel.release()
 
 
-def load_and_export(directory: Path, out: Path) -> None:
+def export_by_ranks(directory: Path, layout: Layout, coordinates: Coordinates) -> None:
     from engine3d.models import build_model, export_weights, load_weights
-    from engine3d.training import parallel
 
-    layout = Layout(pp=2)
-    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
-    spec = load_model_spec(directory)
+    source = directory / ("fp8" if layout.pp > 1 else "bf16")
+    spec = load_model_spec(source)
     model = build_model(spec, layout, torch.bfloat16)
-    load_weights(model, spec, layout, coordinates, directory)
-    export_weights(model, spec, layout, coordinates, out / "bf16", torch.bfloat16)
-    export_weights(model, spec, layout, coordinates, out / "fp8", torch.bfloat16, precision="fp8")
+    load_weights(model, spec, layout, coordinates, source)
+    arguments = (model, spec, layout, coordinates)
+    if layout.pp > 1:
+        export_weights(*arguments, directory / "again-bf16", torch.bfloat16)
+        export_weights(*arguments, directory / "again-fp8", torch.bfloat16, precision="fp8")
+    else:
+        export_weights(*arguments, directory / "fp8", torch.bfloat16, precision="fp8", max_shard_bytes=400e3)
 
 
 @pytest.mark.processes
-def test_a_directory_in_fp8_is_trained_as_its_dequantised_values(exported: tuple[Path, Path], tmp_path: Path) -> None:
-    plain, directory = exported
+@pytest.mark.parametrize("name", FP8_CONFIGS)
+def test_a_directory_in_fp8_is_trained_as_its_dequantised_values(name: str, exports: Path) -> None:
+    plain, directory, trained_in = (exports / name / kind for kind in ("bf16", "fp8", "again-bf16"))
     spec = load_model_spec(directory)
     check_weights(spec, directory)
     assert any("tensors of the files are in fp8" in note for note in weight_notes(spec, directory))
@@ -254,14 +269,13 @@ def test_a_directory_in_fp8_is_trained_as_its_dequantised_values(exported: tuple
     assert {key: config[key] for key in QUANTISATION_CONFIG} == QUANTISATION_CONFIG
     assert "lm_head" in config["modules_to_not_convert"] or spec.sizes.tied
 
-    run_distributed(load_and_export, 2, directory, tmp_path, timeout_s=300)
-    again = load_model_spec(tmp_path / "bf16")
+    again = load_model_spec(trained_in)
     assert "quantization_config" not in again.hf_config
     with (
         TensorFiles(plain) as original,
         TensorFiles(directory) as fp8,
-        TensorFiles(tmp_path / "bf16") as trained,
-        TensorFiles(tmp_path / "fp8") as twice,
+        TensorFiles(trained_in) as trained,
+        TensorFiles(exports / name / "again-fp8") as twice,
     ):
         for tensor in spec.hf_tensors.values():
             box = tuple((0, size) for size in tensor.shape)
@@ -275,18 +289,15 @@ def test_a_directory_in_fp8_is_trained_as_its_dequantised_values(exported: tuple
             assert torch.equal(twice.read(tensor.name, box).float(), values.float()), tensor.name
 
 
-def test_any_box_is_dequantised_as_the_complete_tensor(exported: tuple[Path, Path]) -> None:
-    spec = load_model_spec(exported[1])
-    name = "model.layers.0.self_attn.o_proj.weight"
-    rows, columns = spec.hf_shape(name)
-    with TensorFiles(exported[1]) as files:
+@pytest.mark.processes
+@pytest.mark.parametrize("model", FP8_CONFIGS)
+def test_any_box_is_dequantised_as_the_complete_tensor(model: str, exports: Path) -> None:
+    directory, name = exports / model / "fp8", "model.layers.0.self_attn.o_proj.weight"
+    rows, columns = load_model_spec(directory).hf_shape(name)
+    with TensorFiles(directory) as files:
         complete = files.read(name, ((0, rows), (0, columns)))
         for box in [((5, 131), (1, columns)), ((127, 129), (120, 130)), ((128, rows), (0, 128))]:
             assert torch.equal(files.read(name, box), complete[indices(box)])
-
-
-def copied(exported: tuple[Path, Path], directory: Path) -> Path:
-    return Path(shutil.copytree(exported[1], directory))
 
 
 def change_config(directory: Path, **changes: Any) -> None:

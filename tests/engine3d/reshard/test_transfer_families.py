@@ -35,38 +35,49 @@ ENGINES: dict[str, dict[str, Any]] = {
     "mixtral": {"tp": 2, "ep": 2},
     "glm4_moe": {"tp": 2},
     "minimax_m2": {"tp": 2},
+    "gpt_oss": {"tp": 2},
+    "qwen3_next": {"tp": 2, "ep": 2},
 }
 GROUPS = (
     ("qwen3-tied", "llama", "deepseek_v3"),
-    ("qwen2-tied", "mistral", "qwen2_moe", "mixtral", "glm4_moe", "minimax_m2"),
+    ("qwen2-tied", "mistral", "qwen2_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next"),
 )
 """Engines that run at the same time. Those of the second group are traced without processes too (`test_simulate`)."""
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3-tied", "float32", {"pp": 2, "vpp": 2}),
-    ("qwen3-tied", "float32", {"tp": 2}),
-    ("llama", "bfloat16", {"pp": 2}),
     ("llama", "float32", {"tp": 2}),
     ("deepseek_v3", "float32", {"pp": 2, "stages": (3, 1)}),
-    ("deepseek_v3", "float32", {"tp": 2}),
     ("deepseek_v3", "float32", {"ep": 2}),
     ("qwen2-tied", "float32", {"pp": 2, "vpp": 2}),
+    ("mistral", "float32", {"tp": 2}),
+    ("qwen2_moe", "float32", {"tp": 2, "etp": 2}),
+    ("mixtral", "float32", {"tp": 2, "ep": 2}),
+    ("glm4_moe", "float32", {"tp": 2, "ep": 2}),
+    ("minimax_m2", "float32", {"pp": 2, "vpp": 2}),
+    ("gpt_oss", "float32", {"tp": 2, "ep": 2}),
+    ("qwen3_next", "float32", {"pp": 2, "stages": (1, 3)}),
+]
+MORE_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3-tied", "float32", {"tp": 2}),
+    ("llama", "bfloat16", {"pp": 2}),
+    ("deepseek_v3", "float32", {"tp": 2}),
     ("qwen2-tied", "float32", {"tp": 2}),
     ("qwen2-tied", "float32", {"cp": 2}),
-    ("mistral", "float32", {"tp": 2}),
     ("mistral", "float32", {"pp": 2, "stages": (3, 1)}),
     ("qwen2_moe", "float32", {"tp": 2, "ep": 2}),
-    ("qwen2_moe", "float32", {"tp": 2, "etp": 2}),
     ("qwen2_moe", "float32", {"pp": 2}),
-    ("mixtral", "float32", {"tp": 2, "ep": 2}),
     ("mixtral", "float32", {"ep": 2}),
     ("mixtral", "float32", {"pp": 2}),
-    ("glm4_moe", "float32", {"tp": 2, "ep": 2}),
     ("glm4_moe", "float32", {"pp": 2, "vpp": 2}),
     ("glm4_moe", "float32", {"ep": 2}),
     ("minimax_m2", "float32", {"tp": 2, "ep": 2}),
-    ("minimax_m2", "float32", {"pp": 2, "vpp": 2}),
     ("minimax_m2", "float32", {"ep": 2}),
+    ("gpt_oss", "float32", {"pp": 2, "vpp": 2}),
+    ("gpt_oss", "float32", {"ep": 2}),
+    ("qwen3_next", "float32", {"tp": 2, "ep": 2}),
+    ("qwen3_next", "float32", {"ep": 2}),
 ]
+"""Layouts that are checked before a release."""
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
 
@@ -97,8 +108,11 @@ def other_engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]
 
 def cases_of(group: tuple[str, ...]) -> list[Any]:
     return [
-        pytest.param(*case, marks=proves(tiny_families.family_of(case[0]), *runs_of({2: [case[2]]}, "resharding")))
-        for case in LAYOUTS
+        pytest.param(
+            *case, marks=[proves(tiny_families.family_of(case[0]), *runs_of({2: [case[2]]}, "resharding")), *marks]
+        )
+        for cases, marks in ((LAYOUTS, []), (MORE_LAYOUTS, [pytest.mark.release]))
+        for case in cases
         if case[0] in group
     ]
 
@@ -149,7 +163,7 @@ def check_transfer(
     # One rank on a device of the trainer's, one on another node.
     engine_places = [[*locations("here", 0), *locations("there", 0)][: engine.config.tp]]
     connected = connect(trainer, [engine], sources, engine_places, models[name])
-    version = 1 + LAYOUTS.index((name, dtype, sizes))
+    version = 1 + [*LAYOUTS, *MORE_LAYOUTS].index((name, dtype, sizes))
     trainer.call("change", seed=version)
     trainer.call("export", directory=tmp_path / "export", dtype=getattr(torch, engine.config.dtype))
     assert differences([engine], tmp_path / "export")

@@ -25,23 +25,29 @@ from tests.support.transfers import connect, differences, locations, started
 pytestmark = pytest.mark.processes
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "qwen2": {"tp": 1},
     "qwen3": {"tp": 2},
     "qwen3_moe": {"tp": 2, "ep": 2},
     "deepseek_v3": {"tp": 1},
 }
-MORE_ENGINES: dict[str, dict[str, Any]] = {"qwen2_moe": {"tp": 2, "ep": 2}, "mixtral": {"tp": 1}, "glm4_moe": {"tp": 2}}
-"""Engines of further families, in tests that `make test` leaves out."""
+MORE_ENGINES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tp": 1},
+    "qwen2_moe": {"tp": 2, "ep": 2},
+    "mixtral": {"tp": 1},
+    "glm4_moe": {"tp": 2},
+}
+"""Engines of further families, in tests before a release."""
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
-    ("qwen2", "bfloat16", {"tp": 2}),
     ("qwen3", "bfloat16", {"tp": 2}),
     ("qwen3", "float32", {"pp": 2, "vpp": 2}),
+    ("qwen3_moe", "bfloat16", {"tp": 2, "etp": 2}),
+    ("deepseek_v3", "bfloat16", {"ep": 2}),
+]
+MORE_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen2", "bfloat16", {"tp": 2}),
     ("qwen3", "bfloat16", {"cp": 2}),
     ("qwen3_moe", "bfloat16", {"ep": 2}),
-    ("qwen3_moe", "bfloat16", {"tp": 2, "etp": 2}),
     ("deepseek_v3", "bfloat16", {"tp": 2}),
     ("deepseek_v3", "float32", {"pp": 2, "stages": (3, 1)}),
-    ("deepseek_v3", "bfloat16", {"ep": 2}),
     ("qwen2_moe", "bfloat16", {"tp": 2, "etp": 2}),
     ("mixtral", "bfloat16", {"ep": 2}),
     ("glm4_moe", "bfloat16", {"tp": 2, "ep": 2}),
@@ -86,10 +92,6 @@ def engine(name: str, request: pytest.FixtureRequest) -> RolloutEngine:
     return engines[name]
 
 
-def marks_of(name: str, *more: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
-    return [*more, *([pytest.mark.long] if name in MORE_ENGINES else [])]
-
-
 @pytest.fixture(scope="module")
 def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerRanks]:
     with trainer_ranks(models["qwen3"], 2, tmp_path_factory.mktemp("trainer")) as trainer:
@@ -99,8 +101,9 @@ def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("name", "dtype", "sizes"),
     [
-        pytest.param(*case, marks=marks_of(case[0], proves(case[0], *runs_of({2: [case[2]]}, "resharding fp8"))))
-        for case in LAYOUTS
+        pytest.param(*case, marks=[proves(case[0], *runs_of({2: [case[2]]}, "resharding fp8")), *marks])
+        for cases, marks in ((LAYOUTS, []), (MORE_LAYOUTS, [pytest.mark.release]))
+        for case in cases
     ],
 )
 def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
@@ -118,7 +121,7 @@ def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
     # One rank on a device of the trainer's, one on another node.
     engine_places = [*locations("here", 0), *locations("there", 0)][: engine.config.tp]
     connected = connect(trainer, [engine], sources, [engine_places], models[name], precision="fp8")
-    version = 1 + LAYOUTS.index((name, dtype, sizes))
+    version = 1 + [*LAYOUTS, *MORE_LAYOUTS].index((name, dtype, sizes))
     trainer.call("change", seed=version)
     trainer.call("export", directory=tmp_path / "export", precision="fp8")
     assert differences([engine], tmp_path / "export")
@@ -131,7 +134,14 @@ def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
         assert connected.orders.plan.bytes_moved == sum(prod(shape) * stored.itemsize for shape, stored in served)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in ENGINES | MORE_ENGINES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "deepseek_v3",
+        *(pytest.param(name, marks=pytest.mark.release) for name in ("qwen3_moe", *MORE_ENGINES)),
+    ],
+)
 def test_log_probs_are_those_of_the_dequantised_weights(
     name: str, engine: RolloutEngine, models: dict[str, Path], trainer: TrainerRanks, tmp_path: Path
 ) -> None:

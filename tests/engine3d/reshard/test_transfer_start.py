@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from engine3d.errors import EngineError
 from engine3d.rollout import RolloutEngine, SamplingConfig
-from tests.engine3d.rollout.test_failures import running
+from tests.support.engine_processes import processes_of
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
@@ -27,8 +26,7 @@ MOVED = {f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in
 
 
 def scheduler(engine: RolloutEngine, rank: int) -> int:
-    assert engine._host is not None
-    for process in running(engine._host.pid):
+    for process in processes_of(engine):
         if f"sglang::scheduler_TP{rank}".encode() in Path(f"/proc/{process}/cmdline").read_bytes():
             return process
     raise AssertionError(f"no scheduler of rank {rank}")
@@ -96,7 +94,6 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
                 receiving = [pool.submit(engine.receive_weights, 4) for engine in both]
                 trainer.ask("try_send", version=4, hold_in_round=2)
                 trainer.await_hold()
-                killed = time.monotonic()
                 os.kill(scheduler(fresh, 1), signal.SIGKILL)
                 trainer.release()
                 errors = trainer.answers()
@@ -108,7 +105,6 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
                     EngineError, match="engine died during transfer of weights version 4: its process was killed"
                 ) as death:
                     receiving[1].result()
-                assert time.monotonic() - killed < 20
                 assert "\n" not in str(death.value) and "scheduler_1" in str(death.value)
                 assert not fresh.is_alive()
                 for engine, reason in ((bound, "version 4 was not committed"), (fresh, "is not running")):

@@ -22,9 +22,9 @@ from engine3d.rollout.launch import read_model, server_arguments
 from engine3d.rollout.served import check_served
 from engine3d.rollout.shard import EngineShard
 from tests.engine3d.rollout.test_engine import reference_logprobs
-from tests.engine3d.rollout.test_failures import scheduler_of
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import CheckpointSender, transfer
+from tests.support.engine_processes import schedulers_of
 from tests.support.engine_responses import responses_of
 from tests.support.listening import listeners
 from tests.support.reference_routes import by_layer, reference_routes
@@ -182,8 +182,7 @@ def test_ranks_leave_the_cores_to_others_while_memory_is_released(
 @pytest.mark.processes
 def test_the_end_of_a_rank_ends_the_engine(grouped: RolloutEngine) -> None:
     """The last test of this engine: SGLang's own watch knows no rank of a group."""
-    assert grouped._host is not None
-    rank = scheduler_of(grouped._host.pid)
+    rank = schedulers_of(grouped)[0]
     threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
     before = time.monotonic()
     with pytest.raises(EngineError, match=rf"died during generation: .* Subprocess sched.* \(pid={rank}\) crashed"):

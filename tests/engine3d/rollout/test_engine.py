@@ -5,21 +5,25 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
+from engine3d.rollout.host import responses as responses_module
 from tests.support.checkpoint_sender import CheckpointSender
-from tests.support.engine_responses import responses_of, versions_of
+from tests.support.engine_processes import cpu_s, processes_of
+from tests.support.engine_responses import begun, responses_of, versions_of
 from tests.support.engine_traces import traced_steps
+from tests.support.reference_routes import reference_model
 from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.processes
@@ -31,7 +35,7 @@ GREEDY = SamplingConfig(temperature=0, max_new_tokens=12)
 
 def reference_logprobs(directory: Path, prompt: list[int], response: list[int], temperature: float = 1) -> torch.Tensor:
     """Log-softmax of transformers' logits at each response position: (response length, vocabulary)."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = reference_model(directory)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, dim=-1)
@@ -140,68 +144,57 @@ def standstill(engine: RolloutEngine) -> Iterator[None]:
     engine._host.call("test", "commit_weights", 60, version=0)
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of a process and those that it has started."""
-    root = psutil.Process(pid)
-    return sum(sum(process.cpu_times()[:2]) for process in (root, *root.children(recursive=True)))
+@pytest.fixture
+def wait_of_the_client(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the clock of the engine's client forward, by fractions of its limit of responses without progress."""
+    limit_s, passed_s = 300, 0.0
+    monkeypatch.setattr(engine, "config", engine.config.model_copy(update={"request_timeout_s": limit_s}))
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + passed_s,
+        **{name: getattr(time, name) for name in ("time", "strftime", "localtime")},
+    )
+    monkeypatch.setattr(responses_module, "time", clock)
 
+    def wait(limits: float) -> None:
+        nonlocal passed_s
+        passed_s += limits * limit_s
 
-def limit_requests(engine: RolloutEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "config", engine.config.model_copy(update={"request_timeout_s": seconds}))
+    return wait
 
 
 def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(
-    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+    engine: RolloutEngine, wait_of_the_client: Callable[[float], None]
 ) -> None:
-    limit_requests(engine, 4, monkeypatch)
-    results: list[list[list[Response]]] = []
-    long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
-    worker = threading.Thread(target=lambda: results.append(responses_of(engine, [[5]] * 400, long)))
-    host, before = engine._host, time.monotonic()
+    results, host = begun(engine, 200, complete=1), engine._host
     assert host is not None
-    worker.start()
-    for _ in range(3):
-        reported, end = host._progress_at, time.monotonic() + 30
-        while host._progress_at == reported and time.monotonic() < end:
-            time.sleep(0.05)
+    for _ in range(2):
         with standstill(engine):
-            time.sleep(1.8)
-    worker.join(60)
-    assert time.monotonic() - before > 4
-    assert [len(group[0].token_ids) for group in results[0]] == [60] * 400
+            wait_of_the_client(0.7)
+            time.sleep(2.5)  # in which the client looks at the time
+        reported = host._progress_at
+        while host._progress_at == reported:
+            assert not results.done()
+            time.sleep(0.02)
+    assert [len(group[0].token_ids) for group in results.result(300)] == [60] * 200
 
 
-def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_requests(engine, 2, monkeypatch)
-    errors: list[str] = []
-    long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
-
-    def generate() -> None:
-        with pytest.raises(EngineError) as error:
-            responses_of(engine, [[5]] * 300, long)
-        errors.append(str(error.value))
-
-    host = engine._host
-    assert host is not None
-    earlier = host._progress.done.keys()
-    worker = threading.Thread(target=generate)
-    worker.start()
-    end = time.monotonic() + 30
-    while time.monotonic() < end and not any(
-        count for request, count in host._progress.done.items() if request not in earlier
-    ):
-        time.sleep(0.05)
+def test_a_batch_that_comes_no_further_is_given_up(
+    engine: RolloutEngine, wait_of_the_client: Callable[[float], None]
+) -> None:
+    results = begun(engine, 200, complete=1)
     with standstill(engine):
-        before = cpu_s(host.pid)
-        worker.join(30)
-        assert cpu_s(host.pid) - before < 1  # of the 2 s, in which a scheduler that polls takes all of a core
-    monkeypatch.undo()
+        before = cpu_s(*processes_of(engine))
+        time.sleep(2)
+        assert cpu_s(*processes_of(engine)) - before < 1  # a scheduler that polls takes all of a core
+        wait_of_the_client(1.1)
+        with pytest.raises(EngineError) as error:
+            results.result(300)
     match = re.match(
-        r"rollout engine: responses came no further within 2 s: no token since \d\d:\d\d:\d\d, (\d+) of 300 responses "
-        r"are done; log: ",
-        errors[0],
+        r"rollout engine: responses came no further within 300 s: no token since \d\d:\d\d:\d\d, (\d+) of 200 "
+        r"responses are done; log: ",
+        str(error.value),
     )
-    assert match and 0 < int(match[1]) < 300
+    assert match and 0 < int(match[1]) < 200
     assert len(responses_of(engine, PROMPTS, GREEDY)) == 3
 
 
@@ -236,7 +229,7 @@ def test_penalties_are_in_the_logprobs(
     engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], penalties: dict[str, float]
 ) -> None:
     sampling = SamplingConfig(max_new_tokens=20, ignore_eos=True, temperature=0.5, **penalties)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dirs[0], dtype=torch.float32)
+    model = reference_model(tiny_model_dirs[0])
     (group,) = responses_of(engine, PROMPTS[:1], sampling, samples_per_prompt=3)
     changed_by = []
     for generation in group:
@@ -251,6 +244,46 @@ def test_penalties_are_in_the_logprobs(
             assert abs(logprob - float(torch.log_softmax(changed / 0.5, -1)[token])) < 5e-3
             changed_by.append(abs(logprob - float(torch.log_softmax(logits[position] / 0.5, -1)[token])))
     assert max(changed_by) > 0.1, "a trainer's log-probs are others: recipes refuse these settings"
+
+
+def test_log_probs_of_given_tokens_and_of_the_most_likely_ones(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
+) -> None:
+    model = reference_model(tiny_model_dirs[0])
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(3, VOCAB_SIZE, (6,), generator=generator).tolist()
+    # Two that begin alike, so that one is in the other's cache; the whole of one but its first token; its last one.
+    sequences = [
+        prompt + torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (5, 9, 1, 12)
+    ]
+    firsts = [6, 6, 1, 17]
+    for top in (1, 5):
+        for sequence, first, given in zip(sequences, firsts, engine.logprobs(sequences, firsts, top), strict=True):
+            with torch.no_grad():
+                every = model(torch.tensor([sequence])).logits[0, first - 1 : -1].double().log_softmax(dim=-1)
+            expected = every.gather(1, torch.tensor(sequence[first:])[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(given.logprobs).double(), expected, atol=2e-5, rtol=1e-4)
+            best = every.topk(top, dim=1)
+            assert given.top_tokens == best.indices.tolist()
+            tops = torch.tensor(given.top_logprobs).double()
+            torch.testing.assert_close(tops, best.values, atol=2e-5, rtol=1e-4)
+    assert engine.logprobs([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (([[3, 4]], [0]), "sequence 0 has 2 tokens and the first that is asked for is 0; expected at most the"),
+        (([[3, 4]], [2]), "the first that is asked for is 2"),
+        (([[3] * 65], [1]), "sequence 0 has 65 tokens"),
+        (([[3, VOCAB_SIZE]], [1]), "sequence 0 has token id 128; the vocabulary is 0 to 127"),
+        (([[3, 4]], [1, 1]), "2 first tokens for 1 sequences"),
+        (([[3, 4]], [1], 0), "top is 0, expected 1 to 128, the vocabulary"),
+    ],
+)
+def test_log_probs_of_impossible_tokens_are_refused(engine: RolloutEngine, arguments: Any, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        engine.logprobs(*arguments)
 
 
 def test_a_response_ends_with_the_token_that_completes_a_text(

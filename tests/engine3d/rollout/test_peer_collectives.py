@@ -67,7 +67,7 @@ def _operations(device: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.release), 3])
 def test_ranks_exchange_tokens(world: int) -> None:
     run_distributed(_operations, world, "cpu", timeout_s=300)
 
@@ -110,7 +110,7 @@ def _exchanges(_device: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.release), 3])
 def test_kernels_interpreted(world: int) -> None:
     run_interpreted(_exchanges, ranks=world)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -114,9 +113,11 @@ def test_an_engine_that_comes_no_further_or_fails_is_an_error_of_who_waits() -> 
 def test_the_time_of_a_transfer_is_no_stall() -> None:
     responses = PendingResponses(LOG)
     responses.submitted([1])
-    time.sleep(0.2)
+    responses._further_at -= 1000
+    with pytest.raises(EngineError, match="came no further within 500 s"):
+        responses.take(0.0, 500.0, None)
     responses.resume()
-    assert responses.take(0.0, 0.15, None) == {}
+    assert responses.take(0.0, 500.0, None) == {}
 
 
 def test_a_sample_is_taken_once_and_its_id_is_free_only_then() -> None:

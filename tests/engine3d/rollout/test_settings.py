@@ -73,7 +73,11 @@ def test_accepted_arguments_go_to_sglang_as_they_are() -> None:
         ("cpu_offload_gb", 4, "is refused: weights lie in host memory"),
         ("enable_weights_cpu_backup", True, "is refused: weights lie in host memory"),
         ("enable_hierarchical_cache", True, "is refused: keys and values of old weights outlive them"),
-        ("enable_lora", True, "is refused: adapters are other weights than the trainer's"),
+        (
+            "enable_lora",
+            True,
+            "is refused: engines get the adapters of train.lora, merged or as",
+        ),
         ("json_model_override_args", "{}", "is refused: the engine serves another model"),
         ("preferred_sampling_params", "{}", r"is refused: rollout\.sampling says how tokens are drawn"),
         ("api_key", "secret", "is refused: there is no HTTP server"),

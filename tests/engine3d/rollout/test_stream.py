@@ -201,7 +201,7 @@ def test_no_response_goes_on_behind_its_end(
     ends = set(range(1, VOCAB_SIZE // 12))  # of which the first is the model's own
     sampling = SamplingConfig(max_new_tokens=48, stop_token_ids=sorted(ends))
     resent = engine.stats.resent
-    for round_ in range(8):
+    for round_ in range(4):
         first = 1000 + 100 * round_
         samples = range(first, first + 48)
         engine.submit(_requests(sampling, first, [[3, 4, 5]] * len(samples)))
@@ -300,7 +300,10 @@ def test_a_request_that_a_transfer_holds_back_is_aborted_at_once(engine: Rollout
     assert {len(response.token_ids) for response in _all_of(engine)} == {4}
 
 
-@pytest.mark.parametrize("policy", ["wait", "continue", "recompute", "resend"])
+@pytest.mark.parametrize(
+    "policy",
+    ["recompute", "resend", *(pytest.param(policy, marks=pytest.mark.release) for policy in ("wait", "continue"))],
+)
 def test_a_begin_that_fails_half_way_is_undone(engine: RolloutEngine, policy: InFlightPolicy) -> None:
     """Its call of the ranks finds a folder where it writes a file."""
     assert engine._host is not None

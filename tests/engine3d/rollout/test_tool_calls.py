@@ -48,6 +48,14 @@ def test_calls_that_cannot_be_read(parser: str, text: str) -> None:
     assert "SGLANG_FORWARD_UNKNOWN_TOOLS" not in os.environ  # which processes of this one would have
 
 
+def test_no_text_takes_long_to_read() -> None:
+    commas = ", ".join(f"a{number}={number}" for number in range(200))
+    reader = ToolCallReader("pythonic", TOOLS)
+    assert reader.read(f'[price(code="f({commas})")]').calls[0].arguments == f'{{"code": "f({commas})"}}'
+    assert not reader.read("[price(code=" + "a=," * 300).calls
+    assert not reader.read("[A(A=" + "\t)A(A=,\t" * 25).calls
+
+
 def test_a_reader_has_no_state_between_texts() -> None:
     reader = ToolCallReader("pythonic", TOOLS)
     assert reader.read('[price(code="ab")]') == reader.read('[price(code="ab")]') != CallsOfText("")

@@ -89,9 +89,6 @@ SOME = {
         Case("deepseek_v3", {"cp": 2}, {"recompute": "full"}),
         Case("critic", {"cp": 2}),
     ],
-    4: [
-        Case("qwen3_moe", {"cp": 2, "tp": 2}, {"logits_tokens": 7}, ROUTER_LOSSES),
-    ],
 }
 MORE = {
     2: [
@@ -111,6 +108,7 @@ MORE = {
         Case("critic", {"cp": 2}, {"offload": True}),
     ],
     4: [
+        Case("qwen3_moe", {"cp": 2, "tp": 2}, {"logits_tokens": 7}, ROUTER_LOSSES),
         Case("qwen3_moe", {"cp": 2, "ep": 4}, {}, ROUTER_LOSSES),
         Case("deepseek_v3", {"cp": 2, "pp": 2}),
         Case("critic", {"cp": 4}),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +22,21 @@ PARTS = 30
 
 
 class Slow(CpuPlatform):
-    """Needs its time for each memory, and says when it has given one."""
+    """Gives the third memory once nobody needs it any more, and says when it has given one.
+
+    Attributes:
+        ended: true once nobody does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given = 0
+        self.ended: Callable[[], bool] = lambda: not threading.main_thread().is_alive()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        time.sleep(0.1)
+        self._given += 1
+        while self._given == 3 and not self.ended():
+            time.sleep(0.01)
         print("taken", flush=True)
         return super().host_memory(nbytes)
 
@@ -55,14 +68,16 @@ def test_a_process_that_ends_takes_no_more() -> None:
     program = "from tests.engine3d.training.test_host_state import Slow, _state; state = _state(Slow())"
     words = [sys.executable, "-c", program]
     ended = subprocess.run(words, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
-    assert ended.stdout.count("taken") < PARTS // 3 and not ended.stderr
+    assert ended.stdout.count("taken") <= 3 and not ended.stderr
 
 
 def test_what_is_given_back_is_taken_no_further(capsys: pytest.CaptureFixture[str]) -> None:
-    _state(Slow()).release()
-    assert capsys.readouterr().out.count("taken") < PARTS // 3
-    time.sleep(0.3)
-    assert not capsys.readouterr().out
+    slow = Slow()
+    state = _state(slow)
+    slow.ended = state._released.is_set
+    state.release()
+    assert capsys.readouterr().out.count("taken") <= 3
+    assert not state._allocating.is_alive()
 
 
 class CountsInGroups(torch.optim.SGD):

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from benchmarks.reshard_plan import named_model
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models import ModelSpec, model_spec
+from engine3d.models import FAMILIES, ModelSpec, model_spec
 from engine3d.models.attention import requirements
 from engine3d.models.megatron_config import transformer_config
 from engine3d.platform import platform
@@ -253,3 +253,55 @@ def test_options_that_would_do_nothing(spec: ModelSpec, options: dict[str, Any],
     with pytest.raises(UserError, match=line):
         check_effect(TrainConfig(megatron=options), spec, trained=trained)
     check_effect(TrainConfig(megatron={"moe_token_dispatcher_type": "allgather"}), MOE, trained=False)
+
+
+def _config(architecture: str) -> dict[str, Any]:
+    """Tiny config of a family."""
+    return next(config for config in tiny_families.CONFIGS.values() if config["architectures"] == [architecture])
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 32},
+    "MixtralForCausalLM": {"sliding_window": 32},
+    **{
+        f"{name}ForCausalLM": {"use_sliding_window": True, "sliding_window": 32}
+        for name in ("Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe")
+    },
+}
+"""Settings of a config with which layers attend within windows, by architecture."""
+UNSHARED = {"GptOssForCausalLM": "attention sinks", "Qwen3NextForCausalLM": "gated delta nets"}
+"""Layers of architectures whose sequences context-parallel ranks cannot share."""
+
+
+@pytest.mark.parametrize("architecture", [family.architecture for family in FAMILIES])
+@pytest.mark.parametrize("transformer_engine", [False, True])
+def test_attention_that_ranks_cannot_share_is_refused_in_one_line(architecture: str, transformer_engine: bool) -> None:
+    spec, layout = model_spec(_config(architecture)), Layout(cp=2)
+
+    def line(**settings: Any) -> str | None:
+        try:
+            check_options(TrainConfig(**settings), spec, layout, transformer_engine=transformer_engine)
+        except UserError as error:
+            return str(error)
+        return None
+
+    if spec.sizes.delta is not None and transformer_engine:
+        assert "run on CPUs alone" in (line() or "")
+        return
+    assert (
+        line(packing=False)
+        == "packing=false with layout.cp=2: expected packing=true, because ranks share packed sequences"
+    )
+    if architecture in UNSHARED:
+        refused = f"{architecture} has {UNSHARED[architecture]}, which was not tried with layout.cp=2; expected 1"
+        assert line() == line(megatron={"attention_backend": "flash"}) == refused
+        return
+    assert line() is None
+    assert line(megatron={"attention_backend": "flash"}) == (
+        "megatron.attention_backend=flash with layout.cp=2: expected auto, because Transformer Engine shares no "
+        "sequences with FlashAttention 4"
+    )
+    if architecture in WINDOWS:
+        with pytest.raises(UserError, match=r"sliding_window") as refusal:
+            model_spec(_config(architecture) | WINDOWS[architecture])
+        assert "\n" not in str(refusal.value)

@@ -106,7 +106,7 @@ def _updated(directory: Path, offloads: bool, trainable: bool, **settings: Any) 
     engine = TrainEngine(directory, config, Layout(), trainable=trainable, seed=1, offload=offloads)
     sequences, _ = _local_samples(_samples(), engine)
     seen: dict[str, Any] = {"norms": [], "state": [], "offloaded": []}
-    for _ in range(3):
+    for _ in range(2):  # the first learning rate is 0
         engine.offload()
         seen["offloaded"].append(_device_bytes(engine))
         seen["logprobs"] = _logprobs(engine, sequences)
@@ -152,12 +152,12 @@ def check_same(results: list[dict[str, Any]]) -> None:
         assert stays["norms"] == leaves["norms"]
         assert torch.equal(stays["logprobs"], leaves["logprobs"])
         assert torch.equal(stays["loaded"], leaves["loaded"])
-        assert len(stays["state"][2]) == len(leaves["state"][2])
+        assert len(stays["state"][-1]) == len(leaves["state"][-1])
         for before, after in zip(stays["state"], leaves["state"], strict=True):
             assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(before, after, strict=True))
         assert stays["moved"] == 0 and stays["at rest"] > 0
         assert leaves["moved"] == stays["at rest"]
-        assert leaves["offloaded"] == [0, 0, 0] and leaves["at rest"] == 0 and leaves["rested after load"] == 0
+        assert leaves["offloaded"] == [0, 0] and leaves["at rest"] == 0 and leaves["rested after load"] == 0
 
 
 @proves("qwen3_moe", "packing offload")
@@ -165,5 +165,5 @@ def check_same(results: list[dict[str, Any]]) -> None:
 @pytest.mark.skipif(platform.gpus > 0, reason="test_offload_gpu has what a GPU computes alike")
 def test_a_model_that_is_away_between_all_calls_computes_the_same_bits(tmp_path: Path) -> None:
     tiny_families.make("qwen3_moe", tmp_path / "moe")
-    [results] = run_distributed(all_updated, 1, tmp_path / "moe", timeout_s=180)
+    [results] = run_distributed(all_updated, 1, tmp_path / "moe", timeout_s=300)
     check_same(results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from engine3d.layout import Layout
-from engine3d.models.experts.routes import RouteFormat
+from engine3d.models.experts.routes import RouteFormat, TokenRoutes
 from engine3d.models.experts.routing_replay import ReplayStats, decode, encode
+from engine3d.models.lora.config import LoraConfig
 from engine3d.models.rules import TensorSlice
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from engine3d.training.sequences import ROUTES, Sequences
-from tests.engine3d.checkpoint.test_save import build_engine, save
+from engine3d.training.sequences import Sequences
+from tests.engine3d.checkpoint.writing.test_save import build_engine, save
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 from tests.support.gradients import gradients, slices
+from tests.support.peft_models import fill, with_adapters
 from tests.support.proves import proves, run_of
 from tests.support.routed_reference import RoutedReference
 
@@ -28,20 +30,19 @@ LENGTHS = (5, 9, 16, 2, 12, 7, 14)
 STILL = OptimizerConfig(lr=1e-30, clip_grad=0)
 """Gradients are looked at, weights stay."""
 SOME: dict[str, Any] = {"sizes": {}, "micro_batch_tokens": 30}
+LORA = LoraConfig(rank=4, alpha=6)
 WAYS: dict[int, list[dict[str, Any]]] = {
     1: [
-        SOME,
         {**SOME, "packing": False, "recompute": "full"},
         {**SOME, "recompute": "full", "recompute_layers": 1},
         {"sizes": {}, "micro_batch_tokens": 1000, "family": "deepseek_v3"},
         {**SOME, "dtype": "bfloat16"},
     ],
     2: [
-        {"sizes": {"tp": 2}, "micro_batch_tokens": 30},
         {"sizes": {"pp": 2, "vpp": 2}, "micro_batch_tokens": 12, "recompute": "full"},
-        {"sizes": {"ep": 2}, "micro_batch_tokens": 30, "family": "deepseek_v3"},
-        {"sizes": {"etp": 2}, "micro_batch_tokens": 30, "packing": False},
+        {"sizes": {"tp": 2, "etp": 2}, "micro_batch_tokens": 30, "packing": False},
         {"sizes": {"cp": 2}, "micro_batch_tokens": 30},
+        {"sizes": {"tp": 2, "ep": 2}, "micro_batch_tokens": 30, "lora": LORA},
     ],
     4: [
         {"sizes": {"tp": 2, "pp": 2, "vpp": 2}, "micro_batch_tokens": 30, "recompute": "full"},
@@ -57,16 +58,24 @@ WAYS: dict[int, list[dict[str, Any]]] = {
         {"sizes": {"cp": 2, "etp": 2}, "micro_batch_tokens": 30, "family": "glm4_moe"},
     ],
 }
+FURTHER_WAYS: dict[int, list[dict[str, Any]]] = {
+    1: [SOME],
+    2: [
+        {"sizes": {"tp": 2}, "micro_batch_tokens": 30},
+        {"sizes": {"ep": 2}, "micro_batch_tokens": 30, "family": "deepseek_v3"},
+        {"sizes": {"etp": 2}, "micro_batch_tokens": 30, "packing": False},
+    ],
+}
 
 
 def _runs(family: str) -> list[str]:
     """Layout and features of the ways of a family, as `proves` takes them."""
     runs = []
-    for world_size, ways in WAYS.items():
+    for world_size, ways in (*WAYS.items(), *FURTHER_WAYS.items()):
         for way in ways:
             if way.get("family", "qwen3_moe") == family:
                 features = "packing" if way.get("packing", True) else "padding"
-                features += " recomputation" if "recompute" in way else ""
+                features += " recomputation" * ("recompute" in way) + " lora" * ("lora" in way)
                 layout = Layout.of_world(world_size, **way["sizes"])
                 runs.append(run_of(layout, f"{features} routing_replay"))
     return runs
@@ -93,9 +102,13 @@ def _forced(routes: RouteFormat) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """Results of a rank with its samples: log-probs, routes, and gradients and statistics of updates."""
+    """Results of a rank with its samples: log-probs, routes, and gradients and statistics of updates.
+
+    `reads` counts, by token and column, how often an update has read a route.
+    """
 
     mine: list[int]
+    reads: Tensor
     logprobs: Tensor | None
     recorded: Tensor | None
     forced: list[tuple[TensorSlice, Tensor]]
@@ -104,14 +117,33 @@ class _Replayed:
     live_stats: ReplayStats | None
 
 
+@dataclass(frozen=True, eq=False)
+class _CountedRoutes(TokenRoutes):
+    """Routes that count how often each of their entries was read."""
+
+    reads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def read(self, tokens: Tensor, columns: Tensor) -> Tensor:
+        self.reads.append((tokens[tokens >= 0], columns))
+        return super().read(tokens, columns)
+
+    def counts(self) -> Tensor:
+        """(T, C) int64."""
+        counts = torch.zeros(sum(map(len, self.samples)), self.samples[0].shape[1], dtype=torch.int64)
+        for tokens, columns in self.reads:
+            counts[tokens[:, None], columns] += 1
+        return counts
+
+
 def _loss(outputs: Any, columns: dict[str, Tensor]) -> tuple[Tensor, None]:
-    assert ROUTES not in columns
     return -(outputs.logprobs * columns["weights"]).sum(), None
 
 
-def _sequences(samples: list[list[int]], **columns: Tensor) -> Sequences:
+def _sequences(samples: list[list[int]], routes: list[Tensor] | None = None) -> Sequences:
+    """Sequences with their weights, and with (t, C) routes of each."""
     weights = [weight for sample in samples for weight in [0.0] + [1 / sum(LENGTHS)] * (len(sample) - 1)]
-    return Sequences.of(samples, weights=torch.tensor(weights), **columns)
+    sequences = Sequences.of(samples, weights=torch.tensor(weights))
+    return sequences if routes is None else replace(sequences, routes=_CountedRoutes(tuple(map(Tensor.numpy, routes))))
 
 
 def _replay(directories: dict[str, Path], ways: list[dict[str, Any]]) -> list[_Replayed]:
@@ -119,13 +151,16 @@ def _replay(directories: dict[str, Path], ways: list[dict[str, Any]]) -> list[_R
     for way in ways:
         way = dict(way)
         megatron = {"moe_token_dispatcher_type": way.pop("dispatcher", "alltoall")}
-        directory = directories[way.pop("family", "qwen3_moe")]
+        directory = directories[_model(way)]
+        way.pop("family", None)
         sizes = way.pop("sizes")
         engine = build_engine(directory, sizes, optimizer=STILL, megatron=megatron, routing_replay="rollout", **way)
+        if engine.adapters is not None:
+            fill(engine)
         mine = list(range(engine.coordinates.dp, len(LENGTHS), engine.layout.dp))
         samples = [_samples()[index] for index in mine]
         every = _forced(RouteFormat.of(engine.spec.sizes))
-        forced = _sequences(samples, **{ROUTES: torch.cat([every[index] for index in mine])})
+        forced = _sequences(samples, [every[index] for index in mine])
         replayed = engine.logprobs(forced)
         live = engine.logprobs(_sequences(samples), record_routes=True)
         update = engine.update(forced, _loss)
@@ -133,10 +168,13 @@ def _replay(directories: dict[str, Path], ways: list[dict[str, Any]]) -> list[_R
         # All ranks of a replica need the routes, which one of them has recorded.
         recorded = None if live is None else live.routes
         routes = _of_last_rank(engine, recorded, (sum(map(len, samples)), every[0].shape[1]))
-        again = engine.update(_sequences(samples, **{ROUTES: routes}), _loss)
+        recorded_routes = _sequences(samples, list(routes.split([len(sample) for sample in samples])))
+        again = engine.update(recorded_routes, _loss)
+        assert isinstance(recorded_routes.routes, _CountedRoutes)
         results.append(
             _Replayed(
                 mine,
+                recorded_routes.routes.counts(),
                 None if replayed is None else replayed.logprobs,
                 recorded,
                 of_forced,
@@ -211,7 +249,10 @@ class _Models(dict[str, tuple[Path, _Expected]]):
         self._directory = directory
 
     def __missing__(self, name: str) -> tuple[Path, _Expected]:
-        model = tiny_families.make(name, path := self._directory / name)
+        family, _, adapters = name.partition(" ")
+        model = tiny_families.make(family, path := self._directory / family / adapters)
+        if adapters:
+            model = with_adapters(model, family, LORA).get_base_model()
         self[name] = (path, _expected(model, path))
         return self[name]
 
@@ -227,12 +268,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> _Models:
 @proves("mixtral", *_runs("mixtral"))
 @proves("glm4_moe", *_runs("glm4_moe"))
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-def test_routes_are_replayed_and_recorded_on_every_layout(models: Any, world_size: int) -> None:
-    directories = {name: models[name][0] for name in {way.get("family", "qwen3_moe") for way in WAYS[world_size]}}
-    ranks = run_distributed(_replay, world_size, directories, WAYS[world_size], timeout_s=300)
-    for number, way in enumerate(WAYS[world_size]):
-        _, expected = models[way.get("family", "qwen3_moe")]
+@pytest.mark.parametrize(
+    ("world_size", "ways"),
+    [
+        (1, WAYS[1]),
+        (2, WAYS[2]),
+        pytest.param(4, WAYS[4], marks=pytest.mark.long),
+        *(pytest.param(*further, marks=pytest.mark.release) for further in FURTHER_WAYS.items()),
+    ],
+)
+def test_routes_are_replayed_and_recorded_on_every_layout(
+    models: Any, world_size: int, ways: list[dict[str, Any]]
+) -> None:
+    directories = {name: models[name][0] for name in map(_model, ways)}
+    ranks = run_distributed(_replay, world_size, directories, ways, timeout_s=300)
+    for number, way in enumerate(ways):
+        _, expected = models[_model(way)]
         recorders, exact = 0, "dtype" not in way
         for result in (rank[number] for rank in ranks):
             lengths = [LENGTHS[index] for index in result.mine]
@@ -254,10 +305,28 @@ def test_routes_are_replayed_and_recorded_on_every_layout(models: Any, world_siz
                 _compare_norms(result.forced, expected.forced)
             assert result.live_stats is not None and result.live_stats.different == result.live_stats.missing == 0
         assert recorders == max(1, world_size // _model_size(way)), way
+        _check_reads(way, [rank[number] for rank in ranks])
+
+
+def _check_reads(way: dict[str, Any], ranks: list[_Replayed]) -> None:
+    """Each rank of a replica reads the routes of its own positions and layers, to check them and for each chunk."""
+    times = 1 + way["sizes"].get("vpp", 1)
+    by_replica: dict[int, list[Tensor]] = {}
+    for result in ranks:
+        by_replica.setdefault(result.mine[0], []).append(result.reads)
+    for reads in by_replica.values():
+        assert len(reads) == _model_size(way)
+        assert bool((sum(reads) == times).all()), way
+        assert all(set(of_rank.unique().tolist()) <= {0, times} for of_rank in reads), way
 
 
 def _model_size(way: dict[str, Any]) -> int:
     return prod(way["sizes"].get(name, 1) for name in ("tp", "cp", "pp"))
+
+
+def _model(way: dict[str, Any]) -> str:
+    """Name of a way's model among `_Models`."""
+    return way.get("family", "qwen3_moe") + " with adapters" * ("lora" in way)
 
 
 def _sets(rows: Tensor, topk: int) -> Tensor:
@@ -286,32 +355,31 @@ def _compare_norms(actual: list[tuple[TensorSlice, Tensor]], expected: dict[str,
 
 def _kept(directory: Path, scratch: Path) -> dict[str, list[float]]:
     """Gradient norms of two updates, with models and optimizers that leave the device, and a checkpoint between."""
-    from engine3d.checkpoint.save import EngineCheckpoint
+    from engine3d.checkpoint.writing.save import EngineCheckpoint
     from engine3d.training.engine import TrainEngine
 
     learns = OptimizerConfig(lr=1e-2)
     norms: dict[str, list[float]] = {}
-    for name, offload in (("plain", False), ("offload", True), ("optimizer_offload", False), ("checkpoints", False)):
-        optimizer = learns.model_copy(update={"offload": name == "optimizer_offload"})
+    for name, away in (("plain", False), ("offloaded", True)):
+        optimizer = learns.model_copy(update={"offload": away})
         config = TrainConfig(dtype="float32", micro_batch_tokens=30, optimizer=optimizer, routing_replay="rollout")
-        engine = TrainEngine(directory, config, Layout(), seed=1, offload=offload)
-        routes = torch.cat(_forced(RouteFormat.of(engine.spec.sizes)))
-        sequences = _sequences(_samples(), **{ROUTES: routes})
+        engine = TrainEngine(directory, config, Layout(), seed=1, offload=away)
+        sequences = _sequences(_samples(), _forced(RouteFormat.of(engine.spec.sizes)))
         engine.offload()
         engine.logprobs(sequences)
         norms[name] = [engine.update(sequences, _loss).grad_norm]
         engine.offload()
-        if name == "checkpoints":
+        if away:
             save(engine, EngineCheckpoint(engine), scratch / "saved", background=False)
             engine.close()
-            engine = TrainEngine(directory, config, Layout(), seed=1, load=False)
+            engine = TrainEngine(directory, config, Layout(), seed=1, load=False, offload=True)
             EngineCheckpoint(engine).load(scratch / "saved")
         norms[name].append(engine.update(sequences, _loss).grad_norm)
         engine.close()
     return norms
 
 
-@proves("qwen3_moe", *(f"packing routing_replay {name}" for name in ("offload", "optimizer_offload", "checkpoints")))
+@proves("qwen3_moe", "packing routing_replay offload optimizer_offload checkpoints")
 @pytest.mark.processes
 def test_replay_with_models_that_leave_the_device_and_checkpoints(models: Any, tmp_path: Path) -> None:
     directory, _ = models["qwen3_moe"]
@@ -322,7 +390,7 @@ def test_replay_with_models_that_leave_the_device_and_checkpoints(models: Any, t
 
 
 def test_forced_routes_change_gradients_of_routers_too(models: Any) -> None:
-    for _, expected in models.values():
+    for _, expected in models.values():  # routers are not trained with adapters
         for name, gradient in expected.forced.items():
             if name.endswith("gate.weight"):
                 assert float(gradient.abs().max()) > 0

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from benchmarks.random_engine import random_engine, random_sequences, train_on
-from engine3d.checkpoint.digest import weights_digest
+from engine3d.checkpoint.digests.digest import weights_digest
 from engine3d.layout import Layout
+from engine3d.models.precision import rounded, rounded_rows
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from tests.engine3d.training.test_engine import LAYOUTS, SETTINGS, _train, _weighted
@@ -177,7 +178,7 @@ def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
                 calls[name] = 0
                 patch.setattr(where[name], name, counted(name))
             if not may:
-                patch.setattr(modules._Grouped, "_may_group", lambda *_: False)
+                patch.setattr(modules._Grouped, "has_kernel", lambda *_: False)
             trained = _train(directory, {}, 1, dtype="bfloat16", fused_experts=fused)
             results.append(trained | {"calls": [count > 0 for count in calls.values()]})
     return results
@@ -192,6 +193,73 @@ def test_grouped_experts_are_transformer_engines(tmp_path: Path) -> None:
         assert one["norms"] == pytest.approx(other["norms"], rel=0.02)
         assert (one["before"] - other["before"]).abs().mean() < 0.01
         assert (one["after"] - other["after"]).abs().mean() < 0.03
+
+
+def _quantised_by_both() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and inputs as Transformer Engine's blockwise recipe and the precision contract round them."""
+    from transformer_engine.pytorch import Float8BlockQuantizer
+    from transformer_engine.pytorch.constants import TE_DType
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    values = torch.randn(512, 384, generator=generator, device="cuda")
+    values *= 2.0 ** torch.randint(-6, 6, values.shape, generator=generator, device="cuda")
+    pairs = []
+    for dimensions, contract in ((2, rounded), (1, rounded_rows)):
+        quantiser = Float8BlockQuantizer(
+            fp8_dtype=TE_DType[torch.float8_e4m3fn],
+            rowwise=True,
+            columnwise=False,
+            force_pow_2_scales=True,
+            block_scaling_dim=dimensions,
+        )
+        given = values.bfloat16()
+        pairs.append((quantiser(given).dequantize().float(), contract(given).float()))
+    return pairs
+
+
+def test_transformer_engine_quantises_as_the_contract() -> None:
+    for actual, expected in _quantised_by_both():
+        assert torch.equal(actual, expected)
+
+
+def _train_in(directory: Path, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_train(directory, {}, 1, dtype="bfloat16", **further) for further in settings]
+
+
+def test_a_linear_layer_in_fp8_multiplies_the_operands_of_the_contract() -> None:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling, Format
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    layer = te.Linear(384, 512, bias=False, params_dtype=torch.bfloat16)
+    given = torch.randn(48, 384, generator=generator, device="cuda").bfloat16().requires_grad_()
+    with te.autocast(enabled=True, recipe=Float8BlockScaling(fp8_format=Format.E4M3)):  # as Megatron-Core makes it
+        actual = layer(given)
+    expected = rounded_rows(given).float() @ rounded(layer.weight).float().T
+    unquantised = given.float() @ layer.weight.float().T
+    scale = expected.norm()
+    assert (actual - expected).norm() < 0.004 * scale
+    assert (actual - unquantised).norm() > 0.01 * scale
+    actual.backward(torch.ones_like(actual))
+    gradient = torch.ones_like(actual).float() @ rounded(layer.weight).float()
+    assert given.grad is not None and (given.grad - gradient).norm() < 0.004 * gradient.norm()
+
+
+WAYS_OF_FP8 = [(None, "none"), ("fp8", "none"), ("fp8", "selective"), ("fp8", "full")]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-blocks", "qwen3-biases-blocks"])
+def test_training_in_fp8_learns_as_in_bf16(name: str, tmp_path: Path) -> None:
+    tiny_families.make(name, tmp_path / "model")
+    ways = [{"precision": precision, "recompute": recompute} for precision, recompute in WAYS_OF_FP8]
+    [results] = run_distributed(_train_in, 1, tmp_path / "model", ways, timeout_s=300)
+    plain, quantised, *others = results
+    assert 0 < (quantised["before"] - plain["before"]).abs().mean() < 0.6
+    assert quantised["losses"] == pytest.approx(plain["losses"], rel=0.25)
+    assert quantised["losses"][-1] < quantised["losses"][0]
+    for other in others:
+        assert other["losses"] == pytest.approx(quantised["losses"], rel=0.01)
+        assert other["norms"] == pytest.approx(quantised["norms"], rel=0.05)
 
 
 def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:
@@ -270,7 +338,7 @@ def _train_with_copies(directory: Path) -> list[dict[str, Any]]:
         ):
             again[0] = 0
             patch.setattr(row_capacity, "SLACK", slack)
-            settings = {
+            settings: dict[str, Any] = {
                 "copy_engine_dispatcher": copies,
                 "recompute": recompute,
                 "predicted_expert_capacity": slack is not None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,8 @@ INTERLEAVED = {"pp": 2, "vpp": 2}
 CASES: dict[int, list[_Case]] = {
     2: [
         _Case("llama", {**INTERLEAVED, "stages": (1, 2, 1, 1)}, {"recompute": "full", "recompute_layers": 1}),
-        _Case("llama", {"pp": 2, "stages": (4, 1)}, {"packing": False}),
         _Case("tied", INTERLEAVED, {"micro_batch_tokens": 1000, "logits_tokens": 5}),
         _Case("experts", INTERLEAVED, {"micro_batch_tokens": 20}),
-        _Case("latent", INTERLEAVED),
     ],
     4: [
         _Case("llama", {"tp": 2, **INTERLEAVED}, {"recompute": "full"}),
@@ -65,6 +64,8 @@ CASES: dict[int, list[_Case]] = {
         _Case("latent", {"tp": 2, "pp": 2, "stages": (2, 3)}),
     ],
 }
+FURTHER_CASES = [_Case("llama", {"pp": 2, "stages": (4, 1)}, {"packing": False}), _Case("latent", INTERLEAVED)]
+"""Cases of two ranks in the tests of a release."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +120,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def alone(root: Path) -> dict[str, tuple[_Result, dict[str, torch.Tensor]]]:
-    """Results of one rank, and its weights after the updates."""
-    cases = [_Case(name, {}) for name in MODELS]
-    [results] = run_distributed(_trained_all, 1, root, cases, root, timeout_s=180)
+@cache
+def alone(root: Path, models: tuple[str, ...]) -> dict[str, tuple[_Result, dict[str, torch.Tensor]]]:
+    """Results of models on one rank, and their weights after the updates."""
+    cases, exports = [_Case(name, {}) for name in models], root / "-".join(models)
+    [results] = run_distributed(_trained_all, 1, root, cases, exports, timeout_s=300)
     return {
-        case.model: (result, _tensors(root / f"1-{number}"))
+        case.model: (result, _tensors(exports / f"1-{number}"))
         for number, (case, result) in enumerate(zip(cases, results, strict=True))
     }
 
 
 def _proves(test: Any) -> Any:
     """Mark a test with the runs of the cases."""
-    for world_size, cases in CASES.items():
+    for world_size, cases in (*CASES.items(), (2, FURTHER_CASES)):
         for case in cases:
             features = ["packing" if case.settings.get("packing", True) else "padding"]
             features += ["recomputation"] * ("recompute" in case.settings)
@@ -143,11 +144,19 @@ def _proves(test: Any) -> Any:
 
 @_proves
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_stages_compute_what_one_rank_does(root: Path, alone: Any, tmp_path: Path, world_size: int) -> None:
-    ranks = run_distributed(_trained_all, world_size, root, CASES[world_size], tmp_path, timeout_s=300)
-    for number, case in enumerate(CASES[world_size]):
-        expected, weights = alone[case.model]
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, CASES[2]),
+        pytest.param(4, CASES[4], marks=pytest.mark.long),
+        pytest.param(2, FURTHER_CASES, marks=pytest.mark.release),
+    ],
+)
+def test_stages_compute_what_one_rank_does(root: Path, tmp_path: Path, world_size: int, cases: list[_Case]) -> None:
+    one_rank = alone(root, tuple(dict.fromkeys(case.model for case in cases)))
+    ranks = run_distributed(_trained_all, world_size, root, cases, tmp_path, timeout_s=300)
+    for number, case in enumerate(cases):
+        expected, weights = one_rank[case.model]
         results = [rank[number] for rank in ranks]
         for result in results:
             for (loss, norm, bubble), (one_loss, one_norm, _) in zip(result.updates, expected.updates, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +34,31 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-def _on_a_rank(world_size: int, temperature: float, piece_bytes: int) -> tuple[torch.Tensor, ...]:
+ENTROPIES = [(1.0, 1 << 20), (0.7, 64)]
+"""Temperatures, and bytes of a chunk."""
+CHOSEN = [(1.0, torch.float32), (0.7, torch.float32), (1.0, torch.bfloat16)]
+MOST_LIKELY = [1, 4, VOCABULARY]
+
+
+def _all_on_a_rank(world_size: int) -> tuple[list[Any], list[Any], list[Any]]:
     dist.init_process_group("gloo")
-    vocab_parallel._CHUNK_BYTES = piece_bytes
+    results = (
+        [_on_a_rank(world_size, *setting) for setting in ENTROPIES],
+        [_choices_on_a_rank(world_size, *setting) for setting in CHOSEN],
+        [_top_on_a_rank(world_size, count) for count in MOST_LIKELY],
+    )
+    dist.destroy_process_group()
+    return results
+
+
+@cache
+def _of_ranks(world_size: int) -> list[tuple[list[Any], list[Any], list[Any]]]:
+    """Results of all ranks, by the function that is tested and the setting."""
+    return run_distributed(_all_on_a_rank, world_size, world_size, timeout_s=300)
+
+
+def _on_a_rank(world_size: int, temperature: float, piece_bytes: int) -> tuple[torch.Tensor, ...]:
+    usual, vocab_parallel._CHUNK_BYTES = vocab_parallel._CHUNK_BYTES, piece_bytes
     logits, targets, slopes = _inputs()
     width = PADDED // world_size
     rank = int(os.environ["RANK"])
@@ -43,13 +67,13 @@ def _on_a_rank(world_size: int, temperature: float, piece_bytes: int) -> tuple[t
         mine, targets, vocabulary=VOCABULARY, group=_world(), temperature=temperature
     )
     (logprobs * slopes[:, 0] + entropy * slopes[:, 1]).sum().backward()
-    dist.destroy_process_group()
+    vocab_parallel._CHUNK_BYTES = usual
     assert mine.grad is not None
     return logprobs.detach(), entropy.detach(), mine.grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("temperature", "piece_bytes"), [(1.0, 1 << 20), (0.7, 64)])
+@pytest.mark.parametrize(("temperature", "piece_bytes"), ENTROPIES)
 def test_equals_log_softmax_and_its_gradient(world_size: int, temperature: float, piece_bytes: int) -> None:
     logits, targets, slopes = _inputs()
     # The columns past the vocabulary are padding: they take no probability and get no gradient.
@@ -60,7 +84,8 @@ def test_equals_log_softmax_and_its_gradient(world_size: int, temperature: float
     (logprobs * slopes[:, 0] + entropy * slopes[:, 1]).sum().backward()
     assert reference.grad is not None and not reference.grad.isnan().any()
 
-    results = run_distributed(_on_a_rank, world_size, world_size, temperature, piece_bytes, timeout_s=300)
+    setting = ENTROPIES.index((temperature, piece_bytes))
+    results = [of_rank[setting] for of_rank, _, _ in _of_ranks(world_size)]
     for rank_logprobs, rank_entropy, _ in results:
         torch.testing.assert_close(rank_logprobs, logprobs.detach().float(), atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(rank_entropy, entropy.detach().float(), atol=2e-6, rtol=1e-5)
@@ -82,7 +107,6 @@ def _choices() -> torch.Tensor:
 
 
 def _choices_on_a_rank(world_size: int, temperature: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    dist.init_process_group("gloo")
     logits, targets, slopes = _inputs()
     width = PADDED // world_size
     rank = int(os.environ["RANK"])
@@ -102,12 +126,11 @@ def _choices_on_a_rank(world_size: int, temperature: float, dtype: torch.dtype) 
         (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + used.sum(dim=1)).sum().backward()
         assert mine.grad is not None
         results += [logprobs.detach(), entropy.detach(), chosen.detach(), mine.grad]
-    dist.destroy_process_group()
     return tuple(results)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("temperature", "dtype"), [(1.0, torch.float32), (0.7, torch.float32), (1.0, torch.bfloat16)])
+@pytest.mark.parametrize(("temperature", "dtype"), CHOSEN)
 def test_log_probs_of_chosen_tokens_and_their_gradient(world_size: int, temperature: float, dtype: torch.dtype) -> None:
     logits, targets, slopes = _inputs()
     reference = logits[:, :VOCABULARY].to(dtype).double().requires_grad_()
@@ -119,7 +142,7 @@ def test_log_probs_of_chosen_tokens_and_their_gradient(world_size: int, temperat
     (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + used.sum(dim=1)).sum().backward()
     assert reference.grad is not None and not reference.grad.isnan().any()
 
-    results = run_distributed(_choices_on_a_rank, world_size, world_size, temperature, dtype, timeout_s=300)
+    results = [of_rank[CHOSEN.index((temperature, dtype))] for _, of_rank, _ in _of_ranks(world_size)]
     for result in results:
         for first in (0, 4):
             torch.testing.assert_close(result[first], logprobs.detach().float(), atol=2e-6, rtol=1e-5)
@@ -134,27 +157,24 @@ def test_log_probs_of_chosen_tokens_and_their_gradient(world_size: int, temperat
 
 
 def _top_on_a_rank(world_size: int, count: int) -> torch.Tensor:
-    dist.init_process_group("gloo")
     logits, _, _ = _inputs()
     logits[:, VOCABULARY:] = 100.0  # padding is no token, whatever is there
     logits[4] = 1.0  # all alike
     width = PADDED // world_size
     rank = int(os.environ["RANK"])
-    top = vocab_parallel.top_tokens(
+    return vocab_parallel.top_tokens(
         logits[:, rank * width : (rank + 1) * width], count, vocabulary=VOCABULARY, group=_world()
     )
-    dist.destroy_process_group()
-    return top
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("count", [1, 4, VOCABULARY])
+@pytest.mark.parametrize("count", MOST_LIKELY)
 def test_the_most_likely_tokens_are_those_of_the_whole_vocabulary(world_size: int, count: int) -> None:
     logits, _, _ = _inputs()
     logits = logits[:, :VOCABULARY]
     logits[4] = 1.0
     expected = logits.sort(dim=1, descending=True).values[:, :count]
-    for top in run_distributed(_top_on_a_rank, world_size, world_size, count, timeout_s=300):
+    for top in (of_rank[MOST_LIKELY.index(count)] for _, _, of_rank in _of_ranks(world_size)):
         assert top.dtype == torch.int64 and top.shape == (TOKENS, count)
         assert all(len(set(row)) == count for row in top.tolist())
         torch.testing.assert_close(logits.gather(1, top), expected, atol=0, rtol=0)

@@ -48,7 +48,6 @@ class _Step:
         config: of the algorithm.
         samples: with `current_logprobs` and `ref_logprobs`.
         ranks: samples are sharded over them in turns.
-        least: samples of an update.
     """
 
     config: Any

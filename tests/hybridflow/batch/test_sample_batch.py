@@ -53,6 +53,23 @@ def by_sample_id(batch: SampleBatch) -> dict[int, tuple[object, ...]]:
     }  # type: ignore[misc]
 
 
+def test_a_token_is_computed_by_the_weights_that_draw_the_next() -> None:
+    """-1 is the version of tokens that were given, such as a tool's."""
+    batch = SampleBatch.from_generations(
+        prompts=[[5, 6, 7], [8], [9, 9]],
+        responses=[[10, 11, 12, 13], [14, 15], []],
+        logprobs=[[0.0] * 4, [0.0] * 2, []],
+        sample_ids=[0, 1, 2],
+        group_ids=[0, 0, 0],
+        prompt_indices=[0, 0, 0],
+        policy_versions=[2, 4, 6],
+        finish_reasons=["stop"] * 3,
+        token_versions=[[2, -1, -1, 3], [4, 5], []],
+    )
+    assert batch.drawing_versions.tolist() == [2, 2, 2, 3, 3, 3, 3, 4, 5, 5, 6, 6]
+    assert batch.replace(token_versions=None).drawing_versions.tolist() == [3] * 7 + [5] * 3 + [6] * 2
+
+
 def test_samples_lie_end_to_end() -> None:
     batch = SampleBatch.from_generations(
         prompts=[[5, 6, 7], [8]],

@@ -97,3 +97,14 @@ def test_a_checkpoint_of_adapters_is_of_their_settings_alone(tmp_path: Path) -> 
 
     for other in ("train.lora.rank=8", "train.lora.alpha=8", "train.lora.targets=[q_proj]", "train.lora=null"):
         assert identity() != identity(other)
+    # Engines may get the same adapters otherwise, also than in a run before there was a choice.
+    targets = "train.lora.targets=[q_proj, v_proj]"
+    assert identity(targets) == identity(targets, "train.lora.engine=adapter")
+    given, saved = (
+        public_settings(load_recipe(DPO.parents[1] / "lora.yaml", [targets, *more]))
+        for more in (["train.lora.engine=adapter"], [])
+    )
+    del saved["train"]["lora"]["engine"]
+    assert list(map(str, changes(given, saved))) == [
+        "train.lora.engine: merged in the checkpoint, adapter in the recipe"
+    ]

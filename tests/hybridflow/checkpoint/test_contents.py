@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine3d.checkpoint.manifest import MANIFEST, Manifest, file_entry, read_manifest, write_manifest
-from engine3d.checkpoint.verify import verify_checkpoint
+from engine3d.checkpoint.reading.verify import verify_checkpoint
 from engine3d.errors import UserError
 from hybridflow.checkpoint.contents import contradictions_of_run
 from hybridflow.checkpoint.resume import find_resumption
@@ -21,7 +21,7 @@ from tests.support.resumable import a_recipe, make_checkpoint, refusal, seal_pie
 
 
 def seal(checkpoint: Path, **changes: Any) -> None:
-    """A manifest of what lies there now, with the settings of the one before but for `changes`."""
+    """Write a manifest of the current files, with the previous settings but for `changes`."""
     manifest: Manifest = read_manifest(checkpoint)
     files = tuple(
         file_entry(checkpoint, path)
@@ -32,7 +32,7 @@ def seal(checkpoint: Path, **changes: Any) -> None:
 
 
 def edit_driver(checkpoint: Path, **changes: Any) -> None:
-    """Other values in the driver's state; of None it has none."""
+    """Change values of the driver's state; None removes one."""
     path = checkpoint / "driver.json"
     document = json.loads(path.read_text()) | changes
     path.write_text(
@@ -52,7 +52,7 @@ def without_driver(checkpoint: Path) -> None:
 
 
 def swap_shards(checkpoint: Path) -> None:
-    """The actor's shard in the place of the one of another model."""
+    """Replace the actor's shard by that of another model."""
     config = checkpoint / "model" / "config.json"
     text = config.read_text()
     config.write_text(json.dumps(json.loads(text) | {"num_hidden_layers": 1}))
@@ -64,14 +64,14 @@ def swap_shards(checkpoint: Path) -> None:
 
 
 def swap_roles(checkpoint: Path) -> None:
-    """All that there is of a role, of another model."""
+    """Replace all files of a role by those of another model."""
     shutil.rmtree(checkpoint / "actor")
     write_role(checkpoint, "actor", value_head=True)
     seal(checkpoint)
 
 
 def move_pieces(checkpoint: Path) -> None:
-    """A shard whose pieces lie one byte later, with checksums of what lies there."""
+    """Move the entries of a shard by one byte, with checksums of the bytes there."""
     shard = checkpoint / "actor" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[1:] + b"\0")
     seal_pieces(checkpoint, "actor")
@@ -134,7 +134,7 @@ EDITS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
-def test_what_was_edited_is_a_line_of_verify_and_not_resumed_from(
+def test_an_edited_checkpoint_is_a_line_of_verify_and_not_resumed_from(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = a_recipe(tmp_path)

@@ -24,7 +24,7 @@ from hybridflow.data.files.config import DifficultyConfig
 from hybridflow.data.sampler import PromptOrder
 from hybridflow.rollout.buffered_groups import BufferedGroups
 from hybridflow.rollout.ledger import Ledger, StreamLimits
-from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.status.progress import PhaseFile
 
 
 def a_batch(first_sample: int = 0) -> SampleBatch:

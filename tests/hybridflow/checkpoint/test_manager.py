@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from engine3d.checkpoint.manifest import find_checkpoints, read_manifest
-from engine3d.checkpoint.verify import verify_checkpoint
+from engine3d.checkpoint.reading.verify import verify_checkpoint
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.platform import platform
@@ -30,7 +30,7 @@ from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunSta
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.set_results import RESULTS, Best, MeasuredSet, read_best, value_of
 from hybridflow.cluster.devices.device_map import pool_devices
-from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.ray.resource_pool import cluster_nodes, release, reserve
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.metrics.logger import Metrics
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from hybridflow.cli import agent
 from hybridflow.cli.main import main
 from tests.support.runs import DEMO
 
@@ -43,21 +42,6 @@ def test_an_agent_is_there_before_what_takes_seconds_to_import() -> None:
         "assert not found, found\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("actor", "rollout", "gpus"),
-    [
-        ("cuda:0-1", "cpu:0", True),
-        ("role:train", "role:rollout", True),
-        ("node:0", "node:1", True),
-        ("cpu:0-1", "cpu:0", False),
-    ],
-)
-def test_hosts_are_compared_by_the_gpus_that_a_run_may_use(actor: str, rollout: str, gpus: bool) -> None:
-    devices = [f"placement.actor={actor}", f"placement.rollout={rollout}", "placement.reward=role:reward"]
-    _, preflight = agent._settings([DEMO, *devices])
-    assert preflight.needs.gpus is gpus
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ def test_the_last_line_says_whether_the_run_can_start(
     assert done.returncode == code, done.stdout + done.stderr
     said, wrong = done.stdout.splitlines(), done.stderr.splitlines()
     assert said[0].startswith("sandbox: ")
-    assert said[1].startswith("1 host alike in all ")
-    assert 'NCCL_SOCKET_IFNAME="=lo" (interface lo)' in said[3]
-    assert said[4:] == ([] if code else [f"{DEMO}: nothing wrong found", "the run can start"])
+    assert code or said[1].startswith("1 host alike in all ")
+    assert said[2:] == ([] if code else [f"{DEMO}: nothing wrong found", "the run can start"])
     assert len(wrong) == len(errors) and all(line.startswith(error) for line, error in zip(wrong, errors, strict=True))

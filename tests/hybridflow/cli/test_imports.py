@@ -30,18 +30,43 @@ for command in sys.argv[1:]:
     print(command, *(name for name in {heavy!r} if name in sys.modules))
 """
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
-RECIPE = RECIPES / "several-hosts.yaml"
 _RUN = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys, traceback
 from hybridflow.cli.main import main
-output = io.StringIO()
-try:
-    with contextlib.redirect_stdout(output):
-        code = main(sys.argv[1:])
-except SystemExit as error:
-    code = error.code
-print(json.dumps([code, sorted(name for name in {heavy!r} if name in sys.modules), output.getvalue()]))
+import hybridflow.cli.check, hybridflow.config.recipe
+for command in json.loads(sys.argv[1]):
+    if (process := os.fork()) > 0:
+        os.waitpid(process, 0)
+        continue
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            try:
+                code = main(command.split())
+            except SystemExit as error:
+                code = error.code
+        imported = sorted(name for name in {heavy!r} if name in sys.modules)
+        print(json.dumps([command, code, imported, output.getvalue()]), flush=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 """
+READING = [
+    "--help",
+    "samples {run}",
+    "status {run}",
+    "logs {run}",
+    "report {run}",
+    "checkpoint list {run}",
+    "checkpoint inspect {saved}",
+    "checkpoint verify {saved}",
+    "launch slurm --help",
+    "launch slurm {recipes}/several-hosts.yaml --nodes 2 --dry-run",
+    "settings train.optimizer",
+]
+CHECKED = ["demo", "ppo", "chat", "qwen3-30b-a3b-4xh200"]
+CHECK = "check {recipes}/%s.yaml run_dir={runs}"
+RESUMED = " ".join(["check {recipes}/demo.yaml run_dir={runs_of_saved} name=small resume={saved}", *resumable.SMALL])
 
 
 @pytest.fixture(scope="module")
@@ -62,35 +87,32 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return resumable.make_checkpoint(resumable.a_recipe(tmp_path_factory.mktemp("saved")), 2)
 
 
-def _imported(words: str, **paths: Path) -> tuple[list[str], str]:
-    """The heavy libraries that a command imports, which succeeds, and its output."""
-    arguments = [word.format(**paths) for word in words.split()]
-    command = [sys.executable, "-c", _RUN.format(heavy=HEAVY), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, check=True)
-    code, imported, output = json.loads(done.stdout.splitlines()[-1])
-    assert not code, done.stderr
-    assert output
-    return imported, output
+Commands = dict[str, tuple[list[str], str]]
+"""The heavy libraries that a command imports, and its output."""
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--help",
-        "samples {run}",
-        "status {run}",
-        "logs {run}",
-        "report {run}",
-        "checkpoint list {run}",
-        "checkpoint inspect {saved}",
-        "checkpoint verify {saved}",
-        "launch slurm --help",
-        "launch slurm {recipe} --nodes 2 --dry-run",
-        "settings train.optimizer",
-    ],
-)
-def test_a_command_that_reads_files_imports_no_library_of_models(words: str, run: Path, saved: Path) -> None:
-    imported, _ = _imported(words, run=run, saved=saved, recipe=RECIPE)
+@pytest.fixture(scope="module")
+def commands(run: Path, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    """Commands of the tests, forked from one interpreter that has imported the reader of recipes. All succeed."""
+    paths = {"run": run, "saved": saved, "recipes": RECIPES, "runs": tmp_path_factory.mktemp("runs")}
+    words = [*READING, *(CHECK % name for name in CHECKED), RESUMED]
+    arguments = {text.format(**paths, runs_of_saved=saved.parents[2]): text for text in words}
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN.format(heavy=HEAVY), json.dumps(list(arguments))],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200"},
+        check=True,
+    )
+    ended = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [[command, code or 0] for command, code, *_ in ended] == [[command, 0] for command in arguments], done.stderr
+    assert all(output for *_, output in ended)
+    return {arguments[command]: (imported, output) for command, _, imported, output in ended}
+
+
+@pytest.mark.parametrize("words", READING)
+def test_a_command_that_reads_files_imports_no_library_of_models(words: str, commands: Commands) -> None:
+    imported, _ = commands[words]
     assert imported == []
 
 
@@ -98,9 +120,9 @@ WITHOUT_CUDA = pytest.mark.skipif(find_library("cuda") is not None, reason="wher
 
 
 @WITHOUT_CUDA
-@pytest.mark.parametrize("name", ["demo", "ppo", "chat", "qwen3-30b-a3b-4xh200"])
-def test_check_imports_transformers_alone_for_the_tokenizer(name: str, tmp_path: Path) -> None:
-    imported, output = _imported("check {recipe} run_dir={runs}", recipe=RECIPES / f"{name}.yaml", runs=tmp_path)
+@pytest.mark.parametrize("name", CHECKED)
+def test_check_imports_transformers_alone_for_the_tokenizer(name: str, commands: Commands) -> None:
+    imported, output = commands[CHECK % name]
     assert (imported, output.splitlines()[-1]) == (
         ["transformers"],
         f"{RECIPES / name}.yaml: nothing wrong found",
@@ -108,11 +130,8 @@ def test_check_imports_transformers_alone_for_the_tokenizer(name: str, tmp_path:
 
 
 @WITHOUT_CUDA
-def test_check_of_a_resumption_imports_transformers_alone(saved: Path) -> None:
-    overrides = " ".join(["run_dir={runs}", "name=small", "resume={saved}", *resumable.SMALL])
-    imported, output = _imported(
-        f"check {{recipe}} {overrides}", recipe=RECIPES / "demo.yaml", runs=saved.parents[2], saved=saved
-    )
+def test_check_of_a_resumption_imports_transformers_alone(saved: Path, commands: Commands) -> None:
+    imported, output = commands[RESUMED]
     assert (imported, output.splitlines()[0]) == (["transformers"], f"resume: after step 2, from {saved}")
 
 

@@ -98,6 +98,11 @@ def test_auto_is_resolved_into_the_recipe_and_named(capsys: pytest.CaptureFixtur
         (["--response-tokens", "2000"], "--response-tokens 2000: expected 1 to rollout.sampling.max_new_tokens=1024"),
         (["--what-if", "gold"], "--what-if gold: expected rollout-gpus=+N, fp8, staleness=N"),
         (["--count", "0"], "--count 0: expected at least 1"),
+        (["--prompt-tokens", "0"], "--prompt-tokens 0: expected 1 to 3072, what the context has for them"),
+        (["--spread", "0.8"], "--spread 0.8: expected --response-tokens with it, the mean of the responses"),
+        (["--response-tokens", "99", "--spread", "nan"], "--spread nan: expected a number from 0 to 3, such as 0.8"),
+        (["--write", "/nowhere/a.yaml"], "--write /nowhere/a.yaml: no such directory, expected a new file in a"),
+        (["--gpus", "h200:1"], "no layout fits 1,024 sequences of 2,048 tokens (such as train.copy_engine_dispatcher="),
         (["--gpus", "h200:2", "--gpu-gb", "40"], "actor: 2 GPUs of 40.0 GB: no layout fits 1,024 sequences of 2,048"),
         (
             ["--gpus", "h200:4", "--gpu-gb", "40"],

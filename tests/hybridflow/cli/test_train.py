@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hybridflow.checkpoint.resume import find_resumption
-from hybridflow.cli import train
 from hybridflow.cli.main import main
 from hybridflow.config.recipe import Recipe
 from hybridflow.rundir.actor_runs import runs_in
@@ -29,11 +28,10 @@ def test_a_run_is_resumed_by_its_own_recipe(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "small").rename(moved)
     recipes: list[Recipe] = []
 
-    def run_recipe(recipe: Recipe) -> int:
+    def run_recipe(recipe: Recipe) -> None:
         recipes.append(recipe)
-        return 0
 
-    monkeypatch.setattr(train, "_run_recipe", run_recipe)
+    monkeypatch.setattr("hybridflow.trainer.run.train", run_recipe)
     monkeypatch.chdir(moved.parent)
     assert main(["resume", "2026", "trainer.steps=200"]) == 0
     [recipe] = recipes
@@ -48,12 +46,11 @@ def test_a_run_that_began_from_another_ones_checkpoint_is_resumed_from_it(
     prepare(a_recipe(tmp_path, f"resume={earlier}")).lock.close()
     checkpoints: list[Path | None] = []
 
-    def run_recipe(recipe: Recipe) -> int:
+    def run_recipe(recipe: Recipe) -> None:
         resumption, _ = find_resumption(recipe)
         checkpoints.append(resumption.directory if resumption is not None else None)
-        return 0
 
-    monkeypatch.setattr(train, "_run_recipe", run_recipe)
+    monkeypatch.setattr("hybridflow.trainer.run.train", run_recipe)
     assert main(["resume", str(tmp_path / "small")]) == 0
     assert checkpoints == [earlier]
 

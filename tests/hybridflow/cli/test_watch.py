@@ -15,14 +15,14 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.cli.main import main
-from hybridflow.rundir import lock
-from hybridflow.rundir.first_failure import describe, keep_earlier, write_failure
-from hybridflow.rundir.heartbeat import Heartbeat, HeartbeatFile
-from hybridflow.rundir.hosts_file import RunHost, write_hosts
-from hybridflow.rundir.lock import LOCK, hold
-from hybridflow.rundir.progress import PhaseFile
 from hybridflow.rundir.run_record import record_end, record_start
-from hybridflow.rundir.watching import goes_on, last_lines
+from hybridflow.rundir.status import lock
+from hybridflow.rundir.status.first_failure import describe, keep_earlier, write_failure
+from hybridflow.rundir.status.heartbeat import Heartbeat, HeartbeatFile
+from hybridflow.rundir.status.hosts_file import RunHost, write_hosts
+from hybridflow.rundir.status.lock import LOCK, hold
+from hybridflow.rundir.status.progress import PhaseFile
+from hybridflow.rundir.status.watching import goes_on, last_lines
 from tests.support.runs import ROOT
 
 

@@ -1,4 +1,4 @@
-"""Sampling by the length of the prompt: the table, what is refused in it, and what else goes by it."""
+"""Sampling by the length of the prompt: the table, refused tables, and other settings that follow it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_first_row_holds_that_a_prompt_is_not_longer_than() -> None:
     assert table.greedy().for_prompt(3).max_new_tokens == 32
 
 
-def test_a_last_row_of_all_prompts_leaves_nothing_to_the_rest() -> None:
+def test_a_last_row_of_all_prompts_leaves_nothing_to_the_default() -> None:
     table = _table((64, 32), (None, 64))
     assert table.for_prompt(100_000).max_new_tokens == 64
     assert (table.longest_response, table.shortest_limit) == (64, 32)
@@ -72,7 +72,7 @@ def test_other_parameters_than_the_length_may_differ_that_change_no_log_prob() -
         ("[{max_new_tokens: 0}]", "adaptive_sampling.*max_new_tokens"),
     ],
 )
-def test_what_would_change_what_is_learned_is_refused_by_name(table: str, message: str) -> None:
+def test_parameters_that_would_change_log_probs_are_refused_by_name(table: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         _recipe(table)
 
@@ -88,7 +88,7 @@ def test_prompts_and_responses_share_the_context_row_by_row() -> None:
         _table((64, 600)).prompt_limit(576)
 
 
-def test_prompts_to_learn_from_may_be_longer_than_those_of_an_evaluation() -> None:
+def test_training_prompts_may_be_longer_than_those_of_an_evaluation() -> None:
     table = "[{prompt_tokens: 8, max_new_tokens: 12}, {max_new_tokens: 2}]"
     recipe = _recipe(table, "rollout.engine.context_length=20")
     assert prompt_limit(recipe.rollout, recipe.model, given=False) == 16  # for rollout.sampling.max_new_tokens=4

@@ -64,6 +64,26 @@ def test_an_answer_without_its_end_gets_it_from_the_template(
     assert _draw(conversation, messages, [9]) == (0, tokenizer.encode("<|end|><|user|>+<|end|><|assistant|>"))
 
 
+@pytest.mark.parametrize(
+    ("turn", "difference"),
+    [("4<|end|>", None), ("4<|user|>2<|end|>", "is '|><|assistant|>4<|user|>2<|end|>")],
+)
+def test_what_the_template_renders_otherwise_is_a_difference(
+    conversation: SessionTokens, tokenizer: PreTrainedTokenizerBase, turn: str, difference: str | None
+) -> None:
+    messages = [_user("1")]
+    _draw(conversation, messages, tokenizer.encode(turn))
+    conversation.of_messages([*messages, _user("+")], ())
+    assert (conversation.difference or "").startswith(difference or "")
+    assert (conversation.difference is None) == (difference is None)
+
+
+@pytest.mark.parametrize("token", [-1, 10**30])
+def test_tokens_that_are_none_are_refused(conversation: SessionTokens, token: int) -> None:
+    with pytest.raises(UserError, match=f"prompt: token {token}, expected 0 to"):
+        conversation.of_text([1, token])
+
+
 def test_white_space_that_an_agent_strips_splits_nothing(
     conversation: SessionTokens, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -148,6 +168,13 @@ def test_calls_of_tools_are_read_and_their_answers_follow_what_was_drawn(
     assert list(second.context) == [*position.context, *turn, *second.branch.tokens]
     last = with_tools.answer(second, tokenizer.encode("42<|end|>"), complete=True, messages=True)
     assert (last.content, last.finish_reason) == ("42", "stop")
+    messages = [dict(message) for message in messages]
+    messages[1]["tool_calls"] = [{name: call[name] for name in ("type", "function")} for call in rewritten]
+    for message in messages[2:]:
+        message.pop("tool_call_id")
+    without_ids = with_tools.of_messages(messages, TOOLS)
+    text = str(tokenizer.decode(list(without_ids.context)))
+    assert text.endswith('article="ab")]<|end|><|tool|>7<|end|><|tool|>42<|end|><|assistant|>')
     # An agent that does not answer all calls, or that gets other tools.
     with pytest.raises(UserError, match="2 calls of tools are followed by 1 answers of tools and 0 other messages"):
         with_tools.of_messages(messages[:-1], TOOLS)

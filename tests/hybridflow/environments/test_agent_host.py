@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import UserError
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.tokenizer import make_chat_tokenizer
+from hybridflow.environments import agent_process
 from hybridflow.environments.agent_host import AgentHost, agent_template
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.environment import Task
@@ -84,7 +89,18 @@ async def play(task, base_url, api_key):
                         errors += error.param == next(iter(options.get("extra_body", options)))
                     else:
                         raise AssertionError(options)
-                await chat(model="gpt", messages=messages, temperature=1.0, top_p=1, seed=3, user="me", stream=False)
+                for wrong in ([-1], [10**9], [[1], [2]]):
+                    try:
+                        await client.completions.create(model="gpt", prompt=wrong)
+                    except openai.BadRequestError as error:
+                        assert "prompt: " in str(error), error
+                    else:
+                        raise AssertionError(wrong)
+                # Ignored ones have no effect, also where others would be served.
+                await chat(
+                    model="gpt", messages=messages, temperature=1.0, top_p=1, seed=3, user="me", stream=False,
+                    max_completion_tokens=1,
+                )
                 return errors
             case "stranger":
                 for url, key in ((base_url, "x"), (base_url.replace("sessions/", "sessions/9"), api_key)):
@@ -223,7 +239,7 @@ def policy_of(
 
 @pytest.fixture(scope="module")
 def policy(policy_of: Callable[..., _Policy]) -> _Policy:
-    return policy_of(ignored_options=("seed",), max_turns=4)
+    return policy_of(ignored_options=("seed", "max_completion_tokens"), max_turns=4)
 
 
 def test_requests_of_a_session_are_one_sequence_of_tokens(policy: _Policy, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -233,7 +249,16 @@ def test_requests_of_a_session_are_one_sequence_of_tokens(policy: _Policy, token
     assert (first.sequence, second.sequence) == (0, 0)
     assert tokenizer.decode(list(first.tokens)) == "<|user|>1<|end|><|assistant|>"
     assert tokenizer.decode(list(second.tokens)) == "<|user|>+<|end|><|assistant|>"
-    assert end.counts["requests"] == 2 and "branches" not in end.counts
+    assert end.counts["requests"] == 2 and not {"branches", "rendered_otherwise"} & end.counts.keys()
+
+
+def test_a_conversation_that_its_template_renders_otherwise_is_counted_and_logged(
+    policy_of: Callable[..., _Policy], capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = policy_of(max_turns=4)
+    policy.turns = ["4<|user|>2<|end|>"]  # of which the agent sees the text without the special token
+    assert policy.play("endless")[0].counts["rendered_otherwise"] == 1
+    assert "environment: the text of sample 0, turn 1, is '" in capfd.readouterr().out
 
 
 def test_conversations_that_diverge_are_branches_of_one_episode(policy: _Policy) -> None:
@@ -272,6 +297,7 @@ def test_a_reward_is_of_the_answer_before_it(policy: _Policy) -> None:
 def test_options_that_change_what_is_drawn_are_refused_by_name(policy: _Policy) -> None:
     end = policy.play("options")[0]
     assert (end.failure, end.reward) == (None, 4.0)
+    assert [answer.limit > 1 for answer in policy.requested[max(policy.requested)]] == [True]
 
 
 def test_no_session_is_open_to_others(policy: _Policy) -> None:
@@ -310,6 +336,39 @@ def test_an_agent_that_hangs_or_dies_ends(policy_of: Callable[..., _Policy]) -> 
     assert any(policy.play("two")[0].reward == 2.0 for _ in range(9))  # a busy machine may need longer than 2 s
 
 
+def test_an_episode_that_is_closed_before_it_begins_is_not_played(policy: _Policy) -> None:
+    policy.host.send([EpisodeStart(10**6, Task("1", "two"), 200), EpisodeClose(10**6)])
+    assert policy.play("two")[0].reward == 2.0
+    assert not policy.host._server.sessions.keys() & {10**6} and not policy.host._playing.keys() & {10**6}
+
+
+def test_a_process_ends_itself_whose_functions_do_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits, release = list[int](), threading.Event()
+    monkeypatch.setattr(agent_process, "_MOST_ABANDONED", 1)
+    monkeypatch.setattr(agent_process, "_GRACE_S", 0.0)
+    monkeypatch.setattr(os, "_exit", exits.append)
+
+    def play(task: Task, base_url: str, api_key: str) -> None:
+        release.wait(100)
+
+    async def abandon(count: int) -> None:
+        call = {"method": "play", **asdict(Task("1")), "base_url": "", "api_key": ""}
+        calls = [asyncio.create_task(server._called(call)) for _ in range(count)]
+        await asyncio.sleep(0.1)
+        for task in calls:
+            task.cancel()
+        await asyncio.wait(calls)
+        await asyncio.sleep(0.1)
+
+    server = agent_process.AgentServer(play, cast(asyncio.StreamWriter, None))
+    with asyncio.Runner() as runner:
+        runner.run(abandon(1))
+        assert exits == []
+        runner.run(abandon(1))
+        assert exits == [1]
+        release.set()
+
+
 def test_a_function_that_is_not_async_plays_in_a_thread(policy_of: Callable[..., _Policy]) -> None:
     ends = policy_of("blocking").play(*["x"] * 20, wait_s=0.01)
     assert {end.reward for end in ends.values()} == {2.0}
@@ -333,7 +392,8 @@ def test_an_agent_of_a_public_library_plays_with_two_tools(
 
 
 def test_a_program_plays(policy_of: Callable[..., _Policy]) -> None:
-    ends = policy_of([sys.executable, "DIRECTORY/program.py"]).play("0", "3")
+    # The process and one program at a time.
+    ends = policy_of([sys.executable, "DIRECTORY/program.py"], limits={"processes": 2}).play("0", "3")
     assert (ends[0].failure, ends[0].reward) == (None, 2.0)
     assert ends[1].failure == "raised" and ends[1].reason.endswith(": the program ended with exit code 3")
 

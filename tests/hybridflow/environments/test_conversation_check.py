@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine3d.rollout.tool_calls import CallsOfText, ToolCall
-from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import ChatConfig
+from hybridflow.data.files.conversations.chat import ChatTemplate
 from hybridflow.data.tokenizer import make_chat_tokenizer
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.conversation_check import ConversationCheck, Exchange

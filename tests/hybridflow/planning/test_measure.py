@@ -31,6 +31,10 @@ def test_kernels_are_measured_under_the_names_of_a_profile(monkeypatch: pytest.M
 def test_rates_by_width_are_fitted() -> None:
     shares = {width: 0.78 * width / (width + 140) for width in (256, 1024, 4096)}
     assert fitted_rates(shares) == pytest.approx((0.78, 140))
+    # An H200, whose first and narrowest multiplication was measured with low clocks.
+    shares = {256: 0.0586, 512: 0.5411, 1024: 0.6178, 2048: 0.6914, 4096: 0.6597, 8192: 0.6954}
+    linear, half = fitted_rates(shares)
+    assert 0.7 < linear < 0.8 and 100 < half < 400
     assert fitted_rates({64: 0.9, 128: 0.8}) == (0.9, 0.0)  # narrower ones are not slower
 
 

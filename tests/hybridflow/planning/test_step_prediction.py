@@ -11,6 +11,9 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.actors import load_one_recipe
+from hybridflow.data.given_responses import GivenResponses
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
 from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.planning.step_prediction import predicted_seconds, record_prediction
 from hybridflow.planning.time.hardware import load_profile
@@ -20,7 +23,7 @@ from hybridflow.rundir.file_names import PREDICTED_SECONDS
 from hybridflow.rundir.predicted_seconds import read_predicted_seconds
 
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
-PROMPTS = [[1] * 8, [1] * 12]
+PROMPTS = Prompts([Example("a", "b")] * 2, [[1] * 8, [1] * 12])
 
 
 def _devices(name: str, *overrides: str) -> tuple[object, dict[str, tuple[Device, ...]]]:
@@ -61,6 +64,16 @@ def test_the_phases_are_those_of_the_recipes_layouts() -> None:
     twice = predicted_seconds(other, apart, profile, 10.0)  # type: ignore[arg-type]
     assert demo is not None and twice is not None
     assert demo.seconds["update"] <= twice.seconds["update"] and demo.seconds["step"] < twice.seconds["step"]
+
+
+def test_responses_of_the_data_are_counted(tmp_path: Path) -> None:
+    """Not as long as a generated response might be."""
+    recipe, devices = _devices("algorithms/dpo")
+    pairs = [([1] * 3, [1] * 5)] * 2
+    train = GivenResponses(PROMPTS.examples, PROMPTS.tokens, responses=pairs, rewards=[(1.0, 0.0)] * 2)
+    record_prediction(recipe, devices, train, tmp_path)  # type: ignore[arg-type]
+    predicted = read_predicted_seconds(tmp_path)
+    assert predicted is not None and predicted.response_tokens == 4
 
 
 def test_a_run_that_no_model_predicts_keeps_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from hybridflow.metrics.logger import Metrics
 from hybridflow.report.choice import sections
 from hybridflow.report.plots import LinePlot
 from hybridflow.report.run_data import read_run
-from hybridflow.rundir.evaluation_texts import EvaluationText, forget_after, steps_with_texts, text_file, write_texts
+from hybridflow.rundir.samples.evaluation_texts import (
+    EvaluationText,
+    forget_after,
+    steps_with_texts,
+    text_file,
+    write_texts,
+)
 
 FILES = MetricsConfig(console=False, csv=False, tensorboard=False)
 

@@ -26,11 +26,11 @@ from hybridflow.report.choice import sections
 from hybridflow.report.over_time import timeline_plots
 from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot, bucketed
 from hybridflow.report.run_data import read_run
-from hybridflow.rundir.first_failure import describe, write_failure
-from hybridflow.rundir.hosts_file import NetworkSetting, RunHost, write_hosts
-from hybridflow.rundir.lock import hold
-from hybridflow.rundir.progress import PhaseFile
 from hybridflow.rundir.run_record import record_end, record_start
+from hybridflow.rundir.status.first_failure import describe, write_failure
+from hybridflow.rundir.status.hosts_file import NetworkSetting, RunHost, write_hosts
+from hybridflow.rundir.status.lock import hold
+from hybridflow.rundir.status.progress import PhaseFile
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.stored_samples import learned_from, make_run, samples_of, store
 from tests.support.work import calls_of
@@ -158,7 +158,8 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
     (directory / "recipe.yaml").write_text(
         "name: a\nseed: 7\nalgorithm: {name: grpo}\ntrainer: {steps: 20}\n"
         "model: {create: {config: {architectures: [Qwen3MoeForCausalLM], num_hidden_layers: 2}}}\n"
-        'placement: {actor: "cpu:0-1", critic: null}\ntrain: {layout: {tp: 1, ep: 2}}\n'
+        'placement: {actor: "cpu:0-1", critic: null}\n'
+        "train: {layout: {tp: 1, ep: 2}, lora: {rank: 8, alpha: 16.0, targets: [q_proj, v_proj]}}\n"
     )
     page = report(directory)
     assert page.title == "a <run>: run report"
@@ -175,6 +176,7 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
         "Model": "Qwen3MoeForCausalLM, num_hidden_layers 2",
         "Layout of the actor": "tp 1, ep 2",
         "Placement": "actor cpu:0-1",
+        "Adapters": "rank 8, alpha 16, of q_proj, v_proj",
         "Seed": "7",
     }
     rewards = page.plots_by_name["rewards"]

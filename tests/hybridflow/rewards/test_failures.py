@@ -295,13 +295,13 @@ def test_an_empty_batch_has_no_rewards(tmp_path: Path) -> None:
 
 
 def test_a_failure_that_stops_names_the_sample_of_the_step_and_ends_other_workers(tmp_path: Path) -> None:
-    mine = function(tmp_path, batch_size=2, workers=2, timeout_s=30)
+    mine = function(tmp_path, batch_size=2, workers=2, timeout_s=600)
     started = time.monotonic()
     with pytest.raises(UserError, match=r"raised ValueError .* bad text on sample 3 \('raise'\); expected 2 numbers"):
         evaluated(["hang", "a", "b", "raise"], mine)
     with pytest.raises(UserError, match=r"returned nan \(float\) for sample 3 \('nan'\), expected a finite number"):
         evaluated(["a", "hang", "b", "nan"], mine)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 300
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -138,9 +139,9 @@ def test_boxes_that_never_end_are_soon_given_up() -> None:
 
 @pytest.mark.parametrize("text", ["\\(", "\\[", "\\( x ", "$ x ", "\\boxed{", "answer "])
 def test_a_text_is_searched_for_formulas_in_one_pass(text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     mathematics._anywhere(text * 40_000)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize(
@@ -202,9 +203,20 @@ def test_one_of_several_right_answers_may_be_unreadable() -> None:
     ],
 )  # fmt: skip
 def test_an_answer_that_cannot_be_read_is_soon_wrong(text: str) -> None:
-    began = time.monotonic()
-    assert score([rf"\boxed{{{text}}}"], ["1"], sample_timeout_s=20.0) == [0.0]
-    assert time.monotonic() - began < 10
+    began, before = _cpu_s()
+    assert score([rf"\boxed{{{text}}}"], ["1"], sample_timeout_s=120.0) == [0.0]
+    ended, after = _cpu_s()
+    assert after is not None, "killed after 120 s"
+    assert ended - (began if after == before else 0.0) < 10
+
+
+def _cpu_s() -> tuple[float, int | None]:
+    """CPU time that the comparing process has taken, and its id. None where there is none."""
+    process = mathematics._comparer._process
+    if process is None:
+        return 0.0, None
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system, process.pid
 
 
 def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +235,10 @@ def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_response_that_hangs_is_wrong_and_the_others_are_compared() -> None:
     began = time.monotonic()
     before = set(psutil.Process().children())
-    texts = [rf"\boxed{{{HANGING}}}", r"\boxed{1}", rf"\boxed{{{HANGING}}}", r"\boxed{2}"]
-    rewards = score(texts, ["1", "1", "3", "1"], sample_timeout_s=1.0)
-    assert 2 <= time.monotonic() - began < 20
-    assert rewards == [0.0, 1.0, 0.0, 0.0]
+    texts = [r"\boxed{1}", rf"\boxed{{{HANGING}}}", r"\boxed{1}", r"\boxed{2}"]
+    rewards = score(texts, ["3", "1", "1", "1"], sample_timeout_s=2.0)
+    assert time.monotonic() - began >= 2.5
+    assert rewards == [0.0, 0.0, 1.0, 0.0]
     assert len(set(psutil.Process().children()) - before) <= 1  # what hung is gone
 
 
@@ -250,28 +262,38 @@ def test_a_process_that_dies_of_a_response_makes_it_wrong(monkeypatch: pytest.Mo
     mathematics._comparer.end()
 
 
-def test_responses_that_hang_are_wrong_and_take_no_more_than_the_call_has() -> None:
-    towers = [rf"\boxed{{\prod_{{k=1}}^{{10^{{{exponent}}}}} (k^2+k+1)}}" for exponent in range(9, 13)]
-    began = time.monotonic()
-    rewards = score([*towers, r"\boxed{1}", r"\boxed{2}"], ["1"] * 6, sample_timeout_s=4.0, timeout_s=12.0)
-    assert time.monotonic() - began < 12
-    assert rewards == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+@pytest.mark.parametrize("responses_hang", [True, False])
+def test_what_hangs_takes_no_more_than_the_call_has(responses_hang: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons that take all of their limit, by a clock of their own."""
+    now, limits = [0.0], []
 
+    def ask(limit_s: float, given: str | None, answer: Any, digits: int) -> bool:
+        limits.append(limit_s)
+        if "tower" not in f"{given} {answer}":
+            return given == answer
+        now[0] += limit_s
+        error = mathematics._SlowResponseError if responses_hang else mathematics._TooLongError
+        raise error(f"no verdict within {limit_s:g} s (sample_timeout_s)")
 
-def test_right_answers_that_hang_take_no_more_than_the_call_has() -> None:
-    towers = [rf"\prod_{{k=1}}^{{10^{{{exponent}}}}} (k^2+k+1)" for exponent in range(9, 13)]
-    began = time.monotonic()
-    rewards = score([r"\boxed{1}"] * 6, [*towers, "1", "2"], sample_timeout_s=4.0, timeout_s=12.0)
-    assert time.monotonic() - began < 12
+    monkeypatch.setattr(mathematics._comparer, "ask", ask)
+    monkeypatch.setattr(mathematics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    towers = [f"tower {number}" for number in range(4)]
+    plain, hanging = ["1"] * 6, [*towers, "1", "2"]
+    given, right = (hanging, plain) if responses_hang else (plain, hanging)
+    rewards = score([rf"\boxed{{{text}}}" for text in given], right, sample_timeout_s=2.0, timeout_s=8.0)
+    assert limits == [0.5] * 6 + [2.0] * 2 and now[0] < 8
     assert rewards[4:] == [1.0, 0.0]
-    assert {str(error) for error in rewards[:4]} == {
-        "no verdict within 4 s (sample_timeout_s)",
-        "no time was left for it within 12 s (timeout_s)",
-    }
+    if responses_hang:
+        assert rewards[:4] == [0.0] * 4
+    else:
+        assert [str(error) for error in rewards[:4]] == [
+            *["no verdict within 2 s (sample_timeout_s)"] * 2,
+            *["no time was left for it within 8 s (timeout_s)"] * 2,
+        ]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("policy", "workers"), [("drop", 2), ("value", 1)])
+@pytest.mark.parametrize(("policy", "workers"), [("drop", 2), pytest.param("value", 1, marks=pytest.mark.release)])
 def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str, workers: int) -> None:
     function = {"name": "math", "path": "math", "workers": workers, "on_failure": policy}
     if policy == "value":

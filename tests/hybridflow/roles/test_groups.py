@@ -49,7 +49,7 @@ def accepted(
     settings: AlgorithmSettings,
 ) -> None:
     """Calls that mypy must accept: an error in one of these lines is one of its run."""
-    update = actor.update(batch, algorithm=settings, temperature=1.0)
+    update = actor.update(batch, algorithm=settings, temperature=1.0, serving=0)
     assert_type(update, Future[list[Update]])
     assert_type(actor.logprobs(batch, temperature=1.0), Future[Columns])
     assert_type(critic.score(batch).per_sample(), dict[str, Tensor])
@@ -75,7 +75,7 @@ def refused(
     rollout.commit_weights("newest")  # type: ignore[arg-type]
     rollout.commit_weights()  # type: ignore[call-arg]
     actor.logprobs(batch)  # type: ignore[call-arg]
-    actor.update(batch, algorithm=settings, temperature="high")  # type: ignore[arg-type]
+    actor.update(batch, algorithm=settings, temperature="high", serving=0)  # type: ignore[arg-type]
     critic.values([1, 2])  # type: ignore[arg-type]
     source.sample(batch, SamplingConfig(), 1)  # type: ignore[arg-type]
     actor.export(Path("weights")).per_sample()  # type: ignore[misc]

@@ -6,6 +6,7 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import DeviceMap, Node
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning.checks.placement import planned_devices
@@ -19,12 +20,17 @@ def _recipe(*overrides: str) -> Recipe:
     return load_recipe(PPO, overrides)
 
 
+def _check(recipe: Recipe) -> None:
+    devices = planned_devices(recipe.device_maps, recipe.placement)
+    check_offload(recipe.megatron_roles, recipe.rollout, devices or {})
+
+
 def test_a_model_alone_on_its_devices_is_not_offloaded() -> None:
     alone = _recipe("placement.critic=cpu:2-3", "placement.reference=cpu:0-1", "critic.offload=true")
     with pytest.raises(UserError, match=r"^critic\.offload=true: no other role computes on the devices of critic"):
-        check_offload(alone, planned_devices(alone.device_maps, alone.placement) or {})
+        _check(alone)
     shared = _recipe("placement.critic=cpu:1-2", "critic.offload=true", "reference.offload=true")
-    check_offload(shared, planned_devices(shared.device_maps, shared.placement) or {})
+    _check(shared)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def test_weights_are_released_where_others_use_the_memory_and_none_is_shared(
 ) -> None:
     recipe = _recipe("rollout.engine={memory_saver: true, release_weights: true}", *overrides)
     with pytest.raises(UserError, match=message):
-        check_offload(recipe, planned_devices(recipe.device_maps, recipe.placement) or {})
+        _check(recipe)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +99,9 @@ def test_a_state_returns_in_the_turns_of_others() -> None:
     with pytest.raises(UserError, match=r"overlap_offload=true does nothing with critic\.offload=true"):
         check_overlap(recipe.megatron_roles["critic"], devices)
     with pytest.raises(UserError, match=r"overlap_offload=true does nothing with critic\.offload=true"):
-        check_offload(recipe, devices)
+        check_offload(recipe.megatron_roles, recipe.rollout, devices)
+
+
+def test_an_evaluation_has_no_optimizer_that_overlaps() -> None:
+    recipe = load_recipe(DEMO, ["train.optimizer.offload=true", "train.optimizer.overlap_offload=true"])
+    _check(EvaluationRecipe.of(recipe, recipe.sets))

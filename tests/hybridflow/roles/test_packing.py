@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
+from engine3d.models.experts.routes import TokenRoutes
 from engine3d.rollout.requests import BEGINS, GIVEN
-from engine3d.training.sequences import ROUTES
 from hybridflow.algorithms.losses.aggregation import AggregationMode, sequence_weights
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
@@ -70,8 +70,9 @@ def test_a_tree_has_the_weight_of_one_sample_whatever_its_sequences(mode: Aggreg
 
 def test_routes_are_of_all_tokens_and_errors_name_their_samples() -> None:
     routes = torch.arange(14, dtype=torch.uint8).view(7, 2)
-    sequences = to_sequences(a_batch(), routes=routes)
-    assert sequences.columns == {ROUTES: routes}
+    sequences = to_sequences(batch := a_batch(), routes=TokenRoutes.of(routes, batch.sequence_lengths))
+    assert sequences.routes is not None and not sequences.columns
+    assert [rows.tolist() for rows in sequences.routes.samples] == [routes[:3].tolist(), routes[3:].tolist()]
     assert [sequences.name(number) for number in (0, 1)] == ["sample 40", "sample 41"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
@@ -31,6 +32,8 @@ from tests.support.local_step import make_samples
 pytestmark = pytest.mark.processes
 
 SAMPLES, LIMIT = 10, 9
+SERVING = 7
+"""Version of the weights before the step."""
 STILL = OptimizerConfig(lr=1e-30, clip_grad=0)
 LAYOUTS: dict[int, list[tuple[dict[str, Any], int, bool]]] = {
     1: [({}, 10_000, False), ({}, 40, True)],
@@ -126,7 +129,7 @@ def _updates(
         local = a_batch(name, algorithm).select(rows[replica])
         empty = [not batch.indices for batch in worker._engine.micro_batches(to_sequences(local))]
         assert any(empty) == (replica > 0)
-        update = worker.update(local, algorithm=algorithm, temperature=1.0)
+        update = worker.update(local, algorithm=algorithm, temperature=1.0, serving=0)
         results[name] = update.statistics, update.grad_norm
     worker._engine.close()
     return results
@@ -165,32 +168,46 @@ def test_every_loss_updates_alike_on_every_layout(tmp_path: Path) -> None:
     assert len(set(losses.values())) >= len(LOSSES) - len(same)
 
 
+def _of_versions(batch: SampleBatch) -> SampleBatch:
+    """The same samples, drawn by five versions in turn."""
+    versions = SERVING - 2 + torch.arange(len(batch.logprobs)) % 5
+    newest = torch.stack([of_sample.max() for of_sample in versions.split(batch.response_lengths.tolist())])
+    return batch.replace(token_versions=versions, newest_versions=newest)
+
+
 def _routed(directory: Path, dtype: str) -> dict[str, Any]:
     """Log-probs and updates in each mode of routing replay, from the same weights."""
     grpo, seen = settings_of("grpo"), dict[str, Any]()
     batch = a_batch("grpo", grpo)
     generator = torch.Generator().manual_seed(4)
     forced = torch.rand(len(batch.tokens), 3, 8, generator=generator).topk(3).indices.flatten(1).to(torch.uint8)
-    for mode in ("none", "update", "rollout"):
-        config = TrainConfig(dtype=dtype, micro_batch_tokens=40, optimizer=STILL, routing_replay=mode)
+    batch = _of_versions(batch)
+    for name in ("none", "update", "rollout, live", "rollout"):
+        mode, *live = name.split(", ")
+        settings: dict[str, Any] = {"routing_replay": mode, "older_routes": "live" if live else "keep"}
+        config = TrainConfig(dtype=dtype, micro_batch_tokens=40, optimizer=STILL, **settings)
         worker = _worker(directory, Layout(), config)
         given = batch if mode == "none" else batch.replace(routes=forced)
         log: dict[str, Any] = {"temperature": 1.0, "column": "old_logprobs", "records_routes": mode == "update"}
-        columns = worker.actor_logprobs(given, **log)
+        columns = worker.actor_logprobs(given, serving=SERVING, **log)
         assert columns is not None
         pack(columns, [given])
-        seen[mode] = columns.tokens
+        seen[name] = columns.tokens
         routes = forced if mode == "none" else columns.tokens.get("routes", forced)
         learned = batch.replace(routes=routes, old_logprobs=columns.tokens["old_logprobs"])
-        update = worker.update(learned, algorithm=grpo, temperature=1.0)
-        seen[f"{mode} update"] = update.grad_norm, update.replay
-        seen[f"{mode} supervised"] = worker.supervise(batch).grad_norm
-        if mode == "rollout":
+        update = worker.update(learned, algorithm=grpo, temperature=1.0, serving=SERVING)
+        seen[f"{name} update"] = update.grad_norm, update.replay
+        seen[f"{name} supervised"] = worker.supervise(batch).grad_norm
+        if live:
+            older = worker.actor_logprobs(given, serving=SERVING + 9, **log)
+            assert older is not None
+            seen["all older"] = older.tokens["old_logprobs"]
+        elif mode == "rollout":
             broken = forced.clone()
             broken[len(batch.prompts()[0]) + 1, 4] = broken[len(batch.prompts()[0]) + 1, 3]
             for samples in (batch, batch.replace(routes=broken)):
                 try:
-                    worker.actor_logprobs(samples, **log)
+                    worker.actor_logprobs(samples, serving=SERVING, **log)
                 except (EngineError, UserError) as error:
                     seen.setdefault("errors", []).append(str(error))
         worker._engine.close()
@@ -214,7 +231,15 @@ def test_updates_replay_routes_of_old_logprobs_or_of_engines(tmp_path: Path, dty
     assert compared.decisions == forced.decisions == live.decisions and compared.different > 0.9 * compared.decisions
     assert abs(forced_norm - norm) > 1e-3 * norm
     assert seen["none supervised"] == seen["update supervised"] == seen["rollout supervised"]
-    batch = a_batch("grpo", settings_of("grpo"))
+    batch = _of_versions(a_batch("grpo", settings_of("grpo")))
+    # Routers choose for the tokens before those that older weights drew. The prompt was read before the first one.
+    assert batch.token_versions is not None
+    older = [(row < SERVING).tolist() for row in batch.token_versions.split(batch.response_lengths.tolist())]
+    count = sum(sum(row) + (int(prompt) - 1) * row[0] for row, prompt in zip(older, batch.prompt_lengths, strict=True))
+    partly = seen["rollout, live update"][1]
+    assert 0 < count < partly.decisions / 3 and (partly.missing, forced.missing) == (3 * count, 0)
+    assert torch.equal(seen["all older"], plain)
+    assert not torch.equal(seen["rollout, live"]["old_logprobs"], seen["rollout"]["old_logprobs"])
     prompt = len(batch.prompts()[0])
     expert = seen["errors"][1].split("name expert ")[1].split()[0]
     assert seen["errors"] == [
@@ -222,3 +247,8 @@ def test_updates_replay_routes_of_old_logprobs_or_of_engines(tmp_path: Path, dty
         f"sample {int(batch.sample_ids[0])}: routes of token {prompt + 1}, layer 2 name expert {expert} twice, "
         "expected 3 different ones",
     ]
+
+
+def test_routers_choose_for_tokens_of_older_weights_only_where_routes_are_replayed() -> None:
+    with pytest.raises(ValidationError, match="older_routes=live needs routing_replay=rollout, found update"):
+        TrainConfig(routing_replay="update", older_routes="live")

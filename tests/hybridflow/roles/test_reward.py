@@ -14,7 +14,7 @@ from engine3d.rollout.config import Sampling
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.cluster.devices.device_map import pool_devices
-from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.ray.resource_pool import cluster_nodes, release, reserve
 from hybridflow.config.recipe import load_recipe
 from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example
@@ -22,7 +22,7 @@ from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import reward_metrics
 from hybridflow.roles.reward import FunctionRewardWorker, reward_result
-from hybridflow.rundir.evaluation_texts import read_texts, text_file
+from hybridflow.rundir.samples.evaluation_texts import read_texts, text_file
 from hybridflow.trainer.evaluation.of_set import SetMeasurer
 from hybridflow.trainer.samples.texts import sample_texts
 from hybridflow.workers.worker_group import RankUserError

@@ -19,7 +19,7 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import LOSS_TOKENS
 from hybridflow.cluster.devices.device_map import pool_devices
-from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.ray.resource_pool import cluster_nodes, release, reserve
 from hybridflow.metrics.names import COST_CRITIC, CRITIC
 from hybridflow.roles.model import update_metrics
 from hybridflow.roles.value import ValueWorker

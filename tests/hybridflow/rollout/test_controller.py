@@ -17,8 +17,7 @@ import torch
 
 from engine3d.rollout import Request, Response, SamplingConfig
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.stored_rows import gathered
-from hybridflow.batch.stream_requests import SampleEnd, SampleEnds
+from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, gathered
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptOrder
@@ -40,7 +39,7 @@ from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.types import StepRows, StreamPlan
 
 PROMPTS = [[1, 2, 3], [4, 5]]
-SAMPLES, GROUPS, STEPS, TOKENS = 4, 4, 6, 250_000
+SAMPLES, GROUPS, STEPS, TOKENS = 4, 4, 4, 250_000
 THREADS = "beside"
 SAMPLING = SamplingConfig(max_new_tokens=TOKENS)
 

@@ -15,8 +15,7 @@ from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.requests import BEGINS, GIVEN
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage, EpisodeTurn
 from hybridflow.rollout.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
@@ -131,7 +130,7 @@ def test_an_episode_is_one_list_of_tokens_with_a_reward() -> None:
                 assert episode.response.finish_reason == "stop"
                 assert episode.request.engine == episode.engine >= 0
         await asyncio.sleep(100)
-        in_flight = len(setup.stream._groups) * SAMPLES
+        in_flight = len(setup.stream.groups) * SAMPLES
         assert sum(rank.open for rank in setup.ranks) <= in_flight  # the others were closed
 
     run(play())

@@ -1,4 +1,4 @@
-"""Every drawn prompt is learned from once, none of samples older than the limit, whatever comes when."""
+"""Every drawn prompt is trained on once, with no samples older than the limit, in any order of events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _numbers(groups: tuple[Group, ...]) -> list[int]:
     return [group.number for group in groups]
 
 
-def test_a_synchronous_step_takes_all_that_it_began_and_begins_nothing_while_it_learns() -> None:
+def test_a_synchronous_step_takes_all_that_it_began_and_begins_nothing_while_it_trains() -> None:
     ledger = _ledger(3)
     assert _begin(ledger, 1) == [0, 1, 2]
     assert ledger.capacity == 0
@@ -68,7 +68,7 @@ def test_a_stream_runs_ahead_by_the_steps_that_it_may() -> None:
     assert taken is not None and (_numbers(taken.groups), taken.staleness) == ([0, 6], (1, 0))
 
 
-def test_groups_that_no_later_step_could_learn_from_are_waited_for_and_come_first() -> None:
+def test_groups_that_no_later_step_could_train_on_are_waited_for_and_come_first() -> None:
     ledger = _ledger(2, 1)
     assert _begin(ledger, 0) == [0, 1, 2, 3]
     _complete(ledger, 0, 2, 3)
@@ -84,7 +84,7 @@ def test_groups_that_no_later_step_could_learn_from_are_waited_for_and_come_firs
     assert taken is not None and (_numbers(taken.groups), taken.staleness) == ([0, 1], (1, 1))
 
 
-def test_late_groups_go_back_where_a_step_does_without_them_and_are_begun_first() -> None:
+def test_late_groups_are_queued_again_where_a_step_needs_none_of_them_and_are_begun_first() -> None:
     ledger = _ledger(2, 1, late="evict")
     _begin(ledger, 0)
     _complete(ledger, 0, 2, 3)
@@ -132,7 +132,7 @@ def test_a_step_drops_the_late_ones_of_more_than_it_needs_and_waits_for_no_more_
     assert taken.staleness == (0, 1)
 
 
-def test_what_a_step_leaves_can_go_on() -> None:
+def test_groups_that_a_step_leaves_can_continue() -> None:
     ledger = _ledger(2, 2, extra=1, excess="carry")
     assert _begin(ledger, 0) == list(range(7))
     _complete(ledger, 0, 6, 5)
@@ -143,7 +143,7 @@ def test_what_a_step_leaves_can_go_on() -> None:
 
 
 @pytest.mark.parametrize(("queue", "first"), [("oldest_first", [0, 1]), ("freshest_first", [4, 5])])
-def test_the_queue_says_which_of_the_whole_groups_a_step_takes(queue: str, first: list[int]) -> None:
+def test_the_queue_orders_the_complete_groups_that_a_step_takes(queue: str, first: list[int]) -> None:
     ledger = _ledger(2, 2, queue=queue)
     _begin(ledger, 0)
     _complete(ledger, 0, *range(6))
@@ -151,7 +151,7 @@ def test_the_queue_says_which_of_the_whole_groups_a_step_takes(queue: str, first
     assert taken is not None and _numbers(taken.groups) == first
 
 
-def test_whole_groups_that_have_become_too_old_are_replaced() -> None:
+def test_complete_groups_that_have_become_too_old_are_replaced() -> None:
     ledger = _ledger(1, 1, queue="freshest_first")
     assert _begin(ledger, 0) == [0, 1]
     _complete(ledger, 0, 0, 1)
@@ -193,7 +193,7 @@ def test_nothing_is_drawn_beyond_the_last_step() -> None:
 @pytest.mark.parametrize("late", ["wait", "evict"])
 @pytest.mark.parametrize("queue", ["oldest_first", "freshest_first"])
 @pytest.mark.parametrize(("extra", "excess"), [(0, "drop"), (3, "drop"), (3, "carry")])
-def test_each_prompt_is_learned_from_once(staleness: int, late: str, queue: str, extra: int, excess: str) -> None:
+def test_each_prompt_is_trained_on_once(staleness: int, late: str, queue: str, extra: int, excess: str) -> None:
     if excess == "carry" and not staleness:
         with pytest.raises(ValueError, match="too old for the next"):
             StreamLimits(4, staleness, extra, excess="carry")
@@ -258,7 +258,7 @@ def test_over_a_restart_groups_keep_the_order_in_which_they_were_completed() -> 
 
 
 class _Watched(dict[int, Any]):
-    """Counts how often all its values are gone through."""
+    """Counter of passes over all its values."""
 
     looked_at = 0
 

@@ -80,7 +80,7 @@ async def _steps(engine: RolloutEngine, bounds: RequestBounds | None, first_samp
         lambda count: [(number, 0) for number in (next(numbers) for _ in range(count))],
         lambda _: len(PROMPT) + 1,
     )
-    stream.samples_drawn = first_sample
+    stream.groups.samples_drawn = first_sample
     stream.open(0, [engine.stats])
     steps = []
     for _ in range(3):

@@ -167,7 +167,7 @@ def test_other_prompts_wait_for_a_step_and_a_step_for_them() -> None:
         setup = _together(1)
         setup.stream.open(0)
         await setup.step()  # the next step's are in flight
-        setup.stream.samples_drawn = 100
+        setup.stream.groups.samples_drawn = 100
         responding = asyncio.create_task(setup.stream.respond(_others(4, 50)))
         await asyncio.sleep(0)
         await setup.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridflow.rundir.actor_runs import runs_in
-from hybridflow.rundir.lock import move_aside
+from hybridflow.rundir.status.lock import move_aside
 
 
 def test_runs_that_made_way_for_others_are_no_actors(tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ from engine3d.json_records import record_of
 from hybridflow.checkpoint.resume import RUN_IDENTITY, run_identity
 from hybridflow.cli.main import main
 from hybridflow.metrics.sinks import begin_lines
-from hybridflow.rundir.evaluation_texts import EvaluationText
 from hybridflow.rundir.file_names import FAILURE, HOSTS, METRICS, PHASE, RECIPE, RUN_RECORD
-from hybridflow.rundir.first_failure import FirstFailure, read_failure
-from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeat
-from hybridflow.rundir.hosts_file import RunHost, read_hosts
-from hybridflow.rundir.lock import LOCK, hold
 from hybridflow.rundir.run_record import RunStart, read_run_record
-from hybridflow.rundir.watching import RunPosition, read_position
+from hybridflow.rundir.samples.evaluation_texts import EvaluationText
+from hybridflow.rundir.status.first_failure import FirstFailure, read_failure
+from hybridflow.rundir.status.heartbeat import Heartbeat, read_heartbeat
+from hybridflow.rundir.status.hosts_file import RunHost, read_hosts
+from hybridflow.rundir.status.lock import LOCK, hold
+from hybridflow.rundir.status.watching import RunPosition, read_position
 
 READERS: dict[str, Callable[[Path], object]] = {
     PHASE: read_position,

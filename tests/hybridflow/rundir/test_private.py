@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.rundir.lock import claim
 from hybridflow.rundir.private import MASK, keep_private, take_umask, umask_environment
+from hybridflow.rundir.status.lock import claim
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ from hybridflow.sandbox import seccomp
 from hybridflow.sandbox.config import SandboxSettings
 from hybridflow.sandbox.local import LocalSandbox
 from hybridflow.sandbox.opening import means_of_this_machine
+from hybridflow.sandbox.process import _ProgramTime
 from hybridflow.sandbox.program import SandboxError, SandboxProgram, Verdict, python_program
+from hybridflow.sandbox.usage import ProgramUsage
 from tests.hybridflow.sandbox.conftest import LIMITS, Run
 
 ROOT = Path(__file__).parents[3]
@@ -139,13 +141,42 @@ def test_numbers_of_system_calls_are_the_kernels(column: int) -> None:
     numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[column].read_text()))
     known = {name: str(calls[column]) for name, calls in {**seccomp._DENIED, **seccomp._ABSENT}.items()}
     machine = list(seccomp._MACHINES.values())[column]
-    known |= {name: str(getattr(machine, name)) for name in ("clone", "socket", "ioctl")}
+    known |= {name: str(getattr(machine, name)) for name in ("clone", "socket", "socketpair", "ioctl")}
     assert {name: numbers.get(name, number) for name, number in known.items()} == known
+
+
+def test_the_time_of_a_program_is_not_that_of_a_busy_machine() -> None:
+    spent = _ProgramTime()
+    spent.add(ProgramUsage(1, 0, computed_s=0.1, ready=True), [7], elapsed_s=5.0)
+    assert spent.until(9.0) == pytest.approx(0.15)
+    spent.add(ProgramUsage(1, 0, computed_s=0.1, ready=False), [7], elapsed_s=9.0)
+    assert spent.until(9.01) == pytest.approx(0.1 + 4.0 + 0.01)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root becomes another user")
+def test_memory_that_cannot_be_shared_out_counts_for_each() -> None:
+    source = """
+import os, sys
+from hybridflow.sandbox.usage import shared_memory_bytes, usage_of
+os.setgroups([]); os.setresgid(4321, 4321, 4321); os.setresuid(4321, 4321, 4321)
+parent = [os.getppid()]
+assert 0 < shared_memory_bytes(parent) <= 2 * usage_of(parent).memory_bytes
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     ("command", "files"),
-    [((), {}), (("a\0",), {}), (("a",), {"/x": b""}), (("a",), {"a/../b": b""}), (("a",), {"": b""})],
+    [
+        ((), {}),
+        (("a\0",), {}),
+        (("\ud800",), {}),
+        (("a",), {"\ud800": b""}),
+        (("a",), {"/x": b""}),
+        (("a",), {"a/../b": b""}),
+        (("a",), {"": b""}),
+    ],
 )
 def test_what_is_no_program(command: tuple[str, ...], files: dict[str, bytes]) -> None:
     with pytest.raises(ValueError, match="expected"):

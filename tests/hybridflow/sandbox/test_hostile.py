@@ -54,6 +54,23 @@ PROGRAMS = {
         """,
         Verdict.TIMEOUT,
     ),
+    "endless chain of processes that nobody waits for": (
+        """
+        import os, signal, time
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while True:
+            if os.fork() == 0:
+                end = time.perf_counter() + 0.004
+                while time.perf_counter() < end:
+                    pass
+                os._exit(0)
+            try:
+                os.wait()
+            except ChildProcessError:
+                pass
+        """,
+        Verdict.TIMEOUT,
+    ),
     "memory bomb": ("kept = []\nwhile True:\n    kept.append(bytearray(10**6))", Verdict.MEMORY),
     "one large array": ("bytearray(10**12)", Verdict.MEMORY),
     "memory bomb of several processes": (
@@ -189,6 +206,7 @@ def test_no_network(run: Run) -> None:
             "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
             "socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)",
             "socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)",
+            "socket.socketpair(socket.AF_TIPC, socket.SOCK_SEQPACKET)",
             "socket.getaddrinfo('localhost', 80) and socket.create_connection(('localhost', 80))",
         )
         assert run(source).stdout == b""

@@ -96,6 +96,8 @@ def test_what_is_no_program_is_refused(url: str) -> None:
     assert status("/run", b"{") == 400
     assert status("/run", json.dumps({**program, "command": []}).encode()) == 400
     assert status("/run", json.dumps({**program, "files": {"../x": ""}}).encode()) == 400
+    assert status("/run", json.dumps({**program, "command": ["\ud800"]}).encode()) == 400
+    assert status("/run", bytes(1 << 20), token="x") == 401
     assert status("/other", json.dumps(program).encode()) == 404
     assert status("/run", json.dumps(program).encode(), token="x") == 401
 

@@ -5,16 +5,30 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.trainer.closing import how_to_resume, results
+from hybridflow.config.reading.yaml_loader import settings_yaml
+from hybridflow.config.recipe import Recipe
+from hybridflow.trainer.closing import has_begun, how_to_resume, results
 from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
 from tests.support.runs import ROOT
 from tests.support.warm import warm_python
+
+
+def _results(recipe: Recipe) -> list[str]:
+    exports = recipe.trainer.export
+    return results(recipe.directory, recipe.checkpoint, recipe.checkpoint_directory, exports=exports)
+
+
+def _how_to_resume(recipe: Recipe, arguments: Sequence[str], damaged: Path | None = None) -> list[str]:
+    if not has_begun(recipe.directory, settings_yaml(recipe)):
+        return []
+    return how_to_resume(recipe.directory, recipe.checkpoint, recipe.checkpoint_directory, arguments, damaged)
 
 
 def test_a_run_that_ends_says_where_its_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,18 +36,18 @@ def test_a_run_that_ends_says_where_its_results_are(tmp_path: Path, monkeypatch:
     recipe = a_recipe(tmp_path / "runs")
     make_checkpoint(recipe, 2)
     newest = make_checkpoint(recipe, 4)
-    assert results(recipe) == [
+    assert _results(recipe) == [
         "model        runs/small/model (a HuggingFace directory)",
         "checkpoints  runs/small/checkpoints/step-00000004",
         "report       hybridflow report runs/small draws runs/small/report.html",
     ]
     monkeypatch.chdir("/")
-    assert results(a_recipe(tmp_path / "runs", "trainer.export=false"))[:2] == [
+    assert _results(a_recipe(tmp_path / "runs", "trainer.export=false"))[:2] == [
         f"model        not exported; hybridflow checkpoint export {newest.relative_to('/')} OUT does so",
         f"checkpoints  {newest.relative_to('/')}",
     ]
     nothing = a_recipe(tmp_path, "trainer.export=false", "checkpoint.save_interval=null")
-    assert results(nothing)[:2] == [
+    assert _results(nothing)[:2] == [
         "model        not kept (trainer.export=false, checkpoint.save_interval=null)",
         "checkpoints  none (checkpoint.save_interval=null)",
     ]
@@ -43,34 +57,34 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     recipe = a_recipe(tmp_path)
     arguments = [str(DEMO), "resume=none", "algorithm={kl_coef: 0.1}", "--track_metrics"]
-    assert how_to_resume(recipe, arguments) == []  # it had not begun
+    assert _how_to_resume(recipe, arguments) == []  # it had not begun
     prepare(recipe).lock.close()
-    assert how_to_resume(recipe, arguments) == [
+    assert _how_to_resume(recipe, arguments) == [
         "hybridflow: metrics and logs are in small",
         "hybridflow: nothing to resume from: the first checkpoint was not complete yet",
     ]
     make_checkpoint(recipe, 3)
-    *_, said, command = how_to_resume(recipe, arguments)
+    *_, said, command = _how_to_resume(recipe, arguments)
     assert said == "hybridflow: the newest checkpoint is of step 3; to resume after it:"
     assert shlex.split(command) == [
         *("hybridflow", "train", str(DEMO), "algorithm={kl_coef: 0.1}", "--track_metrics", "resume=auto")
     ]
-    assert how_to_resume(a_recipe(tmp_path, "seed=3"), arguments) == []  # the directory is another run's
+    assert _how_to_resume(a_recipe(tmp_path, "seed=3"), arguments) == []  # the directory is another run's
     # A damaged one is not recommended.
     shard = make_checkpoint(recipe, 5) / "actor" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
-    assert how_to_resume(recipe, arguments)[1:] == [said, f"  {command.strip()}"]
-    assert results(recipe)[1] == "checkpoints  small/checkpoints/step-00000003"
+    assert _how_to_resume(recipe, arguments)[1:] == [said, f"  {command.strip()}"]
+    assert _results(recipe)[1] == "checkpoints  small/checkpoints/step-00000003"
 
 
 def test_a_checkpoint_in_which_ranks_found_damage_is_not_recommended(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     prepare(recipe).lock.close()
     damaged = make_checkpoint(recipe, 5)
-    *_, reason = how_to_resume(recipe, [str(DEMO)], damaged)
+    *_, reason = _how_to_resume(recipe, [str(DEMO)], damaged)
     assert reason == f"hybridflow: nothing to resume from: {damaged} is damaged, and there is no other checkpoint"
     make_checkpoint(recipe, 3)
-    *_, said, _ = how_to_resume(recipe, [str(DEMO)], damaged)
+    *_, said, _ = _how_to_resume(recipe, [str(DEMO)], damaged)
     assert said == "hybridflow: the newest checkpoint is of step 3; to resume after it:"
 
 
@@ -79,7 +93,7 @@ def test_a_run_without_a_checkpoint_resumes_from_that_of_its_start(tmp_path: Pat
     recipe = a_recipe(tmp_path, f"resume={earlier}")
     prepare(recipe).lock.close()
     for _ in range(2):  # the checkpoint is that of the second start too
-        lines = how_to_resume(recipe, [str(DEMO), f"resume={earlier}"])
+        lines = _how_to_resume(recipe, [str(DEMO), f"resume={earlier}"])
         assert (
             lines[1] == f"hybridflow: no checkpoint of this run is complete yet; to resume from {earlier}, as it did:"
         )
@@ -88,7 +102,7 @@ def test_a_run_without_a_checkpoint_resumes_from_that_of_its_start(tmp_path: Pat
         run = prepare(recipe)
         run.lock.close()
         assert run.resumption is not None and run.resumption.directory == earlier and run.steps_done == 3
-    assert how_to_resume(recipe, [str(DEMO)], earlier)[1].endswith(
+    assert _how_to_resume(recipe, [str(DEMO)], earlier)[1].endswith(
         f"{earlier} is damaged, and there is no other checkpoint"
     )
     shutil.rmtree(earlier)
@@ -98,9 +112,9 @@ def test_a_run_without_a_checkpoint_resumes_from_that_of_its_start(tmp_path: Pat
 
 # A run that saves a checkpoint and then ends in a certain way; in a process of its own, which signals end for good.
 ENDING = """
-import os, signal, sys, time
+import os, signal, sys, time, types
 from engine3d.errors import DamagedCheckpointError, EngineError
-from hybridflow.cli import main, train
+from hybridflow.cli import main
 from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import make_checkpoint
 
@@ -117,7 +131,7 @@ def run(recipe):
     time.sleep(30)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what runs in the background ignore it
-train._run_recipe = run
+sys.modules["hybridflow.trainer.run"] = types.SimpleNamespace(train=run)  # whose imports take a second
 sys.exit(main.main(sys.argv[2:]))
 """
 

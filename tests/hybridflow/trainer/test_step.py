@@ -40,7 +40,9 @@ class Batch:
 class Actor:
     layout = Layout()
 
-    def actor_logprobs(self, batch: Any, *, temperature: float, column: str, records_routes: bool) -> dict[str, str]:
+    def actor_logprobs(
+        self, batch: Any, *, temperature: float, column: str, serving: int, records_routes: bool
+    ) -> dict[str, str]:
         return {column: f"forward pass at {temperature}" + " with routes" * records_routes}
 
     def apply(self, batch: Any, *, function: Any, arguments: Any) -> str:
@@ -97,7 +99,7 @@ def test_the_current_log_probs_are_the_old_ones_until_the_first_update() -> None
     step = step_of()
     assert current(step) == current(step) == "old_logprobs"
     batch: Any = Batch()
-    step._models.update_actor(batch, ActorUpdate(GRPOSettings(), 0.7, None, stale=False))
+    step._models.update_actor(batch, ActorUpdate(GRPOSettings(), 0.7, serving=0, whiten=None, stale=False))
     assert current(step) == current(step) == "forward pass at 0.7"
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
 from hybridflow.rewards.result import RewardFailure, RewardResult, join_results
@@ -66,6 +70,31 @@ def test_rollouts_of_a_step_are_told_as_one() -> None:
     }
     restored = rollout_metrics([rollouts[0], Rollout(rollouts[1].batch, None)], version=4)
     assert metrics.ROLLOUT_TIME not in restored
+
+
+@pytest.mark.parametrize("version", [6, 7])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_routes_of_older_weights_are_counted(version: int, mixed: bool) -> None:
+    versions = [[4, 5, 6, 6], [6, 6], [5, 5, 5]] if mixed else [[4] * 4, [6] * 2, [5] * 3]
+    samples = SampleBatch.from_generations(
+        prompts=[[1, 2]] * 3,
+        responses=[[3] * len(row) for row in versions],
+        logprobs=[[-1.0] * len(row) for row in versions],
+        sample_ids=range(3),
+        group_ids=[0] * 3,
+        prompt_indices=[0] * 3,
+        policy_versions=[row[0] for row in versions],
+        finish_reasons=["stop"] * 3,
+        token_versions=versions if mixed else None,
+        routes=[np.zeros((len(row) + 1, 4), np.uint8) for row in versions],
+    )
+    _, summary = pack(samples)
+    assert summary is not None
+    batch = RemoteBatch(summary.per_sample, [])
+    values = rollout_metrics([Rollout(batch.select(rows), 1.0) for rows in ([0, 2], [1])], version=version)
+    older = sum(token < version for row in versions for token in row)
+    assert values[metrics.ROUTES_OLDER_SHARE] == older / 9 > 0
+    assert values[metrics.ROUTES_MISSING_SHARE] == 0
 
 
 class Mixed(Prompts):

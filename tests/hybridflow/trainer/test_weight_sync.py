@@ -55,7 +55,7 @@ class _Engines:
         self._log.append(f"ask {' '.join(map(str, self._numbers))}")
         return self._answer("begin", [self.lost.get(number) for number in self._numbers], self._drained)
 
-    def seal_weights(self, version: int, *, flush_cache: bool) -> _Answer:
+    def seal_weights(self, version: int, *, flush_cache: bool, base: Any) -> _Answer:
         return self._answer("seal", EngineError("rollout engine died") if self.fails else None)
 
     def commit_weights(self, version: int) -> _Answer:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, looks_as_json, looks_from_json
-from hybridflow.rundir.heartbeat import Heartbeat
+from hybridflow.cluster.processes.rank_look import RankLook, RankPlace
+from hybridflow.rundir.status.heartbeat import Heartbeat
 from hybridflow.workers.call_progress import (
     ProgressLimits,
     Standstill,
@@ -100,8 +100,6 @@ def test_busy_processes_compute_or_read() -> None:
     assert not Usage(110.0, 3.5, 10**9, 2).is_busy_since(before)
     assert Usage(110.0, 3.1, 2 * 10**9, 1).is_busy_since(before)
     assert not Usage(110.0, 3.1, 10**9 + 1000, 1).is_busy_since(before)
-    sent = looks_from_json(looks_as_json([replace(look(), cpu_s=3.0, read_bytes=7)]))
-    assert (sent[0].cpu_s, sent[0].read_bytes) == (3.0, 7)
 
 
 def test_all_that_was_started_counts_before_ranks_have_processes() -> None:
@@ -216,8 +214,3 @@ def test_ranks_that_wait_for_input_or_turn_are_not_to_blame() -> None:
 
 def test_ranks_that_are_gone_are_left_to_those_who_miss_them() -> None:
     assert verdict_of([replace(look(), is_there=False)]) is None
-
-
-def test_looks_cross_hosts_as_json() -> None:
-    looks = [look(stopped=(3,)), replace(look(rank=1), beat=None)]
-    assert looks_from_json(looks_as_json(looks)) == looks

@@ -10,7 +10,7 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.cluster.devices.device_map import pool_devices
-from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.ray.resource_pool import cluster_nodes, release, reserve
 from hybridflow.workers.protocols import RankGrid
 from tests.support.called_group import CalledGroup
 from tests.support.group_workers import Remembering

@@ -15,6 +15,7 @@ import pytest
 from tests.support.hosts import Hosts, hosts_or_skip
 from tests.support.hosts.launching import Launch, environment, small_run
 from tests.support.runs import ROOT, records
+from tests.support.warm import warm_python
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
 
@@ -26,7 +27,9 @@ ROLES = ["placement.actor=role:train", "placement.rollout=role:rollout"]
 
 def with_token(directory: Path, **changes: str) -> dict[str, str]:
     """The environment of `ray start` and of `hybridflow`, on every host."""
-    given = environment(directory, RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0", **changes)
+    given = environment(
+        directory, RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="300", **changes
+    )
     return given | {"RAY_AUTH_TOKEN_PATH": given.pop("HYBRIDFLOW_TOKEN_FILE")}
 
 
@@ -36,20 +39,20 @@ def start_cluster(hosts: Hosts, directory: Path, roles: Sequence[str]) -> None:
         where = (
             ["--head", f"--port={PORT}", "--include-dashboard=false"] if index == 0 else [f"--address=host-0:{PORT}"]
         )
-        own = ["--num-cpus=4", f"--node-ip-address={host.address}", f"--labels=hybridflow.role={role}"]
-        host.run([RAY, "start", *where, *own], env=with_token(directory), cwd="/", timeout_s=120, check=True)
+        options = ["--num-cpus=4", f"--node-ip-address={host.address}", f"--labels=hybridflow.role={role}"]
+        host.run([RAY, "start", *where, *options], env=with_token(directory), cwd="/", timeout_s=600, check=True)
 
 
-def command(hosts: Hosts, directory: Path, *words: str, limit_s: float = 400) -> subprocess.CompletedProcess[str]:
+def command(hosts: Hosts, directory: Path, *words: str, limit_s: float = 600) -> subprocess.CompletedProcess[str]:
     """`hybridflow` on the first host."""
     return hosts[0].run(
-        [sys.executable, "-m", "hybridflow", *words], env=with_token(directory), cwd=ROOT, timeout_s=limit_s
+        [warm_python(), "-m", "hybridflow", *words], env=with_token(directory), cwd=ROOT, timeout_s=limit_s
     )
 
 
 def actors(hosts: Hosts) -> list[str]:
-    """Of the check, on all hosts."""
-    return [each.command for host in hosts for each in host.processes() if "NodeAnswers" in each.command]
+    """Actors of the check, on all hosts."""
+    return [process.command for host in hosts for process in host.processes() if "NodeActor" in process.command]
 
 
 def test_roles_by_label(tmp_path: Path) -> None:
@@ -66,13 +69,16 @@ def test_roles_by_label(tmp_path: Path) -> None:
         assert wrong.returncode == 2
         assert "the cluster (2 nodes) has rollout, train" in wrong.stderr
         joined = small_run(tmp_path, "placement.cluster=ray://host-0:10001", *ROLES)
-        for _ in range(3):  # Ray gives the server of a client 30 s to start, too few for a busy machine
+        for _ in range(8):  # Ray gives the server of a client 30 s to start, too few for a busy machine
             client = command(hosts, tmp_path, "doctor", *joined)
             if "Starting Ray client server failed" not in client.stderr:
                 break
         assert client.returncode == 0, client.stdout + client.stderr
         assert "2 hosts alike in 25 of 26 facts" in client.stdout
-        assert actors(hosts) == []
+        deadline = time.monotonic() + 180
+        while left := actors(hosts):  # Ray ends those of a client after it
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)
 
 
 @pytest.mark.release
@@ -116,7 +122,7 @@ def test_a_pod_that_has_to_go_lets_the_run_save(tmp_path: Path) -> None:
             launch.processes.append(hosts[0].start(train, env=given, cwd=ROOT, stdout=output, stderr=output))
         (tmp_path / "output-1").touch()
         launch.until_in("rollout", step=2)
-        stop = [sys.executable, "-P", "-m", "hybridflow.cluster.runtime.stop_driver", "120"]
+        stop = [sys.executable, "-P", "-m", "hybridflow.cluster.ray.stop_driver", "120"]
         # Pods that go together each ask.
         with (tmp_path / "other-pod").open("w") as other:
             beside = hosts[0].start(stop, env=with_token(tmp_path), cwd="/tmp", stdout=other, stderr=other)
@@ -124,7 +130,7 @@ def test_a_pod_that_has_to_go_lets_the_run_save(tmp_path: Path) -> None:
             done = hosts[1].run(stop, env=with_token(tmp_path), cwd="/tmp", timeout_s=200)
             beside.wait(100)
         assert done.returncode == 0 and done.stdout.startswith("the driver is to end: pid "), done.stdout + done.stderr
-        assert launch.wait(30) == [75], launch.outputs()
+        assert launch.wait() == [75], launch.outputs()
         assert list((launch.run / "checkpoints").glob("step-*"))
         again = hosts[1].run(stop, env=with_token(tmp_path), cwd="/tmp", timeout_s=100)
         assert (again.returncode, again.stdout) == (0, "no driver\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.rundir.first_failure import FirstFailure, read_failure
+from hybridflow.rundir.status.first_failure import FirstFailure, read_failure
 from tests.support.hosts import hosts_or_skip
 from tests.support.hosts.launching import Launch, start_agents
 
@@ -30,9 +30,9 @@ APART = ["placement.actor=cpu:0,4", "placement.rollout=cpu:8"]
 """A rank of the trainer on each of the first two hosts, the engine on the third."""
 
 
-def card_of(launch: Launch, limit_s: float = 60.0) -> FirstFailure:
+def card_of(launch: Launch) -> FirstFailure:
     """The card of a run that ends with a failure on all hosts, in time; it is also the end of the output."""
-    assert launch.wait(limit_s) == [1, 1, 1], launch.outputs()
+    assert launch.wait() == [1, 1, 1], launch.outputs()
     card = read_failure(launch.run)
     assert card is not None, launch.outputs()
     shown = "\n".join(["hybridflow: first failure", *card.lines()])
@@ -50,15 +50,14 @@ def stop(launch: Launch, host: int, pid: int) -> float:
 
 def test_a_rank_that_is_stopped_on_another_host_is_the_cause(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
-        launch = start_agents(hosts, tmp_path, *SETTINGS, *APART)
+        launch = start_agents(hosts, tmp_path, *SETTINGS, *APART, cold="host")
         launch.until_in("update")
         [pid] = launch.writers(1, "actor-1")
         stopped_at = stop(launch, 1, pid)
         card = card_of(launch)
     assert (card.host, card.role, card.rank, card.pid) == ("host-1", "actor", 1, pid)
     assert card.cause.startswith("actor rank 1, ") and f"process {pid} is stopped since " in card.cause
-    assert abs(card.since - stopped_at) < 3
-    assert card.at - stopped_at < 20
+    assert stopped_at - 3 < card.since < card.at
     assert card.phase.startswith("step ")
     assert any(line.startswith("actor 0 on host-0: ") for line in card.others)
     assert any(line.startswith("rollout 0 on host-2: ") for line in card.others)
@@ -69,7 +68,7 @@ def test_a_rank_that_is_stopped_on_another_host_is_the_cause(tmp_path: Path) -> 
 @pytest.mark.release
 def test_an_engine_that_is_stopped_is_the_cause(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
-        launch = start_agents(hosts, tmp_path, *SETTINGS, *APART)
+        launch = start_agents(hosts, tmp_path, *SETTINGS, *APART, cold="host")
         launch.until_in("rollout")
         pid = launch.pids(2, "sglang::scheduler")[0]
         stop(launch, 2, pid)
@@ -95,7 +94,7 @@ def test_of_a_driver_that_is_killed_its_launcher_tells(tmp_path: Path) -> None:
         launch.until_in("update")
         [driver] = launch.pids(0, "hybridflow train")
         hosts[0].run(["kill", "-KILL", str(driver)], check=True)
-        assert launch.wait(60) == [137, 137, 137], launch.outputs()
+        assert launch.wait() == [137, 137, 137], launch.outputs()
         card = read_failure(launch.run)
         assert card is not None
         assert (card.cause, card.host) == ("the driver was killed by SIGKILL", "host-0 (10.77.0.10)")
@@ -123,6 +122,8 @@ def test_a_disk_that_is_full_keeps_no_run_from_going_on_and_is_named(tmp_path: P
         launch = start_agents(hosts, tmp_path, *SETTINGS, *APART, saving, "trainer.steps=4")
         assert launch.wait() == [0, 0, 0], launch.outputs()
         assert launch.left() == []
-    told = [line for line in launch.output(0).splitlines() if line.startswith("hybridflow: the checkpoint of step ")]
-    assert told and all(f"{disk}/step-" in line for line in told), launch.outputs()
-    assert all(re.search(r": actor rank \d: cannot write .*: No space left on device ", line) for line in told)
+    lines_said = [
+        line for line in launch.output(0).splitlines() if line.startswith("hybridflow: the checkpoint of step ")
+    ]
+    assert lines_said and all(f"{disk}/step-" in line for line in lines_said), launch.outputs()
+    assert all(re.search(r": actor rank \d: cannot write .*: No space left on device ", line) for line in lines_said)

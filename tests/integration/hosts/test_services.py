@@ -31,7 +31,7 @@ def test_a_host_that_is_not_known_is_refused(hosts_with_sshd: tuple[Hosts, Path]
 
 def test_sshd_listens_on_the_clusters_address(hosts_with_sshd: tuple[Hosts, Path]) -> None:
     hosts, _ = hosts_with_sshd
-    assert {(each.address, each.port) for each in hosts[2].sockets()} == {(hosts[2].address, 22)}
+    assert {(socket.address, socket.port) for socket in hosts[2].sockets()} == {(hosts[2].address, 22)}
 
 
 def test_srun_starts_one_task_a_host(hosts_with_slurm: Hosts) -> None:
@@ -45,7 +45,7 @@ def test_srun_starts_one_task_a_host(hosts_with_slurm: Hosts) -> None:
 def test_sbatch_waits_for_its_script(hosts_with_slurm: Hosts) -> None:
     hosts = hosts_with_slurm
     script = "#!/bin/bash\nscontrol show hostnames\nsrun hostname | sort\nexit 3\n"
-    done = hosts[1].run(["sbatch", "--wait", "-N3", "--output=/tmp/job"], input=script, timeout_s=60)
+    done = hosts[1].run(["sbatch", "--wait", "-N3", "--output=/tmp/job"], input=script, timeout_s=240)
     assert done.returncode == 3, done.stderr
     assert hosts[0].path("/tmp/job").read_text().split() == ["host-0", "host-1", "host-2"] * 2  # its first node's
     hosts[0].run(["rm", "/tmp/job"], check=True)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.integration.hosts.test_launch import ENGINES_APART, MANY_STEPS
 from tests.support.hosts import Host, Hosts, hosts_or_skip
 from tests.support.hosts.launching import Launch, environment, small_run
 from tests.support.runs import ROOT
+from tests.support.warm import warm_python
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
 
@@ -49,8 +49,9 @@ def started(hosts: Hosts, directory: Path, *overrides: str, lines: list[str] | N
     hostfile = directory / "hosts.txt"
     hostfile.write_text("\n".join(lines or [f"{host.name} cpu_slots=4" for host in hosts]))
     given = environment(directory)
-    kept = ["HOME", "OMP_NUM_THREADS", "PYTHONPATH"]
-    options = ["--ssh-config", str(config), *(word for name in kept for word in ("--env", name))]
+    kept = sorted(given.keys() - {"PATH", "HYBRIDFLOW_TOKEN_FILE"})
+    options = ["--ssh-config", str(config), "--python", warm_python()]
+    options += [word for name in kept for word in ("--env", name)]
     with (directory / "output-0").open("w") as output, (directory / "errors").open("w") as errors:
         script = hosts[0].start(
             [ROOT / "launch/ssh.sh", *options, hostfile, *small_run(directory, *overrides)],
@@ -68,10 +69,10 @@ def secrets_seen(host: Host) -> list[str]:
     for path in host.path("/proc").iterdir():
         for name in ("cmdline", "environ"):
             try:
-                found = SECRET.search((path / name).read_bytes())
+                results = SECRET.search((path / name).read_bytes())
             except OSError:
                 continue
-            if found:
+            if results:
                 seen.append(f"{path.name}/{name}")
     return seen
 
@@ -79,7 +80,7 @@ def secrets_seen(host: Host) -> list[str]:
 def test_a_run_ends_with_0_and_every_line_names_its_host(hosts: Hosts, tmp_path: Path) -> None:
     launch = started(hosts, tmp_path, *ENGINES_APART, "placement.rollout=cpu:4,8")
     launch.until_in("update", step=1)
-    assert [each for host in hosts for each in secrets_seen(host)] == []
+    assert [item for host in hosts for item in secrets_seen(host)] == []
     shown = hosts[1].start(["sleep", "60"], env={"SECRET": "0" * 64})
     assert secrets_seen(hosts[1]), "the check finds nothing"
     shown.kill()
@@ -96,7 +97,7 @@ def test_a_signal_ends_all_hosts(hosts: Hosts, tmp_path: Path, number: signal.Si
     launch = started(hosts, tmp_path, *MANY_STEPS)
     launch.until_in("update")
     os.killpg(launch.script.pid, number)  # as a terminal does
-    assert launch.wait(60) == [128 + number], launch.outputs()
+    assert launch.wait() == [128 + number], launch.outputs()
     said = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
     assert f"host-0: hybridflow: {said}" in launch.errors()
     assert launch.left() == []
@@ -105,9 +106,9 @@ def test_a_signal_ends_all_hosts(hosts: Hosts, tmp_path: Path, number: signal.Si
 @pytest.mark.release
 def test_ctrl_c_before_the_run_has_begun(hosts: Hosts, tmp_path: Path) -> None:
     launch = started(hosts, tmp_path, *MANY_STEPS)
-    launch.pids(2, "hybridflow agent", limit_s=30)
+    launch.pids(2, "hybridflow agent")
     os.killpg(launch.script.pid, signal.SIGINT)
-    assert launch.wait(60) == [130], launch.outputs()
+    assert launch.wait() == [130], launch.outputs()
     assert launch.left() == []
 
 
@@ -115,10 +116,8 @@ def test_ctrl_c_before_the_run_has_begun(hosts: Hosts, tmp_path: Path) -> None:
 def test_the_run_ends_on_all_hosts_when_the_script_is_killed(hosts: Hosts, tmp_path: Path) -> None:
     launch = started(hosts, tmp_path, *MANY_STEPS)
     launch.until_in("update")
-    began = time.monotonic()
     launch.script.kill()
-    assert launch.left(30) == [], launch.outputs()
-    assert time.monotonic() - began < 20
+    assert launch.left() == [], launch.outputs()
     assert "host-0: hybridflow: terminated" in launch.errors()
 
 
@@ -127,7 +126,7 @@ def test_a_connection_that_ends_is_told_and_ends_the_run(hosts: Hosts, tmp_path:
     launch.until_in("update")
     [client] = [pid for pid in launch.pids(0, "ssh -F ") if "\0host-2\0cd " in _command(hosts[0], pid)]
     hosts[0].run(["kill", "-KILL", str(client)], check=True)
-    assert launch.wait(60) == [143], launch.outputs()
+    assert launch.wait() == [143], launch.outputs()
     assert "ssh.sh: the connection to host-2 has ended" in launch.errors()
     assert launch.left() == []
 
@@ -142,7 +141,7 @@ def test_an_agent_that_is_killed_ends_the_run(hosts: Hosts, tmp_path: Path) -> N
     launch.until_in("update")
     [agent] = launch.pids(1, "hybridflow agent")
     hosts[1].run(["kill", "-KILL", str(agent)], check=True)
-    assert launch.wait(60) == [1], launch.outputs()
+    assert launch.wait() == [1], launch.outputs()
     assert "host-0: hybridflow: host-1 (10.77.0.11): its agent is gone" in launch.errors()
     assert launch.left() == []
 
@@ -150,7 +149,7 @@ def test_an_agent_that_is_killed_ends_the_run(hosts: Hosts, tmp_path: Path) -> N
 def test_hosts_that_cannot_take_part_are_named_before_anything_starts(hosts: Hosts, tmp_path: Path) -> None:
     hosts[2].run(["mount", "-t", "tmpfs", "none", ROOT / "launch/recipes"], check=True)
     launch = started(hosts, tmp_path, lines=["host-0", "root@host-1", "host-9 # is none", "host-2"])
-    assert launch.wait(60) == [2]
+    assert launch.wait() == [2]
     assert launch.output(0) == ""
     assert launch.errors().splitlines() == [
         "ssh.sh: host 2 (host-9): ssh: Could not resolve hostname host-9: Temporary failure in name resolution",

@@ -165,7 +165,7 @@ class Case:
         words: makes the input, and returns what stands after `hybridflow`.
         line: a regular expression that is found in the first line on stderr.
         code: the exit code.
-        seconds: of processor time, without imports; four times as much wall time and the command is killed.
+        seconds: of processor time, without imports.
         gigabytes: resident memory of the largest process, libraries included.
         lines: most lines on stderr.
         stdout, environment, mounts, open_files, imported: see `Commands.run`; "HERE" in a mount is the directory.

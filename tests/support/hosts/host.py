@@ -12,12 +12,13 @@ from pathlib import Path
 from tests.support.hosts.namespaces import Namespaces
 from tests.support.hosts.network import Switch, lose_sent
 from tests.support.listening import Listener, command_line, listeners_among
+from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[3]
 OWN = {"/tmp": "1777", "/dev/shm": "1777", "/run": "755"}
-"""What every host has for itself, with its mode."""
+"""Directories that every host has for itself, with their mode."""
 
-LINK_S = 5.0
+LINK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +43,20 @@ class Host(Namespaces):
     def __init__(
         self, name: str, address: str, etc_hosts: str, switch: Switch, shared: Path | None, private: list[Path]
     ) -> None:
-        own = OWN | {str(path): "755" for path in private}
-        needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix), *([shared] if shared else [])]
+        mounts = OWN | {str(path): "755" for path in private}
+        needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(warm_python()).parent]
+        needed += [shared] if shared else []
         kept = dict.fromkeys(str(path.resolve()) for path in needed)
-        super().__init__({"name": name, "own": own, "kept": list(kept), "etc_hosts": etc_hosts})
+        super().__init__({"name": name, "mounts": mounts, "kept": list(kept), "etc_hosts": etc_hosts})
         self.address = address
         self._switch = switch
-        self._local_samples = list(own)
+        self._local_samples = list(mounts)
         self._services: set[int] = set()
         self._of_services = {Path("/run/mount")}  # mount's own
         self._at_first: set[Path] = set()
 
     def connected(self) -> None:
-        """What there is from here on is what processes leave."""
+        """Count files from here on as left by processes."""
         self._at_first = set(self._own_files())
 
     def link_down(self) -> None:
@@ -90,7 +92,7 @@ class Host(Namespaces):
 
     def processes(self) -> list[HostProcess]:
         """All processes but PID 1 and those of services (sshd, Slurm); zombies are not among them."""
-        found = []
+        results = []
         for pid in self._pids():
             try:
                 stat = (self.path("/proc") / str(pid) / "stat").read_text()
@@ -99,8 +101,8 @@ class Host(Namespaces):
             session = int(stat.rpartition(")")[2].split()[3])
             command = command_line(self.path("/proc"), pid)
             if command and session not in self._services:
-                found.append(HostProcess(pid, command))
-        return found
+                results.append(HostProcess(pid, command))
+        return results
 
     def sockets(self) -> set[Listener]:
         """Listening sockets, TCP and UDP, of services also."""

@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Specification(TypedDict):
-    """Of a host.
+    """Specification of a host.
 
     Attributes:
         name: host name.
@@ -35,7 +35,7 @@ class Specification(TypedDict):
     """
 
     name: str
-    own: dict[str, str]
+    mounts: dict[str, str]
     kept: list[str]
     etc_hosts: str
 
@@ -74,7 +74,7 @@ def _set_up(specification: Specification) -> None:
     kept = {
         path: os.open(path, os.O_PATH) for path in ["/sys/fs/cgroup", *specification["kept"]] if Path(path).exists()
     }
-    for path, mode in specification["own"].items():
+    for path, mode in specification["mounts"].items():
         Path(path).mkdir(parents=True, exist_ok=True)  # it may lie below one of those before it
         _mount("tmpfs", path, "tmpfs", 0, f"mode={mode}")
     _mount("proc", "/proc", "proc")

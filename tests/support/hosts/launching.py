@@ -17,15 +17,18 @@ from typing import Any
 
 from tests.support.hosts.cluster import Hosts
 from tests.support.runs import DEMO, ROOT, SMALL, records
+from tests.support.warm import warm_python
+from tests.support.warm.launcher import COLD
+from tests.support.warm.server import seen_by_imports
 
 PORT = 29400
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 _LEFT_BY_LIBRARIES = ("/tmp/torchinductor_", "/tmp/torchelastic_")
 """The second is torchrun's own, of empty directories."""
 
 
 _LEARNED = re.compile(r"(train|reward|mismatch|eval)/(?!.*(_ms|_per_sec)$).*")
-"""What a run's metrics say of what it learns; the rest is times, bytes and memory."""
+"""Metrics of learning; the rest is times, bytes and memory."""
 
 
 @dataclass
@@ -36,30 +39,30 @@ class Launch:
         hosts: on which it runs.
         directory: that all hosts see.
         processes: what was started on each.
-        own: directory of runs that each host has for itself; None where runs are in `directory`.
+        own_dir: directory of runs that each host has for itself; None where runs are in `directory`.
     """
 
     hosts: Hosts
     directory: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
-    own: Path | None = None
+    own_dir: Path | None = None
 
     @property
     def run(self) -> Path:
         """The run's directory, on host 0."""
-        return self.directory / "small" if self.own is None else self.run_on(0)
+        return self.directory / "small" if self.own_dir is None else self.run_on(0)
 
     def run_on(self, host: int) -> Path:
         """The run's directory on a host's own disk, as this process finds it."""
-        assert self.own is not None
-        return self.hosts[host].path(self.own) / "small"
+        assert self.own_dir is not None
+        return self.hosts[host].path(self.own_dir) / "small"
 
     def output(self, host: int) -> str:
-        """What a host's launcher has printed so far, both streams."""
+        """Output of a host's launcher so far, both streams."""
         return (self.directory / f"output-{host}").read_text()
 
     def phase(self) -> dict[str, Any]:
-        """What the run is at: `step` and `phase`; empty before it has begun."""
+        """Position of the run: `step` and `phase`; empty before it has begun."""
         try:
             return dict(json.loads((self.run / "phase.json").read_text()))
         except (OSError, ValueError):
@@ -86,53 +89,53 @@ class Launch:
             raise AssertionError(f"still there after {limit_s:g} s:\n{self.outputs()}") from None
 
     def outputs(self) -> str:
-        """What all hosts have printed, for a failed test."""
+        """Output of all hosts, for a failed test."""
         return "\n".join(f"--- host {index}\n{self.output(index)[-3000:]}" for index in range(len(self.hosts)))
 
-    def pids(self, host: int, words: str, limit_s: float = 10.0) -> list[int]:
+    def pids(self, host: int, words: str, limit_s: float = LIMIT_S) -> list[int]:
         """Processes of a host whose command holds some words, as the host counts them."""
         deadline = time.monotonic() + limit_s
-        while not (found := [each.pid for each in self.hosts[host].processes() if words in each.command]):
+        while not (results := [process.pid for process in self.hosts[host].processes() if words in process.command]):
             assert time.monotonic() < deadline, self.hosts[host].processes()
             time.sleep(0.05)
-        return found
+        return results
 
     def logs_to(self, host: int, log: str) -> bool:
-        """Whether a process of a host writes the log of a rank."""
+        """True if a process of a host writes the log of a rank."""
         return bool(self.writers(host, log))
 
     def kill_rank(self, host: int, log: str) -> None:
         """Kill the processes of a host that write the log of a rank."""
-        for pid in (found := self.writers(host, log)):
+        for pid in (results := self.writers(host, log)):
             self.hosts[host].run(["kill", "-KILL", str(pid)])
-        assert found
+        assert results
 
     def writers(self, host: int, log: str) -> list[int]:
         """Processes of a host that write the log of a rank, as the host counts them."""
-        found, processes = [], self.hosts[host].path("/proc")
-        for each in self.hosts[host].processes():
+        results, processes = [], self.hosts[host].path("/proc")
+        for process in self.hosts[host].processes():
             with contextlib.suppress(OSError):
-                if (processes / str(each.pid) / "fd/1").readlink().name == f"{log}.log":
-                    found.append(each.pid)
-        return found
+                if (processes / str(process.pid) / "fd/1").readlink().name == f"{log}.log":
+                    results.append(process.pid)
+        return results
 
-    def left(self, limit_s: float = 10.0) -> list[str]:
-        """What is left on the hosts that are up, once nothing more goes."""
+    def left(self, limit_s: float = 120.0) -> list[str]:
+        """Processes and files left on the hosts that are up, once nothing more goes."""
         deadline = time.monotonic() + limit_s
-        while (found := self._left()) and time.monotonic() < deadline:
+        while (results := self._left()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return found
+        return results
 
     @property
     def _may_stay(self) -> tuple[str, ...]:
-        return (*_LEFT_BY_LIBRARIES, *([f"{self.own}/"] if self.own is not None else []))
+        return (*_LEFT_BY_LIBRARIES, *([f"{self.own_dir}/"] if self.own_dir is not None else []))
 
     def _left(self) -> list[str]:
         return [
-            f"{host.name}: {each}"
+            f"{host.name}: {item}"
             for host in self.hosts
             if host.is_up
-            for each in (
+            for item in (
                 *(process.command for process in host.processes()),
                 *(path for path in map(str, host.left_files()) if not path.startswith(self._may_stay)),
             )
@@ -145,13 +148,14 @@ def small_run(directory: Path, *overrides: str) -> list[str]:
 
 
 def environment(directory: Path, **changes: str) -> dict[str, str]:
-    """What a user's shell on a host has: no more than the environment's programs, and the run's token."""
+    """Environment of a user's shell on a host: no more than the environment's programs, and the run's token."""
     token = directory / "token"
     if not token.exists():
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    given = {"PATH": path, "HOME": str(directory), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    given = {"PATH": path, "HOME": str(directory), "PYTHONPATH": str(ROOT)}
+    given |= seen_by_imports("driver", dict(os.environ))
     return given | {"HYBRIDFLOW_TOKEN_FILE": str(token)} | changes
 
 
@@ -193,32 +197,35 @@ def agent_command(
     role: str | None = None,
     restarts: int = 0,
     spares: int = 0,
+    python: str | None = None,
 ) -> list[str]:
-    """`hybridflow agent` as a launcher runs it on a host."""
+    """`hybridflow agent` as a launcher runs it on a host, by an interpreter or by that of `tests.support.warm`."""
     options = ["--host", str(index), "--hosts", str(hosts), "--head", head, "--cpu-slots", str(slots)]
     options += ["--role", role] if role is not None else []
     options += ["--max-restarts", str(restarts)] if restarts else []
     options += ["--spares", str(spares)] if spares else []
-    return [sys.executable, "-m", "hybridflow", "agent", *options, "train", *words]
+    return [python or warm_python(), "-m", "hybridflow", "agent", *options, "train", *words]
 
 
-def start_agents(hosts: Hosts, directory: Path, *overrides: str, own: Path | None = None) -> Launch:
+def start_agents(hosts: Hosts, directory: Path, *overrides: str, own_dir: Path | None = None, cold: str = "") -> Launch:
     """Start an agent on every host, of the small run with some settings.
 
     Args:
         hosts: all of them.
         directory: that all see.
         overrides: settings.
-        own: directory of runs that each host has for itself; `directory` if None.
+        own_dir: directory of runs that each host has for itself; `directory` if None.
+        cold: kind of process of `tests.support.warm` that is not forked, and so a child of the one that starts it.
     """
-    words = small_run(own or directory, *overrides)
-    launch = start(hosts, directory, lambda index: agent_command(index, len(hosts), *words))
-    launch.own = own
+    words = small_run(own_dir or directory, *overrides)
+    given = environment(directory, **{COLD: cold})
+    launch = start(hosts, directory, lambda index: agent_command(index, len(hosts), *words), lambda _: given)
+    launch.own_dir = own_dir
     return launch
 
 
 def learned(directory: Path) -> list[dict[str, float]]:
-    """Of every record of a run, what it learned."""
+    """Metrics of learning of every record of a run."""
     return [
         {name: value for name, value in record.items() if _LEARNED.fullmatch(name)}
         for record in records(directory, "train", "warmup", "eval")

@@ -18,8 +18,8 @@ from typing import IO
 
 from tests.support.hosts.init import Specification
 
-START_S = 10.0
-END_S = 10.0
+START_S = 120.0
+END_S = 120.0
 Output = int | IO[str] | IO[bytes] | None
 
 
@@ -72,7 +72,7 @@ class Namespaces:
         return self._holder.poll() is None
 
     def path(self, path: str | Path) -> Path:
-        """Where this process finds a path of the namespaces."""
+        """Path of a file of the namespaces for this process."""
         return Path(f"/proc/{self.pid}/root") / str(path).lstrip("/")
 
     def start(
@@ -123,7 +123,7 @@ class Namespaces:
         self,
         command: Sequence[str | Path],
         *,
-        timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
         input: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path = "/",

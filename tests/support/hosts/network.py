@@ -10,12 +10,12 @@ PREFIX = {"10.77.0.": 24, "192.168.77.": 24, "fd77::": 64}
 
 
 def cluster_address(index: int, *, ipv6: bool) -> str:
-    """Of a host on `eth0`."""
+    """Prefix of a host's address on `eth0`."""
     return f"fd77::{10 + index}" if ipv6 else f"10.77.0.{10 + index}"
 
 
 def dead_end_address(index: int) -> str:
-    """Of a host on `eth1`: that of one network, and yet no other host is reached there."""
+    """Prefix of a host's address on `eth1`: that of one network, and yet no other host is reached there."""
     return f"192.168.77.{10 + index}"
 
 
@@ -23,7 +23,7 @@ class Switch(Namespaces):
     """Plugs hosts in, and disturbs what goes through. A host is named by its name, as is its port."""
 
     def __init__(self) -> None:
-        super().__init__({"name": "switch", "own": {"/run": "755"}, "kept": [], "etc_hosts": ""})
+        super().__init__({"name": "switch", "mounts": {"/run": "755"}, "kept": [], "etc_hosts": ""})
 
     def connect(self, hosts: Sequence[tuple[Namespaces, str]], *, dead_end: bool) -> None:
         """Give each host its `eth0` with an address, and an `eth1` that leads nowhere if `dead_end`."""

@@ -11,7 +11,7 @@ from tests.support.hosts.host import Host
 from tests.support.hosts.namespaces import HostsUnavailable
 
 DIRECTORY = Path("/run/slurm-of-tests")
-READY_S = 30.0
+READY_S = 120.0
 SLOTS = 64
 """CPUs that each node claims to have, so that tasks of a test do not wait for one another."""
 
@@ -46,7 +46,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def start(hosts: Sequence[Host]) -> None:
     """See `Hosts.start_slurm`."""
     missing = [
-        each for each in ("slurmctld", "slurmd", "srun") if shutil.which(each, path="/usr/sbin:/usr/bin") is None
+        item for item in ("slurmctld", "slurmd", "srun") if shutil.which(item, path="/usr/sbin:/usr/bin") is None
     ]
     if missing:
         raise HostsUnavailable(f"{missing[0]} is not installed (Debian: slurm-wlm)")

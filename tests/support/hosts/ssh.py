@@ -12,7 +12,7 @@ from tests.support.hosts.namespaces import HostsUnavailable
 
 SSHD = "/usr/sbin/sshd"
 DIRECTORY = Path("/run/ssh-of-tests")
-READY_S = 10.0
+READY_S = 120.0
 
 SERVER = """
 Port 22
@@ -69,7 +69,7 @@ def start(hosts: Sequence[Host]) -> Path:
         host.serve([SSHD, "-D", "-e", "-f", str(DIRECTORY / "sshd_config")], DIRECTORY, Path("/run/sshd"))
     deadline = time.monotonic() + READY_S
     for host in hosts:
-        while not any(each.port == 22 for each in host.sockets()):
+        while not any(socket.port == 22 for socket in host.sockets()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{host.name}: sshd does not listen: {host.path('/run/sshd.log').read_text()}")
             time.sleep(0.01)

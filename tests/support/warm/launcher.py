@@ -11,17 +11,20 @@ import os
 import sys
 
 FORWARDED = (1, 2, 3, 10, 12, 15)  # SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM
+COLD = "WARM_PYTHON_COLD"  # environment variable: a kind of process that the interpreter itself runs
 LOST = 99  # exit code where the server is gone; of descriptors none is left to say so
 AGENTS = ("/ray/dashboard/", "/ray/_private/runtime_env/agent/")
 
 
 def kind_of(arguments: list[str]) -> str | None:
     """Return which process of the server has imported what these arguments run, or None if none has."""
-    if not arguments or any(name in word for word in arguments for name in AGENTS):
+    if not arguments:
         return None
+    if any(name in word for word in arguments for name in AGENTS):
+        return "head"
     if arguments[:3] == ["-P", "-m", "engine3d.rollout.host.program"]:
         return "host"
-    if arguments[0] == "-P" and arguments[1].endswith("/hybridflow/cluster/runtime/ray_node.py"):
+    if arguments[0] == "-P" and arguments[1].endswith("/hybridflow/cluster/ray/ray_node.py"):
         return "head"
     if any(word.endswith("/ray/_private/workers/default_worker.py") for word in arguments):
         return "rank"
@@ -73,7 +76,7 @@ def ask(
 def main(arguments: list[str]) -> None:
     interpreter = sys.executable
     kind = kind_of(arguments)
-    if kind is None:
+    if kind is None or kind == os.environ.get(COLD):
         os.execv(interpreter, [interpreter, *arguments])
     descriptors = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
+import itertools
 import json
 import os
+import platform
 import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -26,6 +30,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine3d.startup import leave_out
 from engine3d.startup.imports import quick_imports
 
 _READ_ON_IMPORT = (
@@ -42,43 +47,76 @@ _READ_LATER = (
     "TORCH_FR_DUMP_TEMP_FILE",  # at the end of an operation; it is in the directory of each run
 )
 _OF_RAY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set by drivers. Hosts have it of the rank that starts them."""
+"""Set by drivers, unless Ray is on several hosts. Hosts have it of the rank that starts them."""
 _MOST_DESCRIPTORS = 64
 _OUT_OF_THE_WAY = 1000
 _FOUND_HERE = [entry for entry in sys.path if entry]
 
+
+_PROCESSES = os.open("/proc/self/ns/pid", os.O_RDONLY)
+"""Namespace of this server's processes."""
+_NUMBERS = itertools.count()
+_IDS_OF_RAY = 32
+"""Random ids of Ray that a process may draw before the next one's begin."""
 
 _MODULES = {
     "driver": (
         *("transformers", "hybridflow.api.ppo_trainer", "hybridflow.cli.main"),
         *("hybridflow.planning.checks.recipe", "hybridflow.trainer.run"),
     ),
-    "head": ("ray._private.node",),
+    "head": ("ray.scripts.scripts", "ray.dashboard.agent", "ray._private.runtime_env.agent.runtime_env_agent"),
     # Not Ray, whose library reads its environment once, nor what imports it.
     "rank": (
-        *("transformers", "jsonschema", "requests", "yaml", "engine3d.checkpoint.save", "engine3d.models.build"),
+        *("transformers", "jsonschema", "requests", "yaml"),
+        *("engine3d.checkpoint.writing.save", "engine3d.models.build"),
         *("engine3d.models.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
         *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
         "hybridflow.workers.rank_process",
     ),
     "test_rank": ("tests.support.preloaded",),
-    "host": ("transformers", "sglang.srt.entrypoints.engine", "engine3d.rollout.scheduler.plugin"),
+    "host": (
+        *("transformers", "sglang.srt.entrypoints.engine", "engine3d.rollout.scheduler.plugin"),
+        *("sglang.srt.model_executor.model_runner", "engine3d.rollout.host.client_connection"),
+        *("engine3d.rollout.host.messages", "engine3d.rollout.host.log"),
+    ),
 }
 
 
+_LEFT_OUT = ("ray.serve", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
+"""Modules that Ray's command of a run does without, and whose imports take longest."""
 _NOT_IN_A_HOST = ("ray", "sglang.srt.models.registry")
 """Modules whose imports read variables in which hosts differ."""
 
 
 def _import(kind: str) -> None:
+    if kind == "host":
+        leave_out("megatron.core")  # as the plugin does
+    left_out = _LEFT_OUT if kind == "head" else ()
+    sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]  # None: an import raises
     with quick_imports():
         for name in _MODULES[kind]:
             importlib.import_module(name)
+    for name in left_out:  # its own processes leave out more
+        del sys.modules[name]
+    if kind == "host":
+        _hook_methods_once()
+
+
+def _hook_methods_once() -> None:
+    """Spare engines the search of all modules for names of the methods that they hook, which none has."""
+    from sglang.srt.plugins import hook_registry
+
+    propagate = hook_registry._propagate_patch
+
+    def of_functions(original: object, wrapped: object, source: object) -> int:
+        return 0 if isinstance(source, type) else propagate(original, wrapped, source)
+
+    hook_registry._propagate_patch = of_functions
 
 
 def seen_by_imports(kind: str, environment: dict[str, str]) -> dict[str, str]:
     """The variables by which imports, and libraries once loaded, differ."""
-    ignored = (*_READ_LATER, _OF_RAY) if kind in ("driver", "host") else _READ_LATER
+    ignored = (*_READ_LATER, _OF_RAY) if kind in ("driver", "head", "host") else _READ_LATER
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT) and name not in ignored
     }
@@ -99,13 +137,35 @@ class _Forked:
         self.request: dict[str, Any] = json.loads(data)
 
     def fork(self, executable: str) -> None:
-        """Fork the process; `process` and the descriptor `ended` are its."""
-        self.process = os.fork()
+        """Fork the process; `process` and the descriptor `ended` are its.
+
+        A launcher on a host of `tests.support.hosts` has it forked there.
+
+        Raises:
+            OSError: the host has ended.
+        """
+        host = _host_of(self.connection)
+        self.request["number"] = next(_NUMBERS)
+        if host is None:
+            self.process = os.fork()
+        else:
+            os.setns(host, os.CLONE_NEWPID)  # which is for children alone
+            self.process = -1
+            try:
+                self.process = os.fork()
+            finally:
+                if self.process:
+                    os.setns(_PROCESSES, os.CLONE_NEWPID)
         if self.process == 0:
+            if host is not None:
+                os.setns(host, os.CLONE_NEWNS | os.CLONE_NEWUTS | os.CLONE_NEWIPC | os.CLONE_NEWNET)
+                platform._uname_cache = None  # type: ignore[attr-defined]
             _run(self.request, self.received, executable)
+        if host is not None:
+            os.close(host)
         self._close_received()
         self.ended = os.pidfd_open(self.process)
-        self._answer(self.process)
+        self._answer(_pid_inside(self.process))
 
     def refuse(self) -> None:
         """Make the launcher run the interpreter instead."""
@@ -135,6 +195,24 @@ class _Forked:
     def _close_received(self) -> None:
         for descriptor in self.received:
             os.close(descriptor)
+
+
+def _host_of(connection: socket.socket) -> int | None:
+    """Descriptor of the process that has connected, where its namespaces are not this server's."""
+    size = struct.calcsize("3i")
+    process, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if Path(f"/proc/{process}/ns/pid").stat().st_ino == os.fstat(_PROCESSES).st_ino:
+        return None
+    return os.pidfd_open(process)
+
+
+def _pid_inside(process: int) -> int:
+    """Return the pid of a process as its own namespace counts, which may have ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return process
 
 
 def main(kind: str, executable: str) -> None:
@@ -172,6 +250,7 @@ def main(kind: str, executable: str) -> None:
         environment = seen_by_imports(kind, one.request["environment"])
         if imported is None:
             imported = environment
+            os.environ.clear()
             os.environ |= one.request["environment"]
             _import(kind)
             if early := [name for name in _NOT_IN_A_HOST if kind == "host" and name in sys.modules]:
@@ -188,7 +267,11 @@ def main(kind: str, executable: str) -> None:
                 log.write(f"{kind}: {json.dumps(differing)}\n")
             one.refuse()
             continue
-        one.fork(executable)
+        try:
+            one.fork(executable)
+        except OSError:  # its launcher is gone, and the host with it
+            one.refuse()
+            continue
         connected[connection.fileno()] = running[one.ended] = one
         poll.register(connection, select.POLLIN)
         poll.register(one.ended, select.POLLIN)
@@ -237,12 +320,18 @@ def _prepare(request: dict[str, Any], received: list[int], executable: str) -> N
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    if "psutil" in sys.modules:
+        _know_parent(sys.modules["psutil"].Process)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "ray._private.ray_constants" in sys.modules:  # has read it
+        sys.modules["ray._private.ray_constants"].ENABLE_RAY_CLUSTER = os.environ.get(_OF_RAY, "1") == "1"  # type: ignore[attr-defined]
     if "ray._raylet" in sys.modules:
-        from hybridflow.cluster.runtime.private_ray import forget_token
+        from hybridflow.cluster.ray.ray_session import forget_token
 
         forget_token()  # which reads the environment again
+        for _ in range(request["number"] * _IDS_OF_RAY):  # forked processes would draw the same
+            sys.modules["ray"].NodeID.from_random()
 
 
 def _parent(launcher: int) -> int:
@@ -253,7 +342,23 @@ def _parent(launcher: int) -> int:
         return 1
 
 
+def _know_parent(kind: Any) -> None:
+    """Make psutil return what `os.getppid` does: agents of Ray end where that is not their raylet."""
+    of_others = kind.ppid
+
+    @functools.wraps(of_others)  # and what psutil keeps beside it
+    def parent(process: Any) -> int:
+        return os.getppid() if process.pid == os.getpid() else int(of_others(process))
+
+    kind.ppid = parent
+
+
 def _execute(words: list[str]) -> None:
+    if words[0].endswith("setup_worker.py"):  # which would run the next script in an environment of its own
+        given_by_ray = "--serialized-runtime-env-context="
+        [context] = [word.removeprefix(given_by_ray) for word in words if word.startswith(given_by_ray)]
+        os.environ |= json.loads(context).get("env_vars", {})
+        words = [word for word in words[1:] if not word.startswith((given_by_ray, "--language"))]
     safe = os.environ.get("PYTHONSAFEPATH", "") != ""
     while words[0] in ("-P", "-u"):
         safe, words = safe or words[0] == "-P", words[1:]
@@ -265,10 +370,6 @@ def _execute(words: list[str]) -> None:
             sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
-    if words[0].endswith("setup_worker.py"):  # which would run the next script in an environment of its own
-        words = [
-            word for word in words[1:] if not word.startswith(("--serialized-runtime-env-context={}", "--language"))
-        ]
     sys.argv = words
     if not safe:
         sys.path.insert(0, str(Path(words[0]).resolve().parent))

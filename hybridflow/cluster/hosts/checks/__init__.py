@@ -1,1 +1,1 @@
-"""What hosts are, and what is wrong with a set of them before a run."""
+"""Facts of hosts, and refusals of a set of them before a run."""

@@ -1,4 +1,4 @@
-"""What is wrong with a set of hosts, from what each says of itself: a pure function of facts."""
+"""Comparison of hosts: refusals and warnings as a pure function of their facts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
-from engine3d.errors import amount
+from engine3d.errors import UserError, amount
 from hybridflow.cluster.devices.gpu_availability import IDLE_BYTES
 from hybridflow.cluster.hosts.checks.facts import Gpu, HostFacts, Space
 from hybridflow.cluster.hosts.description import Host, listed
@@ -20,7 +20,7 @@ CLOCK_WARN_S = 2.0
 CLOCK_REFUSE_S = 30.0
 """Times of files on a shared disk, and leases by the clock, are no longer to be trusted."""
 PROCESS_BYTES = 10**9
-"""Of a GPU's memory, that another process may hold: a display, a monitor."""
+"""Memory of a GPU that another process may hold: a display, a monitor."""
 _TEMPORARY_BYTES = 10**9
 _MUST_AGREE = ("hybridflow", "torch", "megatron-core", "transformer-engine", "sglang", "ray", "nvidia-nccl-cu13")
 _SHOULD_AGREE = ("numpy", "safetensors")
@@ -46,7 +46,7 @@ class ClockDifference:
 
     @classmethod
     def measured(cls, asked_s: float, told_s: float, answered_s: float) -> ClockDifference:
-        """Of a clock that was read between two readings of this host's.
+        """Difference of a clock that was read between two readings of this host's.
 
         Args:
             asked_s: by this host's clock, before.
@@ -57,28 +57,28 @@ class ClockDifference:
 
     @property
     def least_s(self) -> float:
-        """That it is apart in any case."""
+        """Least possible difference."""
         return max(0.0, abs(self.seconds) - self.uncertainty_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of one host.
+    """Report of one host.
 
     Args:
         host: in the launch.
-        facts: that it told.
+        properties: facts of it.
         clock: against host 0's; None for host 0.
     """
 
     host: Host
-    facts: HostFacts
+    properties: HostFacts
     clock: ClockDifference | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run needs of its hosts.
+    """Needs of a run on its hosts.
 
     Args:
         gpus: whether it uses any.
@@ -86,7 +86,6 @@ class Needs:
         run_dir_bytes: free, where the run's directory is.
         open_files: of each process.
         shared_memory_bytes: of /dev/shm.
-        ports: that have to be free on every host; 0 where any port will do.
         locks_memory: whether the network's devices read memory by themselves (InfiniBand, RoCE, EFA).
     """
 
@@ -95,7 +94,6 @@ class Needs:
     run_dir_bytes: int = 10**9
     open_files: int = 1024
     shared_memory_bytes: int = 512 * 2**20
-    ports: int = 0
     locks_memory: bool = False
 
 
@@ -133,7 +131,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What comes of it.
+    """Result of a comparison.
 
     Args:
         findings: what is wrong, refusals first.
@@ -145,18 +143,18 @@ class Comparison:
 
     @property
     def refusals(self) -> tuple[Finding, ...]:
-        """For which a run is not started."""
-        return tuple(each for each in self.findings if each.severity == "refuse")
+        """Findings for which a run is not started."""
+        return tuple(finding for finding in self.findings if finding.severity == "refuse")
 
     @property
     def may_pass(self) -> bool:
-        """Whether nothing is refused but GPUs in use, whose memory may belong to a run that has just ended."""
-        return bool(self.refusals) and all(each.what == _BUSY for each in self.refusals)
+        """True if nothing is refused but GPUs in use, whose memory may belong to a run that has just ended."""
+        return bool(self.refusals) and all(refusal.what == _BUSY for refusal in self.refusals)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """For which it is."""
-        return tuple(each for each in self.findings if each.severity == "warn")
+        """Findings for which it is started."""
+        return tuple(finding for finding in self.findings if finding.severity == "warn")
 
 
 def compare(reports: Sequence[Report], needs: Needs | None = None) -> Comparison:
@@ -168,16 +166,32 @@ def compare(reports: Sequence[Report], needs: Needs | None = None) -> Comparison
     """
     hosts = _Hosts(reports)
     needs = needs or Needs()
-    found = [
+    findings = [
         *_software(hosts),
         *_clocks(hosts),
         *_limits(hosts, needs),
         *_directories(hosts, needs),
-        *_networks(hosts, needs),
+        *_names(hosts),
         *(_gpus(hosts, needs) if needs.gpus else ()),
     ]
-    ordered = sorted(found, key=lambda finding: finding.severity != "refuse")
+    ordered = sorted(findings, key=lambda finding: finding.severity != "refuse")
     return Comparison(tuple(ordered), _table(hosts))
+
+
+def check_software(reports: Sequence[Report], ports: int = 0) -> None:
+    """Refuse hosts that differ in what has to agree before Ray starts.
+
+    Args:
+        reports: of all hosts, host 0 first.
+        ports: of a range, that have to be free on each.
+
+    Raises:
+        UserError: a line for each difference.
+    """
+    hosts = _Hosts(reports)
+    refusals = [findings for findings in (*_software(hosts), *_ports(hosts, ports)) if findings.severity == "refuse"]
+    if refusals:
+        raise UserError("\n".join(f"hosts: {findings}" for findings in refusals))
 
 
 @dataclass(frozen=True)
@@ -188,10 +202,10 @@ class _Hosts:
     names: dict[int, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        told = [each.host.name for each in self.reports]
+        host_names = [report.host.name for report in self.reports]
         names = {
-            each.host.index: str(each.host) if told.count(each.host.name) > 1 else each.host.name
-            for each in self.reports
+            report.host.index: str(report.host) if host_names.count(report.host.name) > 1 else report.host.name
+            for report in self.reports
         }
         object.__setattr__(self, "names", names)
 
@@ -200,24 +214,24 @@ class _Hosts:
 
     def by[T](self, value: Callable[[Report], T]) -> dict[T, tuple[str, ...]]:
         """Names by value, the most frequent one first."""
-        found: dict[T, list[str]] = {}
+        names: dict[T, list[str]] = {}
         for report in self.reports:
-            found.setdefault(value(report), []).append(self.name(report))
-        return {each: tuple(names) for each, names in sorted(found.items(), key=lambda each: -len(each[1]))}
+            names.setdefault(value(report), []).append(self.name(report))
+        return {key: tuple(names[key]) for key in sorted(names, key=lambda key: -len(names[key]))}
 
     def differ(self, severity: Severity, what: str, value: Callable[[Report], str | None]) -> Iterator[Finding]:
         """A finding where those that know a value do not have the same."""
-        known = {each: names for each, names in self.by(value).items() if each is not None}
+        known = {distinct: names for distinct, names in self.by(value).items() if distinct is not None}
         if len(known) > 1:
-            yield Finding(severity, what, tuple((str(each), names) for each, names in known.items()))
+            yield Finding(severity, what, tuple((str(distinct), names) for distinct, names in known.items()))
 
     def lack(
         self, severity: Severity, what: str, value: Callable[[Report], str | None], expected: str
     ) -> Iterator[Finding]:
         """A finding where hosts have a value that is wrong by itself; None for one that is right."""
-        wrong = {each: names for each, names in self.by(value).items() if each is not None}
+        wrong = {distinct: names for distinct, names in self.by(value).items() if distinct is not None}
         if wrong:
-            yield Finding(severity, what, tuple((str(each), names) for each, names in wrong.items()), expected)
+            yield Finding(severity, what, tuple((str(distinct), names) for distinct, names in wrong.items()), expected)
 
 
 def _software(hosts: _Hosts) -> Iterator[Finding]:
@@ -225,20 +239,24 @@ def _software(hosts: _Hosts) -> Iterator[Finding]:
         yield from hosts.differ("refuse", name, _version(name))
     for name in _SHOULD_AGREE:
         yield from hosts.differ("warn", name, _version(name))
-    minors = list(hosts.differ("refuse", "CPython", lambda each: _minor(each.facts.python)))
-    yield from minors or hosts.differ("warn", "CPython", lambda each: each.facts.python or None)
-    codes = {each.facts.code for each in hosts.reports} - {None}
+    minors = list(hosts.differ("refuse", "CPython", lambda report: _minor(report.properties.python)))
+    yield from minors or hosts.differ("warn", "CPython", lambda report: report.properties.python or None)
+    codes = {report.properties.code for report in hosts.reports} - {None}
     if len(codes) > 1:
         yield from hosts.differ("refuse", "code of hybridflow", _code)
     else:
-        yield from hosts.differ("warn", "commit", lambda each: each.facts.commit and each.facts.commit[:_SHORT_HASH])
-    yield from hosts.differ("refuse", "recipe", lambda each: each.facts.recipe and each.facts.recipe[:_SHORT_HASH])
-    yield from hosts.differ("warn", "NVIDIA driver", lambda each: each.facts.driver)
+        yield from hosts.differ(
+            "warn", "commit", lambda report: report.properties.commit and report.properties.commit[:_SHORT_HASH]
+        )
+    yield from hosts.differ(
+        "refuse", "recipe", lambda report: report.properties.recipe and report.properties.recipe[:_SHORT_HASH]
+    )
+    yield from hosts.differ("warn", "NVIDIA driver", lambda report: report.properties.driver)
 
 
 def _version(name: str) -> Callable[[Report], str | None]:
     def version(report: Report) -> str | None:
-        versions = report.facts.versions
+        versions = report.properties.versions
         return (versions[name] or _NOTHING) if name in versions else None
 
     return version
@@ -250,13 +268,13 @@ def _minor(python: str) -> str | None:
 
 def _code(report: Report) -> str | None:
     """The text of the packages, called by the commit where that says all."""
-    facts = report.facts
-    if facts.code is None:
+    properties = report.properties
+    if properties.code is None:
         return None
-    text = f"text {facts.code[:_SHORT_HASH]}"
-    if facts.commit is None:
+    text = f"text {properties.code[:_SHORT_HASH]}"
+    if properties.commit is None:
         return text
-    return f"commit {facts.commit[:_SHORT_HASH]}{' with changes' if facts.dirty else ''} ({text})"
+    return f"commit {properties.commit[:_SHORT_HASH]}{' with changes' if properties.dirty else ''} ({text})"
 
 
 def _clocks(hosts: _Hosts) -> Iterator[Finding]:
@@ -277,7 +295,7 @@ def _clocks(hosts: _Hosts) -> Iterator[Finding]:
 def _limits(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
     def hard(name: str, least: float) -> Callable[[Report], str | None]:
         def value(report: Report) -> str | None:
-            limit = report.facts.limits.get(name)
+            limit = report.properties.limits.get(name)
             return None if limit is None or limit.hard is None or limit.hard >= least else f"{limit.hard:,}"
 
         return value
@@ -295,15 +313,15 @@ def _limits(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
 
 
 def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    def room(value: Callable[[HostFacts], Space | None], least: int) -> Callable[[Report], str | None]:
+    def space_below(value: Callable[[HostFacts], Space | None], least: int) -> Callable[[Report], str | None]:
         def lacking(report: Report) -> str | None:
-            space = value(report.facts)
+            space = value(report.properties)
             return None if space is None or space.free_bytes >= least else f"{amount(space.free_bytes, 1)} free"
 
         return lacking
 
     def small(report: Report) -> str | None:
-        space = report.facts.shared_memory
+        space = report.properties.shared_memory
         return None if space is None or space.total_bytes >= needs.shared_memory_bytes else amount(space.total_bytes, 1)
 
     yield from hosts.lack(
@@ -315,10 +333,10 @@ def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
     yield from hosts.lack(
         "refuse",
         "run_dir",
-        room(lambda facts: facts.run_dir_space, needs.run_dir_bytes),
+        space_below(lambda properties: properties.run_dir_space, needs.run_dir_bytes),
         f"at least {amount(needs.run_dir_bytes, 1)}",
     )
-    head = hosts.reports[0].facts
+    head = hosts.reports[0].properties
     theirs = f" (host 0 has {head.run_dir_file_system})" if head.run_dir_file_system else ""
     yield from hosts.lack(
         "warn",
@@ -330,50 +348,50 @@ def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
     yield from hosts.lack(
         "warn",
         "temporary directory",
-        room(lambda facts: facts.temporary, _TEMPORARY_BYTES),
+        space_below(lambda properties: properties.temporary, _TEMPORARY_BYTES),
         f"at least {amount(_TEMPORARY_BYTES, 1)} (TMPDIR names another)",
     )
 
 
 def _unshared(report: Report) -> str | None:
-    facts = report.facts
-    if facts.sees_mark is not False:
+    properties = report.properties
+    if properties.sees_mark is not False:
         return None
-    return f"another directory at {facts.run_dir}" + (
-        f" ({facts.run_dir_file_system})" if facts.run_dir_file_system else ""
+    return f"another directory at {properties.run_dir}" + (
+        f" ({properties.run_dir_file_system})" if properties.run_dir_file_system else ""
     )
 
 
-def _networks(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
+def _names(hosts: _Hosts) -> Iterator[Finding]:
     def unknown(report: Report) -> str | None:
-        names = sorted(name for name, addresses in report.facts.resolved.items() if not addresses)
+        names = sorted(name for name, addresses in report.properties.resolved.items() if not addresses)
         return f"{', '.join(names)} not resolved" if names else None
-
-    def taken(report: Report) -> str | None:
-        free = report.facts.free_ports
-        return None if free is None or free >= needs.ports else f"{free} free"
 
     known = "every host to know its own name and host 0's (/etc/hosts, DNS)"
     yield from hosts.lack("warn", "host names", unknown, known)
-    if len(hosts.reports) > 1:
-        yield from hosts.lack(
-            "refuse",
-            "C compiler",
-            lambda report: None if report.facts.compiler else "none",
-            "cc, gcc or clang: what has Ray listen at the cluster's address alone is compiled when a launch begins",
-        )
-    if needs.ports:
-        yield from hosts.lack("refuse", "network.ports", taken, f"at least {needs.ports}")
+
+
+def _ports(hosts: _Hosts, least: int) -> Iterator[Finding]:
+    def taken(report: Report) -> str | None:
+        free = report.properties.free_ports
+        return None if free is None or free >= least else f"{free} free"
+
+    yield from hosts.lack("refuse", "network.ports", taken, f"at least {least}")
 
 
 def _gpus(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    roles = sorted({each.host.role or "" for each in hosts.reports})
+    roles = sorted({report.host.role or "" for report in hosts.reports})
     for role in roles:
-        inside = _Hosts([each for each in hosts.reports if (each.host.role or "") == role])
+        inside = _Hosts([report for report in hosts.reports if (report.host.role or "") == role])
         of = f" of role {role}" if role else ""
-        yield from inside.differ("refuse", f"GPUs{of}", lambda each: _kinds(each.facts.gpus))
-        yield from inside.differ("warn", f"number of GPUs{of}", lambda each: str(len(each.facts.gpus)))
-    busy = [(hosts.name(each), said) for each in hosts.reports for gpu in each.facts.gpus if (said := _in_use(gpu))]
+        yield from inside.differ("refuse", f"GPUs{of}", lambda report: _kinds(report.properties.gpus))
+        yield from inside.differ("warn", f"number of GPUs{of}", lambda report: str(len(report.properties.gpus)))
+    busy = [
+        (hosts.name(report), said)
+        for report in hosts.reports
+        for gpu in report.properties.gpus
+        if (said := _in_use(gpu))
+    ]
     if busy:
         values = tuple((said, (name,)) for name, said in busy)
         severity: Severity = "warn" if needs.shared_gpus else "refuse"
@@ -387,43 +405,46 @@ def _kinds(gpus: Iterable[Gpu]) -> str | None:
 
 
 def _in_use(gpu: Gpu) -> str | None:
-    """Who uses a GPU, where somebody does."""
-    large = [each for each in gpu.processes if (each.used_bytes or 0) > PROCESS_BYTES]
+    """Users of a GPU; None if there are none."""
+    large = [process for process in gpu.processes if (process.used_bytes or 0) > PROCESS_BYTES]
     if large:
         said = [
-            f"pid {each.pid}{f' {each.name}' if each.name else ''} {amount(each.used_bytes or 0, 1)}" for each in large
+            f"pid {process.pid}{f' {process.name}' if process.name else ''} {amount(process.used_bytes or 0, 1)}"
+            for process in large
         ]
         return f"GPU {gpu.index} ({listed(said)})"
     # Where the driver does not say who, as inside a container, it still says how much.
-    unexplained = gpu.used_bytes - sum(each.used_bytes or 0 for each in gpu.processes)
+    unexplained = gpu.used_bytes - sum(process.used_bytes or 0 for process in gpu.processes)
     return f"GPU {gpu.index} ({amount(gpu.used_bytes, 1)})" if unexplained > IDLE_BYTES else None
 
 
 def _told_version(name: str) -> Callable[[Report], str]:
-    return lambda each: each.facts.versions.get(name) or _NOTHING
+    return lambda report: report.properties.versions.get(name) or _NOTHING
 
 
 _COLUMNS: dict[str, Callable[[Report], str]] = {
-    "role": lambda each: each.host.role or "any",
+    "role": lambda report: report.host.role or "any",
     **{name: _told_version(name) for name in (*_MUST_AGREE, *_SHOULD_AGREE)},
-    "CPython": lambda each: each.facts.python or "?",
-    "kernel": lambda each: each.facts.kernel or "?",
-    "code": lambda each: (each.facts.code or "?")[:_SHORT_HASH],
-    "commit": lambda each: (each.facts.commit or "?")[:_SHORT_HASH] + ("*" if each.facts.dirty else ""),
-    "recipe": lambda each: (each.facts.recipe or "?")[:_SHORT_HASH],
-    "driver": lambda each: each.facts.driver or _NOTHING,
-    "CUDA": lambda each: each.facts.cuda or _NOTHING,
-    "GPUs": lambda each: f"{len(each.facts.gpus)} x {_kinds(each.facts.gpus)}" if each.facts.gpus else _NOTHING,
-    "cores": lambda each: str(each.facts.cores),
-    "memory": lambda each: _rounded(each.facts.memory_bytes),
-    "/dev/shm": lambda each: _total(each.facts.shared_memory),
-    "run_dir": lambda each: _shared(each.facts),
-    "open files": lambda each: _hard(each.facts, "open_files"),
-    "locked memory": lambda each: _hard(each.facts, "locked_memory"),
-    "processes": lambda each: _hard(each.facts, "processes"),
-    "clock": lambda each: _clock(each.clock),
+    "CPython": lambda report: report.properties.python or "?",
+    "kernel": lambda report: report.properties.kernel or "?",
+    "code": lambda report: (report.properties.code or "?")[:_SHORT_HASH],
+    "commit": lambda report: (report.properties.commit or "?")[:_SHORT_HASH] + ("*" if report.properties.dirty else ""),
+    "recipe": lambda report: (report.properties.recipe or "?")[:_SHORT_HASH],
+    "driver": lambda report: report.properties.driver or _NOTHING,
+    "CUDA": lambda report: report.properties.cuda or _NOTHING,
+    "GPUs": lambda report: (
+        f"{len(report.properties.gpus)} x {_kinds(report.properties.gpus)}" if report.properties.gpus else _NOTHING
+    ),
+    "cores": lambda report: str(report.properties.cores),
+    "memory": lambda report: _rounded(report.properties.memory_bytes),
+    "/dev/shm": lambda report: _total(report.properties.shared_memory),
+    "run_dir": lambda report: _shared(report.properties),
+    "open files": lambda report: _hard(report.properties, "open_files"),
+    "locked memory": lambda report: _hard(report.properties, "locked_memory"),
+    "processes": lambda report: _hard(report.properties, "processes"),
+    "clock": lambda report: _clock(report.clock),
 }
-"""Of the table, by title. What differs a little on every host, such as free memory, is in none."""
+"""Columns of the table, by title. A value that differs a little on every host, such as free memory, is in none."""
 
 
 def _table(hosts: _Hosts) -> str:
@@ -435,7 +456,7 @@ def _table(hosts: _Hosts) -> str:
         one = hosts.reports[0]
         said = ", ".join(f"{title} {_COLUMNS[title](one)}" for title in ("torch", "GPUs", "cores", "memory"))
         return f"{_hosts(count)} alike in all {alike} facts: {said}"
-    rows = hosts.by(lambda each: tuple(of(each) for of in differing.values()))
+    rows = hosts.by(lambda report: tuple(of(report) for of in differing.values()))
     lines = [("hosts", *differing), *((ranges(names), *values) for values, names in rows.items())]
     widths = [max(len(line[number]) for line in lines) for number in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -444,17 +465,17 @@ def _table(hosts: _Hosts) -> str:
 
 def ranges(names: Iterable[str]) -> str:
     """Names of hosts, those that follow each other shortened: "host-[0-5,8], login"."""
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    findings: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in names:
         match = re.fullmatch(r"(.*?)(\d{1,9})(\D*)", name)
         before, digits, after = match.groups() if match else (name, "", "")
-        found.setdefault((before, after), []).append((int(digits) if digits else -1, digits))
+        findings.setdefault((before, after), []).append((int(digits) if digits else -1, digits))
     said = []
-    for (before, after), numbers in found.items():
-        runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda each: each[1][0] - each[0])]
+    for (before, after), numbers in findings.items():
+        runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1][0] - pair[0])]
         spans = [_span(run[0][1][1], run[-1][1][1]) for run in runs]
-        whole = len(numbers) == 1
-        said.append(f"{before}{spans[0]}{after}" if whole else f"{before}[{','.join(spans)}]{after}")
+        is_single = len(numbers) == 1
+        said.append(f"{before}{spans[0]}{after}" if is_single else f"{before}[{','.join(spans)}]{after}")
     return ", ".join(said)
 
 
@@ -466,19 +487,19 @@ def _hosts(count: int) -> str:
     return "1 host" if count == 1 else f"{count} hosts"
 
 
-def _shared(facts: HostFacts) -> str:
-    """Which directory `run_dir` is."""
-    kind = facts.run_dir_file_system or "?"
-    return f"{kind}, another" if facts.sees_mark is False else kind
+def _shared(properties: HostFacts) -> str:
+    """Directory at `run_dir`."""
+    kind = properties.run_dir_file_system or "?"
+    return f"{kind}, another" if properties.sees_mark is False else kind
 
 
-def _hard(facts: HostFacts, name: str) -> str:
-    limit = facts.limits.get(name)
+def _hard(properties: HostFacts, name: str) -> str:
+    limit = properties.limits.get(name)
     return "?" if limit is None else "unlimited" if limit.hard is None else str(limit.hard)
 
 
 def _clock(clock: ClockDifference | None) -> str:
-    """What a clock is apart, where that is too much."""
+    """Difference of a clock, if it is too large."""
     return f"{clock.seconds:+.1f} s" if clock is not None and clock.least_s > CLOCK_WARN_S else "right"
 
 

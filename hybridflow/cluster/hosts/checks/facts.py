@@ -1,4 +1,4 @@
-"""What one host says of itself before a run: versions, devices, room, limits, names. Nothing heavy is imported."""
+"""Facts of one host before a run: versions, devices, room, limits, names. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ import psutil
 
 from engine3d.errors import UserError
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
-from hybridflow.cluster.hosts.network.interfaces import all_interfaces
 from hybridflow.cluster.hosts.network.network_settings import PortRange
-from hybridflow.cluster.hosts.network.own_address import compiler
 
 DISTRIBUTIONS = (
     "hybridflow",
@@ -40,7 +38,7 @@ DISTRIBUTIONS = (
     "numpy",
     "safetensors",
 )
-"""Whose versions are told."""
+"""Distributions whose versions are compared."""
 _CODE = ("hybridflow", "engine3d")
 _ROOT = Path(__file__).parents[4]
 _GIT_S = 5.0
@@ -111,7 +109,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What one host says of itself. A value that could not be found is None or empty, and is compared with nothing.
+    """Facts of one host. A value that is not known is None or empty, and is compared with nothing.
 
     Args:
         name: host name.
@@ -127,7 +125,6 @@ class HostFacts:
         gpus: those that CUDA_VISIBLE_DEVICES leaves.
         cores: that this process may use.
         memory_bytes: of this host, or of its container.
-        available_bytes: of it, that are not in use.
         shared_memory: of /dev/shm.
         run_dir: the directory of runs, or its nearest parent that is there.
         run_dir_space: of its file system.
@@ -136,10 +133,7 @@ class HostFacts:
         temporary: of the directory of temporary files.
         limits: open_files, locked_memory (bytes) and processes.
         resolved: addresses of this host's name and of host 0's; none for a name that does not resolve.
-        interfaces: addresses of each network interface.
         free_ports: ports of the range that are free here, of the first 256; None if there is no range.
-        compiler: whether there is one for C.
-        time_s: wall clock of this host, in seconds since 1970.
     """
 
     name: str = ""
@@ -155,7 +149,6 @@ class HostFacts:
     gpus: tuple[Gpu, ...] = ()
     cores: int = 0
     memory_bytes: int = 0
-    available_bytes: int = 0
     shared_memory: Space | None = None
     run_dir: str = ""
     run_dir_space: Space | None = None
@@ -164,67 +157,33 @@ class HostFacts:
     temporary: Space | None = None
     limits: dict[str, Limit] = field(default_factory=dict)
     resolved: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    interfaces: dict[str, tuple[str, ...]] = field(default_factory=dict)
     free_ports: int | None = None
-    compiler: bool = True
-    time_s: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """As values that JSON has."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> HostFacts:
-        """What `as_json` gave, perhaps of another version: a field that is not known here is left out."""
-        known = _known(cls, values)
-        for name in ("shared_memory", "run_dir_space", "temporary"):
-            if known.get(name) is not None:
-                known[name] = Space(**_known(Space, known[name]))
-        known["gpus"] = tuple(_gpu(each) for each in known.get("gpus", ()))
-        known["limits"] = {name: Limit(**_known(Limit, each)) for name, each in known.get("limits", {}).items()}
-        for name in ("resolved", "interfaces"):
-            known[name] = {key: tuple(found) for key, found in known.get(name, {}).items()}
-        return cls(**known)
 
 
 def collect(
     run_dir: Path,
-    recipe_text_hash: str | None = None,
     *,
     head: str | None = None,
     mark: Path | None = None,
-    ports: PortRange | None = None,
-    address: str = "",
 ) -> HostFacts:
-    """What this host is, in about 0.1 s; in some seconds where a name server or a shared disk does not answer.
+    """Collect facts of this host, in about 0.1 s; in some seconds where a name server or a shared disk does not answer.
 
     Args:
         run_dir: the recipe's `run_dir`.
-        recipe_text_hash: `recipe_hash` of the recipe that this host has read.
         head: host name of host 0, to be resolved here.
         mark: that the supervisor has made on host 0, as the path of `mark_directory`.
-        ports: that servers of the run may listen on.
-        address: at which they would.
     """
-    own = socket.gethostname()
+    host_name = socket.gethostname()
     there = _nearest(run_dir)
-    commit, dirty = _checkout(_ROOT)
     driver, cuda, gpus = _devices()
     return HostFacts(
-        name=own,
-        versions={name: _version(name) for name in DISTRIBUTIONS},
-        python=platform.python_version(),
+        **software(),
         kernel=platform.release(),
-        code=code_hash(_ROOT),
-        commit=commit,
-        dirty=dirty,
-        recipe=recipe_text_hash,
         driver=driver,
         cuda=cuda,
         gpus=gpus,
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=machine_bytes(),
-        available_bytes=int(psutil.virtual_memory().available),
         shared_memory=_space(_SHARED_MEMORY),
         run_dir=str(there),
         run_dir_space=_space(there),
@@ -232,12 +191,32 @@ def collect(
         sees_mark=None if mark is None else sees_mark(mark),
         temporary=_space(_temporary()),
         limits={name: _limit(which) for name, which in _LIMITS.items()},
-        resolved=_resolved([own, *([head] if head else [])]),
-        interfaces={name: tuple(found) for name, found in all_interfaces().items()},
-        free_ports=None if ports is None else ports.free(address, _MOST_PORTS),
-        compiler=compiler() is not None,
-        time_s=time.time(),
+        resolved=_resolved([host_name, *([head] if head else [])]),
     )
+
+
+def software(recipe: str | None = None, ports: PortRange | None = None, address: str = "") -> dict[str, Any]:
+    """Facts that have to be known before Ray starts, by their names in `HostFacts`.
+
+    Args:
+        recipe: `recipe_hash` of the recipe that this host has read.
+        ports: that servers of the run may listen on.
+        address: at which they would.
+
+    Raises:
+        UserError: the address does not resolve.
+    """
+    commit, dirty = _checkout(_ROOT)
+    return {
+        "name": socket.gethostname(),
+        "versions": {name: _version(name) for name in DISTRIBUTIONS},
+        "python": platform.python_version(),
+        "code": code_hash(_ROOT),
+        "commit": commit,
+        "dirty": dirty,
+        "recipe": recipe,
+        "free_ports": None if ports is None else ports.free(address, _MOST_PORTS),
+    }
 
 
 def installed_versions() -> dict[str, str]:
@@ -262,9 +241,18 @@ def code_hash(root: Path) -> str:
     Args:
         root: the directory that holds them.
     """
-    files = (path for top in _CODE for path in sorted((root / top).rglob("*")))
-    texts = (path for path in files if path.suffix != ".pyc" and path.is_file())
-    return _digest(part for path in texts for part in (str(path.relative_to(root)).encode(), path.read_bytes()))
+    # Names as text: paths take three times as long to sort and to compare.
+    files = sorted(
+        str(folder / name)
+        for top in _CODE
+        for folder, _, names in (root / top).walk()
+        for name in names
+        if not name.endswith(".pyc")
+    )
+    texts = (file for file in files if Path(file).is_file())
+    return _digest(
+        chunk for file in texts for chunk in (file.removeprefix(str(root)).encode(), Path(file).read_bytes())
+    )
 
 
 @contextlib.contextmanager
@@ -291,7 +279,7 @@ def mark_directory(directory: Path, setting: str = "run_dir") -> Iterator[Path]:
 
 
 def sees_mark(mark: Path, limit_s: float = _MARK_S) -> bool:
-    """Whether another host's mark is here; one that is not is waited for, as a network file system shows it late.
+    """True if another host's mark is here; one that is not is waited for, as a network file system shows it late.
 
     Args:
         mark: its path on the host that made it.
@@ -316,30 +304,20 @@ def file_system(path: Path) -> str | None:
         device = path.stat().st_dev
     except OSError:
         return None
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:
         mount, _, source = line.partition(" - ")
-        if mount.split()[2] == wanted:
+        if mount.split()[2] == device_number:
             kind, origin = source.split()[:2]
             return kind if origin in (kind, "none") else f"{kind} {origin}"
     return None
 
 
-def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {each.name: values[each.name] for each in fields(cls) if each.name in values}
-
-
-def _gpu(values: Mapping[str, Any]) -> Gpu:
-    known = _known(Gpu, values)
-    known["processes"] = tuple(GpuProcess(**_known(GpuProcess, each)) for each in known.get("processes", ()))
-    return Gpu(**known)
-
-
-def _digest(parts: Any) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()
+def _digest(chunks: Any) -> str:
+    results = hashlib.sha256()
+    for chunk in chunks:
+        results.update(len(chunk).to_bytes(8, "little") + chunk)
+    return results.hexdigest()
 
 
 def _version(name: str) -> str | None:
@@ -384,8 +362,8 @@ def _devices() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        ours = [gpu for gpu in found if visible is None or _is_named(gpu, visible)]
+        results = [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        ours = [gpu for gpu in results if visible is None or _is_named(gpu, visible)]
         return str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(ours)
     except pynvml.NVMLError:  # a driver that does not answer
         return None, None, ()
@@ -394,7 +372,7 @@ def _devices() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
 
 
 def _read_gpu(nvml: Any, index: int) -> Gpu:
-    """What a GPU says of itself; one that has fallen off its bus has that for its name."""
+    """Read a GPU; one that has fallen off its bus has that for its name."""
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -405,12 +383,12 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         running = []
-    processes = tuple(GpuProcess(each.pid, _program(each.pid), each.usedGpuMemory) for each in running)
+    processes = tuple(GpuProcess(process.pid, _program(process.pid), process.usedGpuMemory) for process in running)
     return Gpu(index, name, uuid, int(memory.total), int(memory.used), processes)
 
 
 def _is_named(gpu: Gpu, visible: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES names a GPU, by its index or the beginning of its identifier."""
+    """True if CUDA_VISIBLE_DEVICES names a GPU, by its index or the beginning of its identifier."""
     names = [name.strip() for name in visible.split(",") if name.strip()]
     return any(name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)) for name in names)
 
@@ -449,17 +427,17 @@ def _limit(which: int) -> Limit:
 
 def _resolved(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Addresses of names, as far as they are found in time: a name server that is gone is not waited for."""
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+    results: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
 
     def resolve(name: str) -> None:
         with contextlib.suppress(OSError):
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            found[name] = tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
+            results[name] = tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
-    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in found]
+    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in results]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + _RESOLVE_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
+    return dict(results)

@@ -1,4 +1,4 @@
-"""What a run needs of the process and the machine that it starts in, found before anything starts."""
+"""Checks of the process and the machine of a run, before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPEN_FILES = 1024
 """Ray's own processes have some hundreds, and say nothing useful when they get no more."""
 _SHARED_MEMORY = Path("/dev/shm")
 _KERNEL_CACHES = {"TRITON_CACHE_DIR": ".triton", "FLASHINFER_WORKSPACE_BASE": ".cache"}
-"""Where kernels are kept, by the variable that says so, and below the home directory where it does not."""
+"""Directories of compiled kernels below the home directory, by the variable that names another."""
 _ROOM_BYTES = 1 << 20
 
 
@@ -33,7 +33,7 @@ def check_interpreter() -> None:
 
 
 def check_open_files() -> None:
-    """Let this process and its children have as many open files as a run needs.
+    """Raise the limit of open files of this process and its children to a run's needs.
 
     Raises:
         UserError: the limit cannot be raised that far.
@@ -68,7 +68,7 @@ def check_directories(*, kernels: bool) -> None:
 
 
 def check_writable(what: str, directory: Path) -> None:
-    """Whether files can be made in a directory that may have to be made first. Nothing stays of the attempt.
+    """Check that files can be made in a directory that may have to be made first. The attempt leaves nothing.
 
     Args:
         what: the setting that names the directory.
@@ -88,7 +88,7 @@ def check_writable(what: str, directory: Path) -> None:
 
 
 def check_room(what: str, directory: Path, nbytes: int, of: str) -> None:
-    """Whether a directory that may have to be made first has room.
+    """Check that a directory that may have to be made first has room.
 
     Args:
         what: the setting that names the directory.

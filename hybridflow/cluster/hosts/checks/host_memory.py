@@ -8,7 +8,7 @@ import psutil
 
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Of control groups version 2, where "max" is no limit, and of version 1, where more than any machine has is none."""
+"""Limits of control groups 2, where "max" is no limit, and 1, where more than any machine has is none."""
 
 
 def machine_bytes(groups: Path = _GROUPS) -> int:
@@ -17,10 +17,10 @@ def machine_bytes(groups: Path = _GROUPS) -> int:
     Args:
         groups: where control groups say how much they may take.
     """
-    found = [int(psutil.virtual_memory().total)]
+    limits = [int(psutil.virtual_memory().total)]
     for name in _LIMITS:
         try:
-            found.append(int((groups / name).read_text()))
+            limits.append(int((groups / name).read_text()))
         except (OSError, ValueError):
             continue
-    return min(found)
+    return min(limits)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.errors import UserError, shortened
+from engine3d.rendezvous import PORTS_VARIABLE
 from engine3d.settings import Settings
 from hybridflow.cluster.hosts.network.interfaces import Interface
 
@@ -56,14 +57,14 @@ PRESETS: dict[Preset, dict[str, str]] = {
 """Environment variables of each kind of network, by their names in NCCL 2.28, torch 2.11 and libfabric."""
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "FI_", "UCX_", "TP_")
-"""Of the variables that `network.environment` may hold."""
+"""Prefixes of the variables that `network.environment` may hold."""
 _VARIABLE = re.compile(rf"({'|'.join(PREFIXES)})[A-Z0-9_]+")
 _READS_MEMORY = ("roce", "infiniband", "efa")
 
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _FIRST_PORT, _LAST_PORT = 1024, 65535
 PORTS_OF_A_HOST = 64
-"""Of `network.ports` that have to be free on every host: what the smallest run takes on its first host."""
+"""Ports of `network.ports` that have to be free on every host: the smallest run takes as many on its first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +76,15 @@ class PortRange:
 
     @classmethod
     def parse(cls, text: str) -> PortRange:
-        """Of "29400" or "29400-29499".
+        """Parse "29400" or "29400-29499".
 
         Raises:
             UserError: it is neither.
         """
-        found = _PORTS.fullmatch(text.strip())
-        if found is None:
+        matched = _PORTS.fullmatch(text.strip())
+        if matched is None:
             raise UserError(f"ports {shortened(text)!r}: expected one or a range, such as 29400 or 29400-29499")
-        first, last = int(found[1]), int(found[2] or found[1])
+        first, last = int(matched[1]), int(matched[2] or matched[1])
         if not _FIRST_PORT <= first <= last <= _LAST_PORT:
             raise UserError(f"ports {text.strip()}: expected {_FIRST_PORT} to {_LAST_PORT}, the lower one first")
         return cls(first, last)
@@ -114,7 +115,7 @@ class PortRange:
         raise UserError(f"network.ports: {taken} in use at {address}; expected one that is free")
 
     def free(self, address: str, most: int) -> int:
-        """How many of the first `most` ports are free at an address of this host; "" for all of its IPv4 addresses.
+        """Count the free ports among the first `most` at an address of this host; "" for all of its IPv4 addresses.
 
         Raises:
             UserError: the address does not resolve.
@@ -132,14 +133,14 @@ class NetworkConfig(Settings):
     """
 
     preset: Preset | None = None
-    """What the hosts are connected by: sets variables of NCCL, torch and libfabric, which docs/network.md lists; NCCL
+    """Kind of network between the hosts: sets variables of NCCL, torch and libfabric, which docs/network.md lists; NCCL
     chooses by itself if null."""
     interface: str | None = Field(None, min_length=1, max_length=15)
     """Name of the network interface of the cluster, the same on every host; on each host the one that routes to host 0
     if null."""
     ports: str | None = None
-    """Range of ports, such as 29400-31399, in which everything of a run listens at the cluster's address of a host; any
-    free ones if null."""
+    """Range of ports, such as 29400-31399, in which Ray, stores and probes of a run listen; any free ones if null.
+    Process groups of gloo and NCCL take any port."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Other variables of NCCL, gloo, torch, libfabric and UCX for every rank: their names begin with NCCL_, GLOO_,
     TORCH_NCCL_, TORCH_FR_, FI_, UCX_ or TP_."""
@@ -163,8 +164,8 @@ class NetworkConfig(Settings):
         if not isinstance(value, Mapping):
             return value
         return {
-            name: str(each) if isinstance(each, int) and not isinstance(each, bool) else each
-            for name, each in value.items()
+            name: str(setting) if isinstance(setting, int) and not isinstance(setting, bool) else setting
+            for name, setting in value.items()
         }
 
     @field_validator("environment")
@@ -176,7 +177,7 @@ class NetworkConfig(Settings):
                 f"{shortened(wrong[0])!r} is no variable of the network: expected a name that begins with "
                 f"{', '.join(PREFIXES)}"
             )
-        if broken := [name for name, each in value.items() if "\0" in each or "\n" in each]:
+        if broken := [name for name, setting in value.items() if "\0" in setting or "\n" in setting]:
             raise ValueError(f"{broken[0]}: a line break in a value, expected one line")
         return value
 
@@ -195,8 +196,14 @@ class NetworkConfig(Settings):
         return None if self.ports is None else PortRange.parse(self.ports)
 
     @property
+    def port_environment(self) -> dict[str, str]:
+        """Environment of a process whose servers take ports of the range."""
+        ports = self.port_range
+        return {} if ports is None else {PORTS_VARIABLE: f"{ports.first}-{ports.last}"}
+
+    @property
     def locks_memory(self) -> bool:
-        """Whether the network's devices read memory by themselves, which has to be locked for it."""
+        """True if the network's devices read memory by themselves, which has to be locked for it."""
         return self.preset in _READS_MEMORY
 
 
@@ -230,10 +237,10 @@ def settings_in_force(config: NetworkConfig, interface: Interface | None, enviro
         interface: of the cluster on this host; None where everything stays on one host.
         environ: of this host's agent.
     """
-    found: dict[str, Setting] = {}
+    matched: dict[str, Setting] = {}
 
     def take(values: Mapping[str, str], origin: str) -> None:
-        found.update({name: Setting(name, value, origin) for name, value in values.items()})
+        matched.update({name: Setting(name, value, origin) for name, value in values.items()})
 
     if config.preset is not None:
         take(PRESETS[config.preset], f"preset {config.preset}")
@@ -243,7 +250,7 @@ def settings_in_force(config: NetworkConfig, interface: Interface | None, enviro
     if interface is not None and config.interface == interface.name:
         take(_of_interface(interface), f"interface {interface.name}")
     take(config.environment, "recipe")
-    return sorted(found.values(), key=lambda setting: setting.name)
+    return sorted(matched.values(), key=lambda setting: setting.name)
 
 
 def as_environment(settings: Sequence[Setting]) -> dict[str, str]:
@@ -298,7 +305,7 @@ def _is_free(family: socket.AddressFamily, where: str, port: int) -> bool:
 
 def _resolved(address: str) -> tuple[socket.AddressFamily, str]:
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        matched = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UserError(f"{shortened(address)} does not resolve on this host ({error.strerror})") from None
-    return found[0], str(found[4][0])
+    return matched[0], str(matched[4][0])

@@ -1,35 +1,35 @@
-"""Whether every host reaches every other, with the run's token at both ends, and how fast all are together."""
+"""Probes of every pair of hosts, and the rate that all of them reach together."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import hmac
 import json
 import os
 import socket
 import statistics
+import struct
+import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 
 from engine3d.errors import EngineError, first_line
-from hybridflow.cluster.hosts.channel import Channel, ChannelError, WrongTokenError, accept, connect, stream_limit
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.run_token import derived
-from hybridflow.errors.log import log
 
-PROBE = "probe"
-"""The use of the run's token that the probes' is derived for."""
 AT_ONCE = 32
 """Connections that a host tries at the same time."""
 ATTEMPT_S = 3.0
-"""Of one connection: the kernel itself needs three seconds to find that nobody has an address."""
+"""Limit of one connection: the kernel itself needs three seconds to find that nobody has an address."""
 _MOST_LINES = 20
 _TAIL = 2000
 _END_S = 60.0
+_LEAST_ROUND_TRIP = 148
+"""Offset of tcpi_min_rtt in Linux's tcp_info, 32 bits of microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Peer:
     """A host that answers probes.
 
     Args:
-        host: in the launch.
+        host: in the cluster.
         port: at which it answers, at its address in the cluster.
     """
 
@@ -47,7 +47,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one host found of another.
+    """Answer of one host to another.
 
     Args:
         source: index of the host that tried.
@@ -61,130 +61,121 @@ class Probe:
     milliseconds: float | None = None
     why: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """As values that JSON has."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Probe:
-        """What `as_json` gave."""
-        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
-
-
-async def answer_probes(listening: socket.socket, token: str, own: int) -> None:
-    """Answer the other hosts' probes until this is cancelled; the socket is closed then.
+def answer_probes(listening: socket.socket, secret: str, source: int) -> None:
+    """Answer other hosts' probes, in threads, until the socket is closed.
 
     Args:
         listening: at this host's address in the cluster.
-        token: of the run.
-        own: index of this host, which tells another one that has the same address.
+        secret: of the check; whoever does not know it gets no answer.
+        source: index of this host, which tells it from another one that has the same address.
     """
-    secret = derived(token, PROBE)
-    serving: set[asyncio.Task[None]] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            channel = await accept(reader, writer, secret)
-        except ChannelError as error:
-            if isinstance(error, WrongTokenError):
-                log.warning(f"{(writer.get_extra_info('peername') or ['?'])[0]} was refused: {error}")
-            writer.close()
-            return
-        with contextlib.suppress(ChannelError):
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(ATTEMPT_S)
+            if hmac.compare_digest(_line(connection), secret.encode()):
+                connection.sendall(f"{source}\n".encode())
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # closed
             while True:
-                await channel.receive()
-                channel.send("answer", host=own)
-        await channel.close()
+                connection, _ = listening.accept()
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
-    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(serve(reader, writer))
-        serving.add(task)
-        task.add_done_callback(serving.discard)
-
-    server = await asyncio.start_server(begin, sock=listening, limit=stream_limit())
-    try:
-        await asyncio.Event().wait()
-    finally:
-        server.close()
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+    threading.Thread(target=serve, name="probes", daemon=True).start()
 
 
-async def probe_pairs(own: Host, others: Sequence[Peer], token: str, limit_s: float) -> list[Probe]:
+def probe_pairs(source: Host, others: Sequence[Peer], secret: str, limit_s: float) -> list[Probe]:
     """Try every other host from this one.
 
     At most `AT_ONCE` at the same time, and host i begins with host i + 1: all hosts together try every host equally
     often at every moment.
 
     Args:
-        own: this host; connections start from its address.
+        source: this host; connections start from its address.
         others: to try; this host among them is left out.
-        token: of the run.
-        limit_s: of all together; who was not tried by then is reported as such.
+        secret: of the check.
+        limit_s: of all together; a host that was not tried by then is reported as such.
 
     Returns:
         One probe a host, in the order of the hosts.
     """
-    secret = derived(token, PROBE)
     deadline = time.monotonic() + limit_s
-    queue = iter(_in_turn(own.index, [peer for peer in others if peer.host.index != own.index]))
-    found: list[Probe] = []
 
-    async def try_next() -> None:
-        for peer in queue:
-            left = min(ATTEMPT_S, deadline - time.monotonic())
-            if left <= 0:
-                found.append(Probe(own.index, peer.host.index, why=f"not tried within {limit_s:g} s"))
-            else:
-                found.append(await _probe(own, peer, secret, left))
+    def probe(peer: Peer) -> Probe:
+        left = min(ATTEMPT_S, deadline - time.monotonic())
+        if left <= 0:
+            return Probe(source.index, peer.host.index, why=f"not tried within {limit_s:g} s")
+        return _probe(source, peer, secret, left)
 
-    await asyncio.gather(*(try_next() for _ in range(min(AT_ONCE, len(others)))))
-    return sorted(found, key=lambda each: each.target)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        probes = pool.map(probe, _in_turn(source.index, [peer for peer in others if peer.host.index != source.index]))
+        return sorted(probes, key=lambda probe: probe.target)
 
 
-def _in_turn(own: int, others: Sequence[Peer]) -> list[Peer]:
-    """Those after this host first, then those before it."""
+def _in_turn(source: int, others: Sequence[Peer]) -> list[Peer]:
+    """Peers after this host first, then those before it."""
     ordered = sorted(others, key=lambda peer: peer.host.index)
-    return [peer for peer in ordered if peer.host.index > own] + [peer for peer in ordered if peer.host.index < own]
+    return [peer for peer in ordered if peer.host.index > source] + [
+        peer for peer in ordered if peer.host.index < source
+    ]
 
 
-async def _probe(own: Host, peer: Peer, secret: str, limit_s: float) -> Probe:
-    channel: Channel | None = None
+def _probe(source: Host, peer: Peer, secret: str, limit_s: float) -> Probe:
+    began = time.perf_counter()
     try:
-        async with asyncio.timeout(limit_s):
-            channel = await connect(peer.host.address, peer.port, secret, limit_s, (own.address, 0))
+        address = (peer.host.address, peer.port)
+        with socket.create_connection(address, limit_s, (source.address, 0)) as connection:
+            connection.settimeout(limit_s)
             began = time.perf_counter()
-            channel.send("probe")
-            answer = await channel.receive()
+            connection.sendall(f"{secret}\n".encode())
+            answer = _line(connection)
             # This process's own time counts many connections at once; the kernel's does not.
-            seconds = channel.round_trip_s or time.perf_counter() - began
-        if answer["host"] != peer.host.index:
-            why = f"host {answer['host']} answers at {peer.host.address}, expected host {peer.host.index}"
-            return Probe(own.index, peer.host.index, why=why)
-        return Probe(own.index, peer.host.index, round(1000 * seconds, 3))
+            seconds = _round_trip_s(connection) or time.perf_counter() - began
+        if not answer:
+            why = "the connection was closed"
+        elif int(answer) != peer.host.index:
+            why = f"host {int(answer)} answers at {peer.host.address}, expected host {peer.host.index}"
+        else:
+            return Probe(source.index, peer.host.index, round(1000 * seconds, 3))
     except TimeoutError:
         why = f"no answer within {limit_s:.0f} s"
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else first_line(error)
-    except ChannelError as error:
-        why = str(error)
-    finally:
-        if channel is not None:
-            await channel.close()
-    return Probe(own.index, peer.host.index, why=why)
+    return Probe(source.index, peer.host.index, why=why)
+
+
+def _line(connection: socket.socket) -> bytes:
+    """One line without its end; empty if the connection was closed."""
+    text = b""
+    while not text.endswith(b"\n"):
+        data = connection.recv(1024)
+        if not data:
+            return b""
+        text += data
+    return text[:-1]
+
+
+def _round_trip_s(connection: socket.socket) -> float | None:
+    """The shortest round trip of a packet by the kernel's measurement; None where it does not say."""
+    try:
+        known = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return float(struct.unpack_from("I", known, _LEAST_ROUND_TRIP)[0] / 1e6)
+    except (OSError, struct.error):
+        return None
 
 
 def unreached(hosts: Sequence[Host], probes: Sequence[Probe]) -> list[str]:
-    """Who does not reach whom, and why, in lines; those of hosts that are cut off from all others first.
+    """Lines about hosts that do not reach each other, and why; those of hosts that are cut off from all others first.
 
     Args:
         hosts: in order.
         probes: of all hosts that could tell.
     """
     named = {host.index: host for host in hosts}
-    failed = {(each.source, each.target): each.why or "no answer" for each in probes if each.milliseconds is None}
-    tried = Counter(index for each in probes for index in (each.source, each.target))
+    failed = {(probe.source, probe.target): probe.why or "no answer" for probe in probes if probe.milliseconds is None}
+    tried = Counter(index for probe in probes for index in (probe.source, probe.target))
     lost = Counter(index for pair in failed for index in pair)
     off = [host for host in hosts if 0 < tried[host.index] == lost[host.index] and len(failed) < len(probes)]
     others = f"the other {len(hosts) - 1} hosts do not reach each other"
@@ -213,10 +204,10 @@ def _most(index: int, failed: Mapping[tuple[int, int], str]) -> str:
 def round_trips(hosts: Sequence[Host], probes: Sequence[Probe]) -> str:
     """Median and longest round trip of all pairs, in a line; empty if there is none."""
     named = {host.index: host.name for host in hosts}
-    times = {(each.source, each.target): each.milliseconds for each in probes if each.milliseconds is not None}
+    times = {(probe.source, probe.target): probe.milliseconds for probe in probes if probe.milliseconds is not None}
     if not times:
         return ""
-    (source, target), longest = max(times.items(), key=lambda each: each[1])
+    (source, target), longest = max(times.items(), key=lambda timed: timed[1])
     return (
         f"round trip of {len(times)} pairs: {statistics.median(times.values()):.2f} ms in the middle, {longest:.2f} ms "
         f"at most ({named[source]} to {named[target]})"
@@ -225,11 +216,11 @@ def round_trips(hosts: Sequence[Host], probes: Sequence[Probe]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast all hosts are together, as one of them measured it; GB/s of 10^9 bytes.
+    """Rates of all hosts together, as one of them measured them; GB/s of 10^9 bytes.
 
     Args:
         backend: "gloo", between memories of hosts, or "nccl", between their first GPUs.
-        nbytes: of what was sent.
+        nbytes: sent at once.
         all_reduce: bus bandwidth of an all-reduce over all hosts: 2 (n - 1) / n of its bytes over its time.
         weights: of a broadcast from host 0.
         ring: at which this host received from the one before it, while all did the same.
@@ -240,15 +231,6 @@ class Rate:
     all_reduce: float
     weights: float
     ring: float
-
-    def as_json(self) -> dict[str, Any]:
-        """As values that JSON has."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Rate:
-        """What `as_json` gave."""
-        return cls(**{each.name: values[each.name] for each in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,45 +254,41 @@ class RatePlan:
     nbytes: int | None = None
 
 
-async def rate(
-    own: int, plan: RatePlan, environment: Mapping[str, str], listening: socket.socket | None = None
-) -> Rate:
+def rate(source: int, plan: RatePlan, environment: Mapping[str, str], listening: socket.socket | None = None) -> Rate:
     """Take part in a measurement, in a process of its own.
 
     Args:
-        own: index of this host.
+        source: index of this host.
         plan: the same on every host.
-        environment: that names the cluster's interface to gloo and NCCL, as `settings_in_force`.
+        environment: variables that name the cluster's interface to gloo and NCCL, as `settings_in_force`.
         listening: the socket of the plan's port, on host 0.
 
     Raises:
         EngineError: it failed, or did not end in time.
     """
-    given = json.dumps(asdict(plan) | {"own": own, "descriptor": None if listening is None else listening.fileno()})
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "hybridflow.cluster.hosts.network.rate_probe",
-        given,
-        stdin=asyncio.subprocess.PIPE,  # its end is the end of the process
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | dict(environment),
-        pass_fds=[] if listening is None else [listening.fileno()],
-        start_new_session=True,
-    )
+    given = json.dumps(asdict(plan) | {"own": source, "descriptor": None if listening is None else listening.fileno()})
+    reading, writing = os.pipe()
     try:
-        async with asyncio.timeout(plan.limit_s + _END_S):
-            assert process.stdout is not None and process.stderr is not None
-            out, err, code = await asyncio.gather(process.stdout.read(), process.stderr.read(), process.wait())
-    except TimeoutError:
-        raise EngineError(f"rate between hosts: no result within {plan.limit_s:g} s") from None
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hybridflow.cluster.hosts.network.rate_probe", given],
+            stdin=reading,  # its end is the end of the process
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | dict(environment),
+            pass_fds=[] if listening is None else [listening.fileno()],
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=plan.limit_s + _END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise EngineError(f"rate between hosts: no result within {plan.limit_s:g} s") from None
     finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-    if code != 0:
-        said = err.decode(errors="replace")[-_TAIL:].strip().splitlines()
-        raise EngineError(f"rate between hosts: {said[-1] if said else f'the process ended with {code}'}")
-    return Rate.from_json(json.loads(out.splitlines()[-1]))
+        os.close(reading)
+        os.close(writing)
+    if process.returncode:
+        lines = errors[-_TAIL:].strip().splitlines()
+        raise EngineError(f"rate between hosts: {lines[-1] if lines else f'exit code {process.returncode}'}")
+    return Rate(**json.loads(output.splitlines()[-1]))

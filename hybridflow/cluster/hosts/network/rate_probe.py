@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def _measured(plan: dict[str, Any]) -> dict[str, Any]:
-    own, hosts, backend = plan["own"], plan["hosts"], plan["backend"]
+    rank, hosts, backend = plan["own"], plan["hosts"], plan["backend"]
     served = None if plan["descriptor"] is None else rendezvous.serve(socket.socket(fileno=plan["descriptor"]))
     store = rendezvous.join(rendezvous.tcp_address(plan["address"], plan["port"]), plan["limit_s"])
-    _gather(store, own, hosts, plan["limit_s"])
+    _gather(store, rank, hosts, plan["limit_s"])
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(
-        backend, store=store, rank=own, world_size=hosts, timeout=timedelta(seconds=plan["limit_s"])
+        backend, store=store, rank=rank, world_size=hosts, timeout=timedelta(seconds=plan["limit_s"])
     )
     nbytes = plan["nbytes"] or _BYTES[backend]
     data = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
@@ -54,8 +54,8 @@ def _measured(plan: dict[str, Any]) -> dict[str, Any]:
 
     def ring() -> None:
         both = [
-            dist.P2POp(dist.isend, data, (own + 1) % hosts),
-            dist.P2POp(dist.irecv, received, (own - 1) % hosts),
+            dist.P2POp(dist.isend, data, (rank + 1) % hosts),
+            dist.P2POp(dist.irecv, received, (rank - 1) % hosts),
         ]
         for work in dist.batch_isend_irecv(both):
             work.wait()
@@ -67,7 +67,7 @@ def _measured(plan: dict[str, Any]) -> dict[str, Any]:
     ]
     all_reduce, weights, around = (nbytes / seconds / 1e9 for seconds in times)
     if served is None:
-        store.set(f"done/{own}", "1")
+        store.set(f"done/{rank}", "1")
     elif hosts > 1:
         store.wait([f"done/{host}" for host in range(1, hosts)])
     return {
@@ -79,10 +79,10 @@ def _measured(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gather(store: dist.Store, own: int, hosts: int, limit_s: float) -> None:
+def _gather(store: dist.Store, rank: int, hosts: int, limit_s: float) -> None:
     """Wait until every host is there."""
     deadline = time.monotonic() + limit_s
-    store.set(f"there/{own}", "1")
+    store.set(f"there/{rank}", "1")
     for host in range(hosts):
         try:
             store.wait([f"there/{host}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
@@ -91,7 +91,7 @@ def _gather(store: dist.Store, own: int, hosts: int, limit_s: float) -> None:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of the fastest of a few, after one that connects."""
+    """Seconds of the fastest of a few, after one that connects."""
     times = []
     for _ in range(1 + _REPEATS):
         dist.barrier()

@@ -195,7 +195,8 @@ def _kernels(device: str) -> None:
     backward: Any = kernels.backward
     programs, elements = kernels._PROGRAMS, kernels._ELEMENTS
     for dtype, limit in ((torch.float32, SMALL), (torch.bfloat16, 2**-7)):
-        for sizes in CASES:
+        # Types differ in what is read and written, of which an interpreter need not see each case.
+        for sizes in CASES[: 2 if device == "cpu" and dtype == torch.bfloat16 else None]:
             drawn = {name: tensor.to(device) for name, tensor in _drawn(sizes, dtype).items()}
             given: Any = [drawn[name] for name in ("mixed", "query_weight", "key_weight", "angles", "positions")]
             slopes: Any = [drawn[name] for name in ("of_query", "of_key", "of_value")]

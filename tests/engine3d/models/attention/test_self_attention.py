@@ -90,21 +90,19 @@ def _with_and_without(directory: Path, sizes: dict[str, int], world_size: int, w
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-biases"])
-def test_a_model_is_the_same_with_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "ways"),
+    [
+        ("qwen3_moe", 1, [{"packing": False}, {"recompute": "full"}]),
+        ("qwen3-biases", 2, [{}, {"packing": False, "recompute": "full"}, {"sequence_parallel": False}]),
+        pytest.param("qwen3_moe", 1, [{}], marks=pytest.mark.release),
+        pytest.param("qwen3-biases", 1, [{}, {"packing": False}, {"recompute": "full"}], marks=pytest.mark.release),
+        pytest.param("qwen3_moe", 2, [{}, {"packing": False, "recompute": "full"}], marks=pytest.mark.release),
+    ],
+)
+def test_a_model_is_the_same_with_it(name: str, ranks: int, ways: list[dict[str, Any]], tmp_path: Path) -> None:
     tiny_families.make(name, tmp_path / "model")
-    ways: list[dict[str, Any]] = [{}, {"packing": False}, {"recompute": "full"}]
-    run_distributed(_with_and_without, 1, tmp_path / "model", {}, 1, ways, timeout_s=240)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-biases"])
-def test_a_model_cut_over_ranks_is_the_same_with_it(name: str, tmp_path: Path) -> None:
-    tiny_families.make(name, tmp_path / "model")
-    ways: list[dict[str, Any]] = [{}, {"packing": False, "recompute": "full"}]
-    if name == "qwen3-biases":
-        ways.append({"sequence_parallel": False})
-    run_distributed(_with_and_without, 2, tmp_path / "model", {"tp": 2}, 2, ways, timeout_s=240)
+    run_distributed(_with_and_without, ranks, tmp_path / "model", {"tp": ranks}, ranks, ways, timeout_s=300)
 
 
 def _on_a_gpu(directory: Path) -> list[dict[str, Any]]:
@@ -131,7 +129,7 @@ def test_a_model_on_a_gpu_learns_alike_with_it(name: str, tmp_path: Path) -> Non
 def _ways_apart(directory: Path) -> None:
     """Assert which calls take Megatron-Core's own steps, and that those of a fused layer are right."""
     layout, spec = Layout(), load_model_spec(directory)
-    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+    coordinates = parallel.initialise(layout, seed=1, timeout_s=300)
     model: Any = build_model(spec, layout, torch.float32, fused_query_key=True)
     load_weights(model, spec, layout, coordinates, directory)
     attention = model.decoder.layers[0].self_attention
@@ -249,7 +247,7 @@ def _refused(directory: Path) -> list[str]:
     """Messages of an engine, and of a model that is built without one."""
     with pytest.raises(UserError) as of_engine:
         _engine(directory, {}, 1, fused_query_key=True)
-    parallel.initialise(Layout(), seed=1, timeout_s=60)
+    parallel.initialise(Layout(), seed=1, timeout_s=300)
     with pytest.raises(UserError) as of_model:
         build_model(load_model_spec(directory), Layout(), torch.float32, fused_query_key=True)
     parallel.release()

@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine3d.checkpoint.hf import export_checkpoint, import_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec
+from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec, weight_notes
+from engine3d.models.multi_token import MultiTokenLayers
+from engine3d.models.precision import dequantise, quantise, scale_name
 from engine3d.models.weights import exported_config
 from tests.engine3d.training import test_engine
 from tests.support import tiny_families
@@ -189,6 +192,63 @@ def test_weights_in_fp8_that_the_config_does_not_name_are_refused_and_layers_pas
         check_weights(load_model_spec(directory), directory)
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("deepseek_v3", {"dtype": "float32", "max_shard_bytes": 50e3}),
+        ("qwen3_next", {}),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.release),
+        pytest.param("qwen3_next", {"dtype": "float32", "max_shard_bytes": 20e3}, marks=pytest.mark.release),
+    ],
+)
+def test_checkpoints_are_exported_with_the_layer_for_multi_token_prediction(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    directory, config = tmp_path / "model", tiny_families.CONFIGS[family]
+    initialise_random(model_spec(config), directory, seed=1, dtype=torch.bfloat16)
+    tiny_families.add_multi_token_layer(directory)
+    assert weight_notes(load_model_spec(directory), directory) == []
+    import_checkpoint(directory, tmp_path / "checkpoints")
+    checkpoint = tmp_path / "checkpoints" / "step-00000000"
+    export_checkpoint(checkpoint, tmp_path / "with", base=directory, **options)
+    _has_the_same_multi_token_layer(_tensors(tmp_path / "with"), _tensors(directory))
+    check_weights(load_model_spec(tmp_path / "with"), tmp_path / "with")
+    counted = 1 if family == "deepseek_v3" else None
+    assert load_model_spec(tmp_path / "with").hf_config.get("num_nextn_predict_layers") == counted
+    export_checkpoint(checkpoint, tmp_path / "served", multi_token=False)
+    assert _tensors(tmp_path / "served").keys() == load_model_spec(directory).hf_tensors.keys()
+    # An export of the export has it too; without the model that has it there is none, and the config says so.
+    import_checkpoint(tmp_path / "with", tmp_path / "again")
+    export_checkpoint(tmp_path / "again" / "step-00000000", tmp_path / "without", **options)
+    assert "num_nextn_predict_layers" not in load_model_spec(tmp_path / "without").hf_config
+    with pytest.raises(UserError, match="was not tried; expected none"):
+        export_checkpoint(checkpoint, tmp_path / "fp8", base=directory, precision="fp8")
+    with pytest.raises(UserError, match=r"--base .*/without has no layers for multi-token prediction; expected no"):
+        export_checkpoint(checkpoint, tmp_path / "other", base=tmp_path / "without", **options)
+    other = tmp_path / "other-model"
+    initialise_random(model_spec(config | {"num_hidden_layers": 8}), other, seed=1, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"/other-model is another model than that of .*; expected --base of that"):
+        export_checkpoint(checkpoint, tmp_path / "other", base=other, **options)
+
+
+def test_layers_for_multi_token_prediction_in_fp8_are_dequantised_or_kept_as_the_export_is(tmp_path: Path) -> None:
+    directory, config = tmp_path / "model", tiny_families.FP8_CONFIGS["deepseek_v3"]
+    initialise_random(model_spec(config), directory, seed=1, dtype=torch.bfloat16)
+    tiny_families.add_multi_token_layer(directory)
+    spec = load_model_spec(directory)
+    tensors = load_file(directory / "model.safetensors")
+    name = f"model.layers.{spec.sizes.layers}.eh_proj.weight"
+    box = tuple((0, size) for size in tensors[name].shape)
+    values, scales = quantise(tensors[name].float())
+    save_file(tensors | {name: values, scale_name(name): scales}, directory / "model.safetensors")
+    quantised = dict(MultiTokenLayers(spec, directory, torch.bfloat16, "fp8").tensors)
+    assert quantised[name][1] == torch.float8_e4m3fn and quantised[scale_name(name)][1] == torch.float32
+    plain = MultiTokenLayers(spec, directory, torch.bfloat16)
+    assert scale_name(name) not in plain.tensors and plain.tensors[name][1] == torch.bfloat16
+    read = {read_name: read_values for read_name, _, read_values in plain.read()}
+    assert torch.equal(read[name], dequantise(values, scales, box))
+
+
 # Training ------------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +274,7 @@ def _train(directory: Path, world_size: int, export: Path) -> list[dict[str, Any
 def test_every_layout_updates_alike_and_leaves_the_bias_alone(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     tiny_families.make("deepseek_v3", directory)
+    tiny_families.add_multi_token_layer(directory)
     before = _tensors(directory)
     alone: dict[str, Any] = {}
     for world_size, layouts in LAYOUTS.items():
@@ -231,7 +292,17 @@ def test_every_layout_updates_alike_and_leaves_the_bias_alone(tmp_path: Path) ->
         after = _tensors(export)
         assert after[BIAS].dtype == torch.float32 and torch.equal(after[BIAS], before[BIAS])
         assert after[Q_B_PROJ].dtype == torch.bfloat16
+        _has_the_same_multi_token_layer(after, before)
+        assert json.loads((export / "config.json").read_text())["num_nextn_predict_layers"] == 1
         assert not torch.equal(after[Q_B_PROJ], before[Q_B_PROJ].bfloat16())
+
+
+def _has_the_same_multi_token_layer(after: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+    layer = ("model.layers.4.", "mtp.")
+    of_layer = {name: tensor for name, tensor in before.items() if name.startswith(layer)}
+    assert of_layer and of_layer.keys() == {name for name in after if name.startswith(layer)}
+    for name, tensor in of_layer.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:

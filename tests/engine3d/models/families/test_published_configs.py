@@ -158,6 +158,70 @@ MINIMAX = config_of(
     use_routing_bias=True,
     vocab_size=200064,
 )
+
+
+def gpt_oss(layers: int, experts: int, **others: Any) -> dict[str, Any]:
+    return config_of(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        *(layers, 2880, 2880, 64, 8),
+        **{
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "initial_context_length": 4096,
+            "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
+            "num_local_experts": experts,
+            "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
+            **others,
+        },
+    )
+
+
+QWEN3_NEXT = config_of(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    *(48, 2048, 5120, 16, 2),
+    attention_bias=False,
+    decoder_sparse_step=1,
+    full_attention_interval=4,
+    head_dim=256,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_value_head_dim=128,
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    moe_intermediate_size=512,
+    norm_topk_prob=True,
+    num_experts=512,
+    num_experts_per_tok=10,
+    partial_rotary_factor=0.25,
+    rms_norm_eps=1e-06,
+    rope_theta=10000000,
+    shared_expert_intermediate_size=512,
+    tie_word_embeddings=False,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 MIXTRAL: dict[str, Any] = {
     "num_local_experts": 8,
@@ -244,6 +308,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         352_797_814_784,
     ),
     "MiniMax-M2": (MINIMAX, 228_689_748_992),
+    "gpt-oss-20b": (gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": (gpt_oss(36, 128), 116_829_156_672),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
     "Llama-3.1-8B": (llama(32, 4096, 14336, 32, 8, scaling=llama3(8.0)), 8_030_261_248),
     "Llama-3.2-1B": (
         llama(16, 2048, 8192, 32, 8, scaling=llama3(32.0), head_dim=64, tie_word_embeddings=True),
@@ -264,7 +331,7 @@ def test_published_configs_are_read_and_served(name: str) -> None:
     assert spec.parameter_count() == parameters
     check_served(spec, RolloutConfig(tp=2))
     assert spec.rope.base == config["rope_theta"]
-    assert spec.sizes.qkv_bias == name.startswith(("Qwen", "GLM"))
+    assert spec.sizes.qkv_bias == name.startswith(("Qwen1", "Qwen2", "GLM", "gpt-oss"))
 
 
 def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
@@ -320,6 +387,25 @@ def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
         (of_tiny("minimax_m2", rotary_dim=10), "rotary_dim: expected an even number of at most head_dim=8, found 10"),
         (of_tiny("minimax_m2", use_qk_norm=False), "use_qk_norm: expected true, found false"),
         (of_tiny("minimax_m2", attn_type_list=[1, 0]), "attn_type_list: expected only 1, attention to all positions"),
+        (of_tiny("gpt_oss", swiglu_limit=6.0), "swiglu_limit: expected 7.0, found 6.0"),
+        (of_tiny("gpt_oss", attention_bias=False), "attention_bias: expected true, found false"),
+        (of_tiny("gpt_oss", rope_scaling=None), "rope_parameters: expected an object with rope_type: transformers and"),
+        (
+            of_tiny("gpt_oss", layer_types=["full_attention"] * 3),
+            'layer_types: expected 4 of "sliding_attention" and "full_attention", the number of layers, found [',
+        ),
+        (of_tiny("qwen3_next", full_attention_interval=2), "full_attention_interval: expected 4, found 2"),
+        (
+            of_tiny("qwen3_next", layer_types=["linear_attention", "full_attention"] * 2),
+            'layer_types: expected "full_attention" in every fourth layer, "linear_attention" in all others, found [',
+        ),
+        (of_tiny("qwen3_next", mlp_only_layers=[1]), "mlp_only_layers: expected [], found [1]"),
+        (of_tiny("qwen3_next", decoder_sparse_step=2), "decoder_sparse_step: expected 1, found 2"),
+        (
+            of_tiny("qwen3_next", linear_num_value_heads=6),
+            "linear_num_value_heads: expected a multiple of linear_num_key_heads=4, found 6",
+        ),
+        (of_tiny("qwen3_next", output_gate_type="sigmoid"), 'output_gate_type: expected "silu" or "swish", found "sig'),
         (of_tiny("mixtral", tie_word_embeddings=True), "tie_word_embeddings: expected false, found true"),
         (of_tiny("mixtral", num_experts_per_tok=1), "num_experts_per_tok: expected between 2 and num_local_experts=8"),
         (of_tiny("mixtral", router_jitter_noise=0.1), "router_jitter_noise: expected 0 or 0.0, found 0.1"),
@@ -358,6 +444,40 @@ def test_configs_that_resemble_a_family_are_refused(config: dict[str, Any], mess
             of_tiny("mixtral"),
             RolloutConfig(routes=True),
             "rollout.engine.routes=true: expected false: SGLang records no routes of MixtralForCausalLM",
+        ),
+        (
+            of_tiny("gpt_oss"),
+            RolloutConfig(tp=2, ep=2),
+            "rollout.engine.ep=2: expected 1: SGLang loads all experts of GptOssForCausalLM on every rank; tp cuts "
+            "each of them",
+        ),
+        (
+            of_tiny("gpt_oss"),
+            RolloutConfig(attention_backend="triton"),
+            "rollout.engine.attention_backend=triton: expected null, because GptOssForCausalLM has attention sinks: "
+            "SGLang chooses a backend that knows them",
+        ),
+        (
+            of_tiny("gpt_oss"),
+            RolloutConfig(routes=True),
+            "rollout.engine.routes=true: expected false: not tried with GptOssForCausalLM",
+        ),
+        (
+            of_tiny("qwen3_next"),
+            RolloutConfig(precision="fp8"),
+            "rollout.engine.precision=fp8: expected null, because Qwen3NextForCausalLM has gated delta nets, with "
+            "which it was not tried",
+        ),
+        (
+            of_tiny("qwen3_next"),
+            RolloutConfig(attention_dp=2, tp=2),
+            "rollout.engine.attention_dp=2: expected 1, because Qwen3NextForCausalLM has gated delta nets, with "
+            "which it was not tried",
+        ),
+        (
+            of_tiny("qwen3_next", linear_num_key_heads=2),
+            RolloutConfig(tp=4),
+            "rollout.engine.tp=4 does not divide the model's 2 key heads of gated delta nets (linear_num_key_heads)",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
-from engine3d.models.lora.spec import AdapterSpec, target_names
+from engine3d.models.lora.spec import AdapterSpec, linear_layers, module_name, target_names
 from engine3d.training.config import TrainConfig
 from engine3d.training.megatron_settings import check_options
 from tests.support.tiny_families import CONFIGS
@@ -38,20 +38,33 @@ def test_adapters_that_do_not_fit_are_refused(lora: dict[str, Any], message: str
         check_options(config, SPEC, Layout(), transformer_engine=False)
 
 
+def test_a_bias_that_updates_change_is_refused_with_adapters() -> None:
+    config = TrainConfig(lora=LoraConfig(rank=4), megatron={"moe_router_bias_update_rate": 0.1})
+    with pytest.raises(UserError, match="changes biases of the model"):
+        check_options(config, SPEC, Layout(), transformer_engine=False)
+
+
 @pytest.mark.parametrize(
-    ("layout", "settings", "transformer_engine", "message"),
+    ("name", "layout", "message"),
     [
-        (Layout(), {}, True, "expected null on GPUs"),
-        (Layout(cp=2), {}, False, "lora with cp=2"),
-        (Layout(), {"megatron": {"moe_router_bias_update_rate": 0.1}}, False, "changes biases of the model"),
+        ("qwen3_moe", Layout(ep=2, dp=2), "lora on 2 GPUs was not tried; expected one GPU"),
+        ("deepseek_v3", Layout(), r"latent attention \(DeepseekV3ForCausalLM\) was not tried on a GPU"),
     ],
 )
-def test_settings_that_adapters_were_not_tried_with_are_refused(
-    layout: Layout, settings: dict[str, Any], transformer_engine: bool, message: str
-) -> None:
-    config = TrainConfig(lora=LoraConfig(rank=4), **settings)
+def test_adapters_are_refused_where_no_gpu_has_run_them(name: str, layout: Layout, message: str) -> None:
+    config, spec = TrainConfig(lora=LoraConfig(rank=4)), model_spec(CONFIGS[name])
+    check_options(config, spec, layout, transformer_engine=False)
+    check_options(config, model_spec(CONFIGS["qwen3_moe"]), Layout(), transformer_engine=True)
     with pytest.raises(UserError, match=message):
-        check_options(config, SPEC, layout, transformer_engine=transformer_engine)
+        check_options(config, spec, layout, transformer_engine=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_with_adapters_are_not_fused(name: str) -> None:
+    for rule, tensor in linear_layers(model_spec(CONFIGS[name]).rules):
+        target = module_name(tensor.name).rpartition(".")[2]
+        assert LoraConfig(targets=(target,)).adapts_mlps == (".mlp." in rule.name), tensor.name
+    assert LoraConfig().adapts_mlps
 
 
 @pytest.mark.parametrize(

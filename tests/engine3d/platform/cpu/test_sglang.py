@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,19 +57,6 @@ def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sglang_cpu.activate() is None
-
-
-@pytest.mark.processes
-def test_what_is_left_out_is_left_out_with_what_needs_it(tmp_path: Path) -> None:
-    (tmp_path / "sklearn").mkdir()
-    (tmp_path / "sklearn" / "__init__.py").write_text("import scipy.sparse\n")
-    program = (
-        "from engine3d.platform.cpu import sglang\n"
-        "assert sglang.activate() is not None\n"
-        "import transformers.generation.candidate_generator\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
 
 
 @pytest.mark.parametrize("group_tokens", [1 << 17, 8])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -76,28 +76,25 @@ def test_sharing_twice_gives_the_same_handle_and_own_memory_is_itself() -> None:
     assert platform.map_memory(pickle.loads(pickle.dumps(handle))) is storage
 
 
+def _share_until_killed(pipe: Connection) -> None:
+    memory = torch.zeros(1000)
+    pipe.send(platform.share_memory(memory.untyped_storage()))
+    signal.pause()
+
+
 @pytest.mark.processes
 @on_cpu
 def test_a_process_that_is_gone_is_named() -> None:
-    code = (
-        "import pickle, sys, torch\n"
-        "from engine3d.platform import platform\n"
-        "memory = torch.zeros(1000)\n"
-        "sys.stdout.buffer.write(pickle.dumps(platform.share_memory(memory.untyped_storage())))\n"
-        "sys.stdout.flush()\n"
-        "sys.stdin.read()\n"
-    )
     before = _names()
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    handle = pickle.load(process.stdout)
+    ours, theirs = multiprocessing.Pipe()
+    # Forked, since torch takes seconds to import.
+    process = multiprocessing.get_context("fork").Process(target=_share_until_killed, args=(theirs,), daemon=True)
+    process.start()
+    handle = ours.recv()
     mapped = torch.empty(0).set_(platform.map_memory(handle))
     mapped[5] = 1
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    assert process.stdin is not None
-    process.stdin.close()
+    process.kill()
+    process.join()
     # What is mapped stays, and nothing else does.
     assert mapped[5] == 1
     assert not {name for name in _names() - before if name.startswith(f"torch_{process.pid}_")}

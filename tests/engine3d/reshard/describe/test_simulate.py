@@ -52,8 +52,8 @@ def test_few_layers_repeated_are_the_whole_model(name: str, tp: int, ep: int) ->
     for rank, trace in enumerate(simulated):
         with engine_rank(tp, ep, rank):
             assert trace == trace_load(build_model(MODELS[name], torch.bfloat16, "cpu"), tensors)
-        assert trace == trace_engine(MODELS[name], tensors, tp, ep, rank, torch.bfloat16)
         assert trace.tensors == ()
+    assert simulated[-1] == trace_engine(MODELS[name], tensors, tp, ep, tp - 1, torch.bfloat16)
 
 
 def real_rank(
@@ -84,7 +84,13 @@ def real_rank(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "attention_dp"), [("qwen3_moe", 1), ("deepseek_v3", 1), ("qwen3_moe", 2), ("deepseek_v3", 4)]
+    ("name", "attention_dp"),
+    [
+        ("deepseek_v3", 1),
+        ("qwen3_moe", 2),
+        pytest.param("deepseek_v3", 4, marks=pytest.mark.release),
+        pytest.param("qwen3_moe", 1, marks=pytest.mark.release),
+    ],
 )
 def test_process_groups_of_sglang_give_the_same(
     name: str, attention_dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +138,7 @@ def test_experts_are_cut_over_tp_by_ep_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_deepseek_v3_on_32_ranks_is_traced_with_few_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepseek_v3_on_8_ranks_is_traced_with_few_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {
         name: (tensor.shape, torch.bfloat16) for name, tensor in model_spec(DEEPSEEK_V3).rules.hf_tensors.items()
     }
@@ -143,11 +149,11 @@ def test_deepseek_v3_on_32_ranks_is_traced_with_few_of_its_layers(monkeypatch: p
         return build_model(hf_config, *arguments)
 
     monkeypatch.setattr(simulate, "build_model", build)
-    traces = trace_engine_layout(DEEPSEEK_V3, tensors, 32, 32)
-    assert built == [4] * 32  # three dense ones, and the first with experts
+    traces = trace_engine_layout(DEEPSEEK_V3, tensors, 8, 8)
+    assert built == [4] * 8  # three dense ones, and the first with experts
     parameters = sum(buffer.elements for buffer in traces[0].buffers)
-    assert 671e9 / 32 < parameters < 1.06 * 671e9 / 32  # some of the latent attention is whole on every rank
-    assert sum(len(trace.buffers) for trace in traces) == 32 * len(traces[0].buffers)
+    assert 671e9 / 8 < parameters < 1.06 * 671e9 / 8  # some of the latent attention is whole on every rank
+    assert sum(len(trace.buffers) for trace in traces) == 8 * len(traces[0].buffers)
 
 
 def test_sglang_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,21 @@ def named(target: RankShards, aliases: tuple[Alias, ...]) -> dict[str, Alias]:
     return {target.buffers[alias.target_buffer].name: alias for alias in aliases}
 
 
-@pytest.mark.parametrize("transformer_engine", [True, False])
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(ep=4, dp=4), Layout(tp=2, ep=2, dp=2)],
-    ids=str,
+    ("layout", "tp", "ep", "transformer_engine"),
+    [
+        # Of each trainer and engine one of both, in turns; the other before a release.
+        pytest.param(
+            *(layout, tp, ep, transformer_engine),
+            marks=() if (number + transformer_engine) % 2 else pytest.mark.release,
+            id=f"{layout}-{tp}-{ep}-{transformer_engine}",
+        )
+        for row, layout in enumerate(
+            [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(ep=4, dp=4), Layout(tp=2, ep=2, dp=2)]
+        )
+        for number, (tp, ep) in enumerate([(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)], row)
+        for transformer_engine in (True, False)
+    ],
 )
 def test_bound_buffers_hold_what_they_should(layout: Layout, tp: int, ep: int, transformer_engine: bool) -> None:
     for spec in (SPEC, replace(SPEC, expert_order="descending"), model_spec(CONFIGS["llama"])):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -34,6 +35,7 @@ def _shards(name: str, number: int, slot: int, tensors: list[str], shard: int, c
     return SharedShards(shards, (None,) * len(buffers))
 
 
+@cache
 def _world() -> tuple[list[SharedShards], list[SharedShards], dict[str, tuple[int, ...]]]:
     """1,024 ranks of a trainer and, on other nodes, 16 engines of 32."""
     tensors = [f"model.layers.{layer}.weight" for layer in range(LAYERS)]

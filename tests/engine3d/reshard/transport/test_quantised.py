@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine3d.layout import Layout
-from engine3d.memory import quantised_bytes
+from engine3d.memory.resident import quantised_bytes
 from engine3d.models import ModelSpec, model_spec
 from engine3d.models.precision import dequantise, quantise, scale_box, scale_name, served_tensors
 from engine3d.models.rules import LocalParameter
@@ -51,8 +51,19 @@ def values_of(weights: QuantisedWeights, holding: Holding) -> torch.Tensor:
     return memory.as_strided(sizes, holding.strides, holding.offset)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2)], ids=str)
-@pytest.mark.parametrize("name", FP8_CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        # Every family in shards and copies of them; on one of the other layouts in turns, on all before a release.
+        pytest.param(
+            *(name, layout),
+            marks=() if row == 3 or row == number % 3 else pytest.mark.release,
+            id=f"{name}-{layout}",
+        )
+        for number, name in enumerate(FP8_CONFIGS)
+        for row, layout in enumerate([Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2)])
+    ],
+)
 def test_ranks_offer_every_element_of_what_engines_hold(name: str, layout: Layout) -> None:
     spec = model_spec(FP8_CONFIGS[name])
     served = served_tensors(spec, torch.bfloat16, "fp8")

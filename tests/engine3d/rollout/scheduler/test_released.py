@@ -42,11 +42,11 @@ def test_the_first_rank_waits_until_it_is_asked(
     began = time.monotonic()
     released.wait_while_released(None, scheduler)
     assert time.monotonic() - began > 0.9 * released._LONGEST_MS / 1000
-    monkeypatch.setattr(released, "_LONGEST_MS", 60_000)
+    monkeypatch.setattr(released, "_LONGEST_MS", 600_000)
     threading.Timer(0.1, pairs[index][1].send, (b"call",)).start()
     released.wait_while_released(None, scheduler)
     assert pairs[index][0].recv(zmq.NOBLOCK) == b"call"
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
 
 
 @pytest.mark.parametrize(

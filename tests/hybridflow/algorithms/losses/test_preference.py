@@ -86,7 +86,7 @@ def test_a_tie_is_half_a_success() -> None:
     assert shares_above(torch.tensor([1.0, 0.5, 0.0]), 0.5).tolist() == [1.0, 0.5, 0.0]
 
 
-def test_what_dpo_tells_of_a_pair() -> None:
+def test_metrics_of_a_pair_of_dpo() -> None:
     pair = ResponsePairs(
         torch.tensor([[-2.0, -5.0]], dtype=torch.float64),
         torch.tensor([[-4.0, -4.0]], dtype=torch.float64),
@@ -107,7 +107,7 @@ def test_what_dpo_tells_of_a_pair() -> None:
     assert by_length.stats[metrics.PREFERENCE_MARGIN].tolist() == [0.5 * (2 / 4 - -1 / 2)]
 
 
-def test_what_kto_tells_is_of_the_first_responses() -> None:
+def test_metrics_of_kto_are_of_the_first_responses() -> None:
     two = ResponsePairs(
         torch.tensor([[-2.0, -1.0], [-3.0, -1.0]], dtype=torch.float64),
         torch.tensor([[-3.0, -2.0], [-3.5, -1.0]], dtype=torch.float64),

@@ -13,8 +13,8 @@ import yaml
 
 from hybridflow.cli.main import main
 from hybridflow.cluster.devices.device_map import Node
-from hybridflow.cluster.runtime.cluster_nodes import ROLE_LABEL
-from hybridflow.cluster.runtime.stop_driver import is_driver
+from hybridflow.cluster.ray.cluster_nodes import ROLE_LABEL
+from hybridflow.cluster.ray.stop_driver import is_driver
 from hybridflow.config.recipe import load_recipe
 from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.kubernetes import errors
@@ -174,7 +174,7 @@ def test_without_roles(capsys: pytest.CaptureFixture[str]) -> None:
             ["run_dir=/scratch"],
             "run_dir=/scratch is in each pod alone; expected a directory on the volume: relative, or",
         ),
-        (["overwrite=true"], "overwrite=true: each start of the job's driver would begin anew; expected another name"),
+        (["overwrite=true"], "overwrite=true: each start of the job's driver would begin again; expected another name"),
         (["network.preset=roce"], "network.preset=roce is set with placement.cluster, whose processes have the"),
         (
             ["model.create=null", "model.path=https://me:password@host/model"],

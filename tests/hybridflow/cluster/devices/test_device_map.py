@@ -58,11 +58,11 @@ ROLES = [
 
 def test_a_role_means_the_nodes_that_are_for_it() -> None:
     assert str(DeviceMap.parse("role:train")) == "role:train"
-    found = pool_devices({"actor": "role:train", "rollout": "role:rollout", "reward": "role:reward"}, {}, ROLES)
-    assert found["actor"] == tuple(Device(node, "cuda", index) for node in (0, 2) for index in (0, 1))
-    assert found["rollout"] == (Device(1, "cuda", 0), Device(1, "cuda", 1))
-    assert found["reward"] == (Device(3, "cpu", 0),)
-    assert pool_devices({"rollout": "cuda:2-3"}, {}, ROLES)["rollout"] == found["rollout"]
+    results = pool_devices({"actor": "role:train", "rollout": "role:rollout", "reward": "role:reward"}, {}, ROLES)
+    assert results["actor"] == tuple(Device(node, "cuda", index) for node in (0, 2) for index in (0, 1))
+    assert results["rollout"] == (Device(1, "cuda", 0), Device(1, "cuda", 1))
+    assert results["reward"] == (Device(3, "cpu", 0),)
+    assert pool_devices({"rollout": "cuda:2-3"}, {}, ROLES)["rollout"] == results["rollout"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import ray
 from hybridflow.cluster.devices.device_map import Device, pool_devices
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.devices.nvml import DeviceReader, NvmlReader
-from hybridflow.cluster.runtime.resource_pool import Bundle, cluster_nodes, release, reserve
+from hybridflow.cluster.ray.resource_pool import Bundle, cluster_nodes, release, reserve
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceFile, DeviceSample, read_samples, summarise
@@ -77,14 +77,14 @@ def bundles(ray_cluster: None) -> Iterator[tuple[Bundle, ...]]:
 
 def samplers() -> list[psutil.Process]:
     """Ray names the process of an actor after its class."""
-    found = []
+    results = []
     for process in psutil.process_iter():
         try:
             if any("ray::_Sampler" in word for word in process.cmdline()):
-                found.append(process)
+                results.append(process)
         except psutil.Error:
             continue
-    return found
+    return results
 
 
 def wait_for(condition: Callable[[], object], limit_s: float = 180.0) -> None:
@@ -96,14 +96,14 @@ def wait_for(condition: Callable[[], object], limit_s: float = 180.0) -> None:
 
 def collected(monitor: DeviceMonitor) -> dict[str, float]:
     """The next figures."""
-    figures: dict[str, float] = {}
+    values: dict[str, float] = {}
 
     def collect() -> dict[str, float]:
-        figures.update(monitor.collect())
-        return figures
+        values.update(monitor.collect())
+        return values
 
     wait_for(collect)
-    return figures
+    return values
 
 
 @pytest.mark.processes
@@ -119,19 +119,19 @@ def test_samples_go_to_the_file_and_figures_to_the_step(tmp_path: Path, bundles:
         wait_for(has_sampled)
         begin = time.monotonic()
         time.sleep(1)
-        figures = collected(monitor)
+        values = collected(monitor)
         seconds = time.monotonic() - begin
-        assert monitor.collect().keys() <= figures.keys()
-    assert figures.keys() == {
+        assert monitor.collect().keys() <= values.keys()
+    assert values.keys() == {
         metrics.DEVICE_UTILISATION,
         metrics.DEVICE_POWER,
         metrics.DEVICE_MEMORY,
         metrics.DEVICE_ENERGY,
     }
-    assert figures[metrics.DEVICE_UTILISATION] == pytest.approx(15, abs=1)
-    assert figures[metrics.DEVICE_POWER] == pytest.approx(300)
-    assert figures[metrics.DEVICE_MEMORY] == 2048
-    assert 300 * 0.9 < figures[metrics.DEVICE_ENERGY] <= 300 * (seconds + 0.1)
+    assert values[metrics.DEVICE_UTILISATION] == pytest.approx(15, abs=1)
+    assert values[metrics.DEVICE_POWER] == pytest.approx(300)
+    assert values[metrics.DEVICE_MEMORY] == 2048
+    assert 300 * 0.9 < values[metrics.DEVICE_ENERGY] <= 300 * (seconds + 0.1)
     samples = read_samples(path)
     assert {sample.gpu for sample in samples} == {0, 1}
     assert len({sample.node for sample in samples}) == 1
@@ -144,20 +144,20 @@ def test_samples_go_to_the_file_and_figures_to_the_step(tmp_path: Path, bundles:
 @pytest.mark.processes
 def test_what_a_gpu_does_not_say_is_no_figure(tmp_path: Path, bundles: tuple[Bundle, ...]) -> None:
     with DeviceMonitor(bundles, 0.05, tmp_path / "devices.jsonl", make_reader=Silent) as monitor:
-        figures = collected(monitor)
-    assert figures.keys() == {metrics.DEVICE_UTILISATION, metrics.DEVICE_MEMORY}
+        values = collected(monitor)
+    assert values.keys() == {metrics.DEVICE_UTILISATION, metrics.DEVICE_MEMORY}
 
 
 def until_told(monitor: DeviceMonitor, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said once the monitor has given up; nothing more is said or found after that."""
+    """Lines of a monitor that has given up; it prints and returns nothing more after that."""
     said: list[str] = []
 
-    def told() -> list[str]:
+    def lines_said() -> list[str]:
         monitor.collect()
         said.extend(capsys.readouterr().err.splitlines())
         return said
 
-    wait_for(told)
+    wait_for(lines_said)
     assert monitor.collect() == {}
     assert capsys.readouterr().err == ""
     [line] = said
@@ -235,8 +235,8 @@ def test_without_gpus_nothing_is_started(
 ) -> None:
     slots = [replace(bundle, device=Device(0, "cpu", 0)) for bundle in bundles]
     monkeypatch.setattr(ray, "remote", lambda *_, **__: pytest.fail("an actor was started"))
-    for held, interval_s in ((slots, 1.0), (bundles, 0.0)):
-        with DeviceMonitor(held, interval_s, tmp_path / "devices.jsonl") as monitor:
+    for taken_, interval_s in ((slots, 1.0), (bundles, 0.0)):
+        with DeviceMonitor(taken_, interval_s, tmp_path / "devices.jsonl") as monitor:
             assert monitor.collect() == {}
     assert not list(tmp_path.iterdir())
 

@@ -19,8 +19,8 @@ from hybridflow.cluster.devices import nvml as gpu_reader
 from hybridflow.cluster.devices.device_map import Device, Node, pool_devices
 from hybridflow.cluster.devices.gpu_availability import check_bundles_free, check_gpus_free, gpus_in_use
 from hybridflow.cluster.devices.nvml import MakeReader, MemoryUse, NvmlReader
-from hybridflow.cluster.runtime import ray_runtime, resource_pool
-from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool, cluster_nodes, release, reserve
+from hybridflow.cluster.ray import ray_session, resource_pool
+from hybridflow.cluster.ray.resource_pool import Bundle, ResourcePool, cluster_nodes, release, reserve
 from hybridflow.config.recipe import load_recipe
 from hybridflow.trainer.startup import role_startup
 from tests.support.fake_devices import Absent, Freed, Steady, Stuck, Taken
@@ -30,7 +30,7 @@ ALL = {index: str(index) for index in range(8)}
 
 
 def use(monkeypatch: pytest.MonkeyPatch, reader: MakeReader) -> None:
-    """Have this process read its GPUs by a stand-in for NVML."""
+    """Replace NVML in this process by a stand-in."""
     monkeypatch.setattr(gpu_reader, "NvmlReader", reader)
 
 
@@ -71,12 +71,12 @@ def test_a_gpu_that_is_counted_otherwise_here_is_told_as_nvidia_smi_counts_it(mo
 
 
 def test_without_processes_and_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    for pids, told in (
+    for pids, lines_said in (
         ((), "by others; expected"),
         ((2**22 + 1,) * 5, "(pid 4194305, pid 4194305, pid 4194305, 2 more)"),
     ):
         monkeypatch.setattr(Taken, "memory", lambda *_, pids=pids: MemoryUse(3 * 10**9, 10**11, pids))
-        assert told in refusal(monkeypatch, Taken, {0: "0"})
+        assert lines_said in refusal(monkeypatch, Taken, {0: "0"})
 
 
 def test_memory_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_memory_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 class NvmlError(Exception):
-    """As the library's own."""
+    """The library's own error."""
 
 
 def refused_by_the_driver(*_: object) -> Any:
@@ -100,7 +100,7 @@ def refused_by_the_driver(*_: object) -> Any:
 
 def nvml(**calls: Any) -> SimpleNamespace:
     """The part of pynvml that reads memory, of a machine whose GPU 5 has the identifier GPU-b."""
-    facts: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "NVMLError": NvmlError,
         "nvmlInit": lambda: None,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
@@ -110,7 +110,7 @@ def nvml(**calls: Any) -> SimpleNamespace:
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=handle, usedGpuMemory=None)],
         "nvmlDeviceGetCudaComputeCapability": lambda handle: [9, handle],
     }
-    return SimpleNamespace(**facts | calls)
+    return SimpleNamespace(**properties | calls)
 
 
 def test_nvml_is_asked_for_the_gpu_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_nvml_is_asked_for_the_gpu_that_is_meant(monkeypatch: pytest.MonkeyPatch
     assert reader.gpus == [3, 5]
     assert reader.memory(5) == MemoryUse(5 * 10**9, 10**11, (5,))
     assert reader.capability(3) == (9, 3)
-    assert [(each.index, each.number) for each in gpus_in_use({0: "GPU-b", 1: "1", 2: "GPU-c"}, 0)] == [(0, 5)]
+    assert [(item.index, item.number) for item in gpus_in_use({0: "GPU-b", 1: "1", 2: "GPU-c"}, 0)] == [(0, 5)]
 
 
 def test_processes_that_the_driver_keeps_to_itself_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ def test_no_process_of_a_role_is_started_beside_others(ray_cluster: None, monkey
     def start(*_: object, **__: object) -> None:
         raise Started
 
-    monkeypatch.setattr(ray_runtime, "start_ray", lambda **_: None)
-    monkeypatch.setattr(ray_runtime, "stop_ray", lambda: None)
+    monkeypatch.setattr(ray_session, "start_ray", lambda **_: None)
+    monkeypatch.setattr(ray_session, "stop_ray", lambda: None)
     monkeypatch.setattr(resource_pool, "reserve", lambda devices, _limit_s: as_gpus(reserve(devices)))
     monkeypatch.setattr(role_startup, "_Start", start)
     monkeypatch.setattr(role_startup, "WAIT_S", 0.0)

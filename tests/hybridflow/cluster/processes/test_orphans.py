@@ -1,4 +1,4 @@
-"""What is removed of earlier runs in directories that every user of the host can write to."""
+"""Removal of earlier runs' files in directories that every user of the host can write to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def orphan(temporary: Path, name: str = RUN) -> Path:
-    """What a run of engines leaves that was killed with its owner."""
+    """Files of a run of engines that was killed with its owner."""
     directory = temporary / name
     directory.mkdir()
     (directory / "owner").touch()
@@ -36,7 +36,7 @@ def orphan(temporary: Path, name: str = RUN) -> Path:
 
 
 def ray_orphan(temporary: Path, name: str = "hf-ray-abcdefgh") -> Path:
-    """What a killed run leaves of Ray: its directory, and the lock beside it."""
+    """Files of Ray of a killed run: its directory, and the lock beside it."""
     directory = temporary / name
     directory.mkdir()
     (temporary / f"{name}.lock").touch()

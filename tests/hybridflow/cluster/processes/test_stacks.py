@@ -38,8 +38,8 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 
     yield start
     for process in begun:
-        for each in [*psutil.Process(process.pid).children(), process]:
-            each.kill()
+        for item in [*psutil.Process(process.pid).children(), process]:
+            item.kill()
         process.communicate()
 
 
@@ -67,9 +67,9 @@ def test_forks_write_their_own_and_do_not_write_in_between(start: Starter, tmp_p
     pids = [process.pid, *(child.pid for child in process.children())]
     for _ in range(10):
         assert not request_stacks(pids, 30.0)
-    first, *pieces = (tmp_path / "stacks").read_text().split("--- ")
-    assert not first and sorted(int(piece.split()[3]) for piece in pieces) == sorted(10 * pids)
-    assert all(piece.count("in <module>") == 1 for piece in pieces)
+    first, *chunks = (tmp_path / "stacks").read_text().split("--- ")
+    assert not first and sorted(int(text_.split()[3]) for text_ in chunks) == sorted(10 * pids)
+    assert all(text_.count("in <module>") == 1 for text_ in chunks)
 
 
 def test_one_that_is_stopped_writes_when_it_goes_on(start: Starter, tmp_path: Path) -> None:

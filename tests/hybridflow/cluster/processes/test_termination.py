@@ -85,9 +85,9 @@ def test_with_time_to_save_a_signal_interrupts_waits_alone(
     termination: Termination, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with termination.saves(20.0):
-        assert not termination.asked
+        assert not termination.stop_requested
         os.kill(os.getpid(), signal.SIGTERM)
-        assert termination.asked
+        assert termination.stop_requested
         first = ""
         while not first.endswith("\n"):  # a thread tells it
             first += capfd.readouterr().err
@@ -140,7 +140,7 @@ def test_when_the_time_to_save_is_over_a_run_ends_as_without(
     with pytest.raises(Terminated), termination.saves(0.2):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
         threading.Event().wait(60)
-    assert not termination.asked
+    assert not termination.stop_requested
     assert termination.finish() == 143
     assert capfd.readouterr().err.endswith("hybridflow: terminated; there was no time for a checkpoint\n")
 
@@ -172,7 +172,7 @@ def test_a_second_signal_ends_what_has_time_to_save(termination: Termination) ->
 
 
 def test_requests_to_leave_may_be_many_and_come_before_a_signal(termination: Termination) -> None:
-    """As of several pods that go together, and of whoever deletes their job."""
+    """Signals as of several pods that go together, and of whoever deletes their job."""
 
     def asks() -> None:
         for number in (LEAVE, LEAVE, signal.SIGTERM, LEAVE):
@@ -184,7 +184,7 @@ def test_requests_to_leave_may_be_many_and_come_before_a_signal(termination: Ter
         asking.start()
         while asking.is_alive():
             time.sleep(0.05)
-        assert termination.asked
+        assert termination.stop_requested
         with pytest.raises(Terminated):
             termination.end_asked("saved")
     assert termination.finish() == 75

@@ -1,4 +1,4 @@
-"""Which processes the watchdog takes for those of a run, and when it takes one for ended."""
+"""Processes that the watchdog counts as a run's, and as ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from hybridflow.cluster.processes import watchdog
 from hybridflow.cluster.processes.watchdog import _has_ended, run_processes
-from hybridflow.rundir.first_failure import read_failure
+from hybridflow.rundir.status.first_failure import read_failure
 
 pytestmark = pytest.mark.processes
 
@@ -109,20 +109,20 @@ def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
     run = tmp_path / "run of a name"
     if case != "without its directory":
         run.mkdir()
-    part = subprocess.Popen(["sleep", "60"])
+    server = subprocess.Popen(["sleep", "60"])
     end = f"{watchdog.END}\n" if case == "with one" else ""
-    process = start_watchdog(tmp_path / "ray", f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n{end}")
+    process = start_watchdog(tmp_path / "ray", f"{server.pid} A part\n{watchdog.DIRECTORY} {run}\n{end}")
     assert process.stdin is not None
     wait_until(lambda: watches(process))
-    part.kill()
-    part.wait()
+    server.kill()
+    server.wait()
     process.stdin.close()
     assert process.wait(30) == 0
     failure, lines = read_failure(run), capfd.readouterr().err.splitlines()
     if case == "with one":
         assert (failure, lines) == (None, [])
         return
-    cause = f"A part (process {part.pid}) died, and the run ended without a word: by Ray, or both were killed"
+    cause = f"A part (process {server.pid}) died, and the run ended without a word: by Ray, or both were killed"
     if case == "without its directory":
         assert failure is None and lines[0] == f"hybridflow: {cause}" and not any("Traceback" in line for line in lines)
         return
@@ -136,16 +136,16 @@ def test_a_part_that_is_ended_after_the_driver_is_not_the_cause(
 ) -> None:
     directory, run = tmp_path / "ray", tmp_path / "run"
     run.mkdir()
-    part = subprocess.Popen(["sleep", "60"])
-    process = start_watchdog(directory, f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n")
+    server = subprocess.Popen(["sleep", "60"])
+    process = start_watchdog(directory, f"{server.pid} A part\n{watchdog.DIRECTORY} {run}\n")
     assert process.stdin is not None
     wait_until(lambda: watches(process))
     process.send_signal(signal.SIGSTOP if seen_first == "both" else signal.SIGCONT)
     if seen_first != "a part":
         process.stdin.close()
-    (directory / watchdog.ENDED).write_text(f"1 {part.pid}")  # as who holds Ray's servers does before it ends them
-    part.kill()
-    part.wait()
+    (directory / watchdog.ENDED).write_text(f"1 {server.pid}")  # as who holds Ray's servers does before it ends them
+    server.kill()
+    server.wait()
     process.stdin.close()
     process.send_signal(signal.SIGCONT)
     assert process.wait(30) == 0

@@ -71,6 +71,7 @@ def test_what_was_not_tried_is_refused(override: str, reason: str) -> None:
         ("environment.tools.reward=judge", "is 'judge', which was not tried with tools"),
         ("environment.tools.on_exception=stop", "environment.tools.on_exception"),
         ("environment.limits.processes=20", None),
+        ("environment.tool_timeout_s=9", None),
         ("data.files.chat.tools=[{type: function}]", "data.files.chat.tools is set with environment.tools"),
         ("data.files.train=[{path: a.parquet, tools: tools}]", "has tools=tools with environment.tools"),
         (
@@ -83,7 +84,8 @@ def test_what_was_not_tried_is_refused(override: str, reason: str) -> None:
 def test_what_does_not_go_with_tools_is_refused(override: str, reason: str | None) -> None:
     more = []
     if reason is None:  # of a sandbox
-        more, reason = ["environment.tools.functions=[python]"], "a worker whose sandboxes have up to 145"
+        more = ["environment.tools.functions=[python]"]
+        reason = "up to 145" if "processes" in override else "tool_timeout_s=9 with programs that may take 10 s"
     with pytest.raises(SettingsError) as error:
         load_recipe(GAME.with_name("tools.yaml"), [override, *more])
     assert reason in str(error.value)

@@ -121,6 +121,7 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.optim.lr: here it is train.optimizer.lr"),
         ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.n: here it is rollout.samples_per_prompt"),
         ("critic.optim.lr", "critic.optim.lr: here it is critic.train.optimizer.lr"),
+        ("config.critic.optim.lr", "config.critic.optim.lr: here it is critic.train.optimizer.lr"),
         ("seq_len", "here it is rollout.engine.context_length"),
         ("train.seq_len", "here it is rollout.engine.context_length"),
         ("train.sequence_packing", "here it is train.packing"),

@@ -166,6 +166,7 @@ def test_settings_are_frozen(recipe: Path) -> None:
         ("stops=[{device: 1}]", "unknown key stops.0.device: did you mean stops.0.devices?"),
         ("extra.device=1", "unknown key extra.device: did you mean extra.devices?"),
         ("layout.tpp=2", "unknown key layout.tpp: did you mean layout.tp?"),
+        ("layout={tp:2}", "unknown key layout.tp:2: expected a space behind the colon, as in {tp: 2}"),
     ],
 )
 def test_a_wrong_override_is_one_line(recipe: Path, override: str, line: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
-from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import ChatConfig
+from hybridflow.data.files.conversations.chat import ChatTemplate
 
 TEXT_AFTER_NULL = """
 {%- for m in messages if m.role == 'system' %}{{ m.content }}{% endfor -%}

@@ -16,9 +16,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine3d.errors import UserError
-from hybridflow.data.files import encoding, opening
+from hybridflow.data.files import encoding
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
+from hybridflow.data.files.formats import opening
 from hybridflow.data.remarks import lines
 from hybridflow.data.tokenizer import encode_prompts
 

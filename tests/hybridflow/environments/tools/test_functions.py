@@ -87,6 +87,9 @@ def test_a_function_without_a_schema_is_refused(function: Callable[..., Any]) ->
         ('{"left": "1"}', "argument left: '1' is not of type 'integer'"),
         ('{"left": 1, "other": 2}', "'other' was unexpected"),
         ("[" * 100_000, "arguments are not JSON"),
+        ('{"left": NaN}', "arguments are not JSON"),
+        ('{"left": 1e999}', "arguments are not JSON"),
+        ('{"left": 1, "names": ["\\ud800"]}', "lone surrogate"),
     ],
 )
 def test_arguments_that_do_not_fit(text: str, reason: str) -> None:

@@ -19,6 +19,8 @@ from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeStart, EpisodeTurn
 from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens, ToolMessages, tool_messages
+from hybridflow.environments.tools.process import _load_tools
+from hybridflow.rewards.function_process import RewardError
 
 pytestmark = pytest.mark.processes
 
@@ -67,7 +69,8 @@ def _settings(directory: Path, *functions: str, **changed: Any) -> EnvironmentCo
         "parser": "pythonic",
         "reward": {"path": f"{directory}/tools_of_test.py:letters", "arguments": {"share": 0.5}},
     }
-    given = {"workers": 1, "tool_timeout_s": 1.0, "max_answer_characters": 100, "tools": tools | changed}
+    limits = {"tool_timeout_s": changed.pop("tool_timeout_s", 1.0), "max_answer_characters": 100}
+    given = {"workers": 1, **limits, "tools": tools | changed}
     return EnvironmentConfig.model_validate(given)
 
 
@@ -137,7 +140,7 @@ def test_answers_follow_as_messages_of_the_tool_and_the_last_turn_is_scored(play
         ('[echo(text="a)]', "error: the call cannot be read", {"calls_malformed"}),
     ],
 )  # fmt: skip
-def test_the_model_sees_what_it_did_wrong(player: Player, turn: str, text: str, counts: set[str]) -> None:
+def test_the_model_sees_its_errors(player: Player, turn: str, text: str, counts: set[str]) -> None:
     texts, last = player.play(f"{turn}<|end|>")
     assert texts == [f"<|tool|>{text}<|end|><|assistant|>"]
     assert last.failure is None and not last.done and last.counts.keys() == counts
@@ -176,10 +179,7 @@ def test_exceptions_are_answers_if_asked_for(tmp_path: Path) -> None:
     ("functions", "changed", "reason"),
     [
         (["untyped"], {}, r"untyped has no schema: .*expected a type hint for each parameter"),
-        (["missing"], {}, "has no function 'missing'"),
-        (["echo", "echo"], {}, "two are named 'echo'"),
         (["echo"], {"reward": "no_module:score"}, "reward no_module:score cannot be imported"),
-        (["echo"], {"functions": [{"path": "search", "arguments": {"path": "none.jsonl"}}]}, "there is no such file"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(
@@ -190,11 +190,29 @@ def test_what_cannot_be_loaded_is_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("functions", "changed", "reason"),
+    [
+        (["missing"], {}, "has no function 'missing'"),
+        (["echo", "echo"], {}, "two are named 'echo'"),
+        (["echo"], {"functions": [{"path": "search", "arguments": {"path": "none.jsonl"}}]}, "there is no such file"),
+    ],
+)
+def test_tools_that_cannot_be_loaded_are_named(
+    tmp_path: Path, functions: list[str], changed: dict[str, Any], reason: str
+) -> None:
+    tools = _settings(tmp_path, *functions, **changed).tools
+    assert tools is not None
+    with pytest.raises(RewardError, match=rf"^tools?\b.*{reason}") as error:
+        _load_tools(tools.class_arguments["functions"], str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
 def test_the_python_tool_runs_programs_in_the_sandbox(tmp_path: Path) -> None:
     sandbox = {"isolation": "none", "limits": {"timeout_s": 20}}
     functions = [{"path": "python", "arguments": {"sandbox": sandbox}}]
-    config = _settings(tmp_path, functions=functions).model_copy(
-        update={"tool_timeout_s": 60.0, "max_answer_characters": 1000}
+    config = _settings(tmp_path, functions=functions, tool_timeout_s=60.0).model_copy(
+        update={"max_answer_characters": 1000}
     )
     player = Player(config, tmp_path)
     try:
@@ -238,7 +256,7 @@ TOOL = {
 }
 
 
-def test_several_answers_are_what_a_template_makes_of_them(tmp_path: Path) -> None:
+def test_several_answers_are_rendered_by_the_template(tmp_path: Path) -> None:
     (tmp_path / "qwen.jinja").write_text(QWEN.strip())
     config = _settings(tmp_path, "echo", parser="qwen25")
     tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")

@@ -18,7 +18,7 @@ from engine3d.models import model_spec
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_deterministic, check_input_blocks
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
+from hybridflow.cluster.ray.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import create_model, initial_spec
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.tokenizer import make_character_tokenizer
@@ -141,9 +141,9 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
     recipe = a_recipe(f"rollout.engine.tp={tp}")
     assert hosts_of_engine(devices, tp) == hosts
     if line is None:
-        check_engine_nodes(recipe.rollout, devices, "none")
+        check_engine_nodes(recipe.rollout, devices)
     else:
-        assert line in refusal(lambda: check_engine_nodes(recipe.rollout, devices, "none"))
+        assert line in refusal(lambda: check_engine_nodes(recipe.rollout, devices))
 
 
 @pytest.mark.parametrize(
@@ -152,15 +152,13 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
         "rollout.weights.rolling=true",
         "rollout.lease=true",
         "rollout.stream.engine_restarts=2",
-        "rollout.engine.routes=true",
-        "train.routing_replay=rollout",
     ],
 )
 def test_what_was_not_tried_with_engines_over_several_nodes_is_refused(setting: str) -> None:
     recipe = a_recipe("rollout.stream={}", setting, "trainer.max_staleness=1", "rollout.engine.tp=2")
 
     def check(devices: list[Device]) -> None:
-        check_engine_nodes(recipe.rollout, devices, recipe.train.routing_replay)
+        check_engine_nodes(recipe.rollout, devices)
 
     check([Device(0, "cpu", index) for index in range(4)])
     line = refusal(lambda: check([Device(index, "cpu", 0) for index in range(4)]))
@@ -232,7 +230,7 @@ def test_a_cluster_that_does_not_answer_is_found_soon() -> None:
         began = time.monotonic()
         line = f"placement.cluster={address}: no answer within 2 s, expected a running cluster"
         assert refusal(lambda: check_cluster_answers(address, limit_s=2.0)).startswith(line)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 120
 
 
 @pytest.mark.processes
@@ -260,9 +258,11 @@ def test_engines_in_fp8_are_recommended_a_correction() -> None:
 def test_training_in_fp8_is_refused_where_it_was_not_tried() -> None:
     recipe = load_recipe("launch/recipes/fp8-training.yaml")
     spec = initial_spec(recipe.model)
-    check_megatron(recipe.train, "train", spec, Layout(), trained=True, gpus=False)
-    line = refusal(lambda: check_megatron(recipe.train, "train", spec, Layout(), trained=True, gpus=True))
-    assert line == "train.precision=fp8 was not tried on GPUs; expected null"
+    for gpus in (False, True):
+        check_megatron(recipe.train, "train", spec, Layout(), trained=True, gpus=gpus)
+    check_megatron(recipe.train, "train", spec, Layout(dp=2), trained=True, gpus=False)
+    line = refusal(lambda: check_megatron(recipe.train, "train", spec, Layout(dp=2), trained=True, gpus=True))
+    assert line == "train.precision=fp8 on 2 GPUs: tried on one GPU alone, expected null"
     line = refusal(lambda: search_settings(recipe, {"actor": spec}))
     assert line == "plan: train.precision=fp8 is not planned for; expected null"
     narrow = ["model.create.config.head_dim=64"]
@@ -304,6 +304,23 @@ def test_kernels_of_engines_in_fp8_quantise_inputs_in_groups() -> None:
 
 def test_engines_in_fp8_are_on_one_node_each() -> None:
     rollout = load_recipe(FP8, ["rollout.engine.tp=2"]).rollout
-    check_engine_nodes(rollout, [Device(0, "cpu", index) for index in range(2)], "none")
-    line = refusal(lambda: check_engine_nodes(rollout, [Device(index, "cpu", 0) for index in range(2)], "none"))
+    check_engine_nodes(rollout, [Device(0, "cpu", index) for index in range(2)])
+    line = refusal(lambda: check_engine_nodes(rollout, [Device(index, "cpu", 0) for index in range(2)]))
     assert line.startswith("rollout.engine.precision=fp8 with engines over 2 nodes each, which was not tried; expected")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ([], "lora.targets of experts: SGLang adds these to Qwen3MoeForCausalLM by kernels for GPUs"),
+        (["train.lora.targets=[q_proj]", "rollout.engine.kv_cache_dtype=fp8_e5m2"], "rollout.engine.kv_cache_dtype"),
+        (["train.lora.targets=[q_proj]", "train.routing_replay=rollout"], "rollout.engine.routes"),
+        (["train.lora.targets=[q_proj]"], None),
+    ],
+)
+def test_adapters_apart_from_the_model_that_were_not_tried_are_refused(settings: list[str], line: str | None) -> None:
+    recipe = a_recipe("train.lora={engine: adapter}", "warmup=null", *settings)
+    if line is None:
+        check_recipe(recipe)
+    else:
+        assert "train.lora.engine=adapter" in (refused := refusal(lambda: check_recipe(recipe))) and line in refused

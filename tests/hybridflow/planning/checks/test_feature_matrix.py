@@ -80,7 +80,14 @@ def test_every_recipe_has_proven_pairs_alone(path: Path) -> None:
         assert devices is not None
         models = recipe.megatron_roles.items()
         layouts = {role: model.train.layout.layout(len(devices[role])) for role, model in models}
-        check_tested(recipe, specs, layouts)
+        check_tested(
+            recipe.megatron_roles,
+            specs,
+            layouts,
+            recipe.rollout if recipe.starts_engines else None,
+            save_interval=recipe.checkpoint.save_interval,
+            episodes=recipe.environment is not None,
+        )
 
 
 def test_items_are_distinct() -> None:

@@ -98,6 +98,17 @@ def test_gpus_whose_experts_take_more_steps_are_named(
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_adapters_with_engines_in_fp8_are_refused_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("train.lora={rank: 8}", "warmup=null", "rollout.engine.precision=fp8", "rollout.weights.share=false")
+    line = "train.lora with rollout.engine.precision=fp8 was not tried on GPUs; expected null"
+    assert line in output_of(capsys, 2, *settings, "algorithm.correction={weights: token}")
+    assert line in output_of(capsys, 2, *NODES, *settings, "algorithm.correction={weights: token}")
+    apart = "train.lora={engine: adapter, targets: [q_proj]}"
+    line = "train.lora.engine=adapter was not tried on GPUs; expected merged"
+    assert line in output_of(capsys, 2, apart, "warmup=null")
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_a_gpu_in_use_is_refused_on_this_machine_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models import initialise_random, model_spec
 from hybridflow.cli.main import main
-from hybridflow.cluster.devices.device_map import Device, Node, pool_devices
+from hybridflow.cluster.devices.device_map import Device, DeviceKind, Node, pool_devices
 from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.planning.checks.model import check_teacher_engine
 from hybridflow.planning.checks.recipe import check_recipe
 from hybridflow.planning.memory.estimate import foresee, recipe_specs
 from hybridflow.roles.groups import TeacherEngineGroup, TeacherGroup
@@ -21,6 +25,7 @@ from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.trainer.startup.role_specs import role_specs
 from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.judge_model import ENGINE, make_judge
+from tests.support.tiny_families import CONFIGS
 
 ROOT = Path(__file__).parents[4]
 DEMO = ROOT / "launch/recipes/demo.yaml"
@@ -191,6 +196,22 @@ def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) 
     assert directory == path and config.max_total_tokens == 65 * 12 + 1 + 8
     assert "load_format" not in config.server_args
     assert "CPU slot 2 of node 0 and 1 like it" in (shown := foreseen(recipe, devices)) and "infer of teacher" in shown
+
+
+def test_a_teacher_with_gated_delta_nets_has_engines_on_cpus(tmp_path: Path) -> None:
+    spec = model_spec(CONFIGS["qwen3_next"])
+    initialise_random(spec, tmp_path / "teacher", seed=1, dtype=torch.float32)
+    recipe = load_recipe(RECIPE, [f"teacher.path={tmp_path}/teacher", *TEACHER_ENGINE])
+    teacher = recipe.teacher
+    assert teacher is not None
+
+    def check(kind: DeviceKind) -> None:
+        devices = {"teacher": [Device(0, kind, 2), Device(0, kind, 3)]}
+        check_teacher_engine(teacher, recipe.algorithm, recipe.samples_per_step, spec, devices)
+
+    check("cpu")
+    with pytest.raises(UserError, match=r"^teacher\.path: Qwen3NextForCausalLM has .* or placement\.teacher on a CPU$"):
+        check("cuda")
 
 
 ASKS: dict[str, Any] = {

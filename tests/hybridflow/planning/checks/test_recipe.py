@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine3d.checkpoint.verify import damaged_shard
+from engine3d.checkpoint.reading.verify import damaged_shard
 from hybridflow.config.actors import load_recipes
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import load_recipe

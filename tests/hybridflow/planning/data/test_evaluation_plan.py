@@ -16,6 +16,7 @@ from hybridflow.config.initial_model import create_model
 from hybridflow.config.reading.yaml_loader import settings_yaml
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.data.evaluation_plan import EvaluationPlan, plan_evaluation
+from hybridflow.trainer.replaying.plan import plan_replay
 from tests.support.resumable import SMALL, a_recipe, make_checkpoint
 from tests.support.runs import ROOT
 
@@ -75,6 +76,22 @@ def test_an_evaluation_may_lack_the_figure_by_which_its_run_chose_the_best(tmp_p
     greedy = ["evaluation.sums.samples=1", "evaluation.sums.temperature=0"]
     planned = plan_evaluation(recipe.directory, [], greedy)
     assert planned.step == 2 and planned.recipe.sets["sums"].settings.samples == 1
+
+
+def test_the_recipe_of_a_run_of_another_version_is_named(tmp_path: Path) -> None:
+    recipe = a_run(tmp_path)
+    kept = recipe.directory / "recipe.yaml"
+    kept.write_text(kept.read_text().replace("trainer:\n", "trainer:\n  eval_samples: 2\n"))
+    with pytest.raises(UserError) as refused:
+        plan_evaluation(recipe.directory, ())
+    key, what_to_do = str(refused.value).splitlines()
+    assert "unknown key trainer.eval_samples: here it is evaluation.eval.samples" in key
+    assert what_to_do == (
+        f"{recipe.directory}: another version wrote its recipe; expected these keys as this version has them, or "
+        "--recipe RECIPE"
+    )
+    with pytest.raises(UserError, match=r"has them$"):
+        plan_replay(recipe.directory, 1)
 
 
 def test_an_actor_of_several_is_evaluated_by_its_own_recipe(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine3d.memory.overhead import CALL_PARSER_BYTES
 from engine3d.models import ModelSpec
 from engine3d.models.precision import scale_shape
 from hybridflow.cli.main import main
+from hybridflow.cli.plan import PlannedLengths, named_cluster, nodes_of, planned
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
@@ -25,7 +27,8 @@ from hybridflow.planning.checks.prompt import encoded_prompts
 from hybridflow.planning.memory import estimate as memory_estimate
 from hybridflow.planning.memory.estimate import _parsing_nodes, recipe_ledger, recipe_specs
 from hybridflow.planning.memory.ledger import GpuMemory, MemoryLedger
-from hybridflow.planning.memory.samples import Lengths, SetLengths, cache_tokens
+from hybridflow.planning.memory.samples import Lengths, SetLengths, cache_tokens, route_bytes_by_node
+from hybridflow.planning.search.recipe_work import plan_overrides
 from tests.support.ledgers import equal_engines_once
 
 pytestmark = pytest.mark.slow
@@ -46,7 +49,12 @@ def _quick_ledgers() -> Iterator[None]:
 
 
 def _recipe(name: str, *overrides: str) -> Recipe:
-    return load_recipe(RECIPES / name, overrides)
+    """Load a recipe with few prompts: encoding thousands takes longer than the ledger."""
+    recipe = load_recipe(RECIPES / name, overrides)
+    if recipe.data.arithmetic is None:
+        return recipe
+    few = recipe.data.arithmetic.model_copy(update={"train_size": 200, "sft_size": 50, "eval_size": 50})
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"arithmetic": few})})
 
 
 def _actor(name: str) -> ModelSpec:
@@ -249,10 +257,10 @@ def test_a_state_that_returns_beside_a_rollout_is_on_the_gpu_until_then(capsys: 
 def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "qwen3-30b-a3b-2xh200.yaml")
     node = ["--nodes", "1", "--gpus-per-node", "2", "--gpu-gb", "150.7"]
+    refused = "node 0: 183.2 GB of host memory, page-locked, on a node of 128.0 GB (actor optimizer 183.2); to need"
+    assert main(["check", recipe, *node, "--host-gb", "256"]) == 0
     for shown in ([], ["--memory"]):
-        assert main(["check", recipe, *node, *shown, "--host-gb", "256"]) == 0
         assert main(["check", recipe, *node, *shown, "--host-gb", "128"]) == 2
-        refused = "node 0: 183.2 GB of host memory, page-locked, on a node of 128.0 GB (actor optimizer 183.2); to need"
         assert refused in capsys.readouterr().err
     assert main(["check", recipe, *node[:4], "--host-gb", "256"]) == 0  # GPUs of unknown size
     assert main(["check", recipe, *node[:4], "--host-gb", "128"]) == 2
@@ -268,9 +276,36 @@ def test_routes_are_in_the_memory_of_their_node() -> None:
         ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *overrides)
         assert len(ledger.gpus) == 1
         [host] = ledger.hosts
-        assert host.items == {"routes": ledger.gpus[0].cache_tokens * L * 8}
-        assert not host.page_locked and "max_total_tokens, or train.routing_replay=none" in host.less
+        items = dict(host.items)
+        of_samples = items.pop("routes of samples")
+        assert items == {"routes": ledger.gpus[0].cache_tokens * L * 8}
+        # One node, which has all samples once. Each of its ranks reads its positions of a micro-batch, in one stage.
+        recipe = _recipe("qwen3-30b-a3b-4xh200.yaml", *overrides)
+        layout, sequence_tokens = recipe.train.layout.layout(4), ledger.sequence_tokens
+        read = 4 * 2 * max(recipe.train.micro_batch_tokens, sequence_tokens) // (layout.tp * layout.cp)
+        assert of_samples == (recipe.samples_per_step * sequence_tokens + read) * L * 8
+        less = "fewer trainer." if of_samples > items["routes"] else "a smaller rollout.engine."
+        assert not host.page_locked and host.less.startswith(less)
         assert "routes 0.8" in "\n".join(ledger.lines())
+
+
+def test_nodes_have_the_routes_of_their_engines_and_ranks() -> None:
+    layout = Layout(pp=2, cp=2, dp=2, stages=(30, 18))
+    devices = [Device(rank // 4, "cuda", rank % 4) for rank in range(8)]
+    of_nodes = partial(
+        route_bytes_by_node,
+        _actor("qwen3-30b-a3b-4xh200.yaml"),
+        layout,
+        devices,
+        step_tokens=1000,
+        micro_batch_tokens=100,
+    )
+    # A stage and both replicas on each node. Its ranks read half of a micro-batch's positions.
+    stages = [4 * 2 * 50 * 8 * layers for layers in (30, 18)]
+    assert of_nodes(devices[:4]) == {0: stages[0] + 2 * 1000 * 8 * 48, 1: stages[1] + 1000 * 8 * 48}
+    # Recorded by the last stage, in the processes of two ranks, once with its own layers alone.
+    gathered = 2 * 500 * 8 * (2 * 48 + 18)
+    assert of_nodes([]) == {0: stages[0] + 1000 * 8 * 48, 1: stages[1] + gathered + 1000 * 8 * 48}
 
 
 @pytest.mark.parametrize(
@@ -461,9 +496,10 @@ def test_a_model_that_is_offloaded_is_there_in_its_own_phases_only() -> None:
 
 def test_samples_that_are_kept_are_on_the_drivers_host() -> None:
     algorithm = "algorithm={name: pf_ppo, replay_buffer_size: 100000}"
-    several = [*FOUR, Node("node 1", gpus=4, cpu_slots=0)]
-    placement = ["placement.actor=cuda:0-7", "rollout.samples_per_prompt=2", "placement.rollout=cuda:0-7"]
-    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", algorithm, *placement, nodes=several)
+    several = [Node(f"node {number}", gpus=1, cpu_slots=0) for number in range(2)]
+    placement = [f"placement.{role}=cuda:0-1" for role in ("actor", "rollout")]
+    offloaded = "train.optimizer.offload=true"
+    ledger = _ledger("h200-1gpu.yaml", algorithm, *placement, offloaded, nodes=several)
     first, second = ledger.hosts
     assert "replay buffer" not in second.items
     assert first.items["replay buffer"] == 3 * 100_000 * (13 * ledger.sequence_tokens + 64)
@@ -517,5 +553,39 @@ def test_ranks_that_read_calls_of_tools_have_memory_for_their_parsers() -> None:
     [host] = _ledger("tools.yaml", "placement.reward=cpu:0-1", nodes=nodes).hosts
     assert host.items["parsers of tool calls"] == 2 * CALL_PARSER_BYTES
     slot = Device(0, "cpu", 0)
-    assert [len(_parsing_nodes(_recipe(name), {"rollout": [slot]})) for name in ("tools.yaml", "game.yaml")] == [1, 0]
-    assert _parsing_nodes(_recipe("tools.yaml"), {"actor": [slot]}) == []
+    assert [
+        len(_parsing_nodes(_recipe(name).environment, {"rollout": [slot]})) for name in ("tools.yaml", "game.yaml")
+    ] == [1, 0]
+    assert _parsing_nodes(_recipe("tools.yaml").environment, {"actor": [slot]}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "overrides"),
+    [
+        ("qwen3-30b-a3b-4xh200.yaml", "h200:4", ()),
+        pytest.param(
+            "qwen3-30b-a3b-4xh200.yaml",
+            "h100:8",
+            ("rollout.engine.mem_fraction_static=0.1",),
+            marks=pytest.mark.release,
+        ),
+        ("qwen3-30b-a3b-lora-1xh200.yaml", "h200:1", ()),
+        ("h200-1gpu-ppo.yaml", "h200:2", ()),
+        ("h200-1gpu.yaml", "h200:1", ("rollout.engine.precision=fp8", "rollout.weights.share=false")),
+        ("demo.yaml", "h200:2", ()),
+        ("ppo.yaml", "cpu:2", ()),
+    ],
+)
+def test_a_plan_has_the_memory_that_the_ledger_of_its_recipe_has(
+    name: str, gpus: str, overrides: tuple[str, ...]
+) -> None:
+    recipe, cluster = _recipe(name, *overrides), named_cluster(gpus, 1, None)
+    plan = planned(recipe, cluster, PlannedLengths(6, None, 0.0), count=1)[0][0]
+    kind = "cpu" if cluster.profile.gpu == "cpu" else "cuda"
+    written = _recipe(name, *overrides, *plan_overrides(recipe.placement, recipe.rollout.engine, plan, kind=kind))
+    ledger = recipe_ledger(written, nodes_of(cluster), cluster.profile.hardware.memory / 1e9)
+    for phase in plan.memory:
+        totals = [gpu.total(of) for gpu in ledger.gpus for of in gpu.phases if of.name == phase.phase]
+        assert phase.total == pytest.approx(max(totals), rel=0.01, abs=2e8), phase.phase
+    if plan.engines is not None:
+        assert {gpu.cache_tokens for gpu in ledger.gpus if gpu.cache_tokens} == {plan.engines.cache_tokens}

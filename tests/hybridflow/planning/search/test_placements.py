@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.plan_truth import RESULTS  # noqa: F401  the tree's root is importable
 from engine3d.errors import UserError
+from engine3d.layout import Layout
 from engine3d.memory.overhead import DRIVER_BYTES
 from engine3d.models import model_spec
 from engine3d.training.config import TrainConfig
@@ -81,13 +82,13 @@ def test_memory_of_a_phase_counts_every_model_once() -> None:
     groups = (RoleGroup(("actor", "critic", "reference", "reward_model", "rollout"), 0, 2),)
     plan = _search(FOUR_MODELS).on_groups(groups)
     assert plan is not None and plan.engines is not None
-    staying = sum(proposal.heaviest.staying - DRIVER_BYTES for proposal in plan.roles.values())
-    engines = plan.engines.weights + plan.engines.cache + plan.engines.workspace
+    staying = sum(proposal.heaviest.staying for proposal in plan.roles.values())
+    engines = plan.engines.weights + plan.engines.cache + plan.engines.workspace + plan.engines.reading
     memory = {phase.phase: phase.total for phase in plan.memory}
     assert memory["rollout"] == staying + engines + DRIVER_BYTES
     actor = plan.roles["actor"].heaviest
-    others = staying - (actor.staying - DRIVER_BYTES) + plan.engines.weights + plan.engines.workspace
-    assert memory["update of actor"] == actor.total + others
+    others = staying - actor.staying + plan.engines.weights + plan.engines.workspace
+    assert memory["update of actor"] == actor.total + others + DRIVER_BYTES
 
 
 def test_the_layouts_of_a_plan_are_the_fastest_of_all_that_fit() -> None:
@@ -109,18 +110,24 @@ def test_the_layouts_of_a_plan_are_the_fastest_of_all_that_fit() -> None:
 
 
 def test_stale_engines_have_devices_of_their_own() -> None:
-    plans = _search(staleness=1).best(4, 10)
+    plans = _search(replace(WORK, staleness=1)).best(4, 10)
     assert {plan.kind for plan in plans} == {"standalone"}
     assert all(plan.staleness == 1 and plan.step.hidden > 0 for plan in plans)
     assert plans[0].step.step < max(plans[0].step.phases["rollout"], 1e9)
 
 
 def test_only_accepted_layouts_are_proposed() -> None:
-    plans = _search(accepts=lambda role, layout, config: layout.pp == 1 and layout.ep == 2).best(4, 3)
+    def accepts(role: str, layout: Layout, config: TrainConfig) -> None:
+        if layout.pp > 1 or layout.ep != 2:
+            raise UserError(f"{role}: {layout} was not tried")
+
+    plans = _search(accepts=accepts).best(4, 3)
     assert {(proposal.layout.pp, proposal.layout.ep) for plan in plans for proposal in plan.roles.values()} == {(1, 2)}
+    with pytest.raises(UserError, match=r"1 GPUs of .*no layout fits .*\(such as actor: one rank was not tried\)"):
+        _search(accepts=accepts).best(1)
 
 
-def test_what_does_not_fit_names_what_is_lacking() -> None:
+def test_a_plan_that_does_not_fit_names_the_shortage() -> None:
     small = replace(PROFILE, hardware=replace(PROFILE.hardware, memory=3 * 10**9))
     with pytest.raises(UserError) as refused:
         PlacementSearch(WORK, small, SETTINGS).best(2)

@@ -32,6 +32,12 @@ def test_links_are_bits_or_bytes_a_second() -> None:
     assert load_profile("h200").with_cluster(4, "200Gb").hardware.network_rate == pytest.approx(22.5e9)
 
 
+def test_slots_of_a_machine_share_its_memory() -> None:
+    two, four = (load_profile("cpu").with_cluster(slots).hardware.memory for slots in (2, 4))
+    assert two == pytest.approx(2 * four)
+    assert len({load_profile("h200").with_cluster(gpus).hardware.memory for gpus in (2, 4)}) == 1
+
+
 def test_what_is_no_profile_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^profile: b300; expected one of cpu, h100, h200, or a file of this form$"):
         load_profile("b300")
@@ -39,7 +45,11 @@ def test_what_is_no_profile_is_one_line(tmp_path: Path) -> None:
     for old, new, message in (
         ("  flops:\n", "  flop:\n", r"rates\.flops is missing"),
         ("value: 989.0e12", "value: fast", r"rates\.flops: expected value, a number"),
+        ("value: 989.0e12", "value: .inf", r"rates\.flops: expected value, a number"),
+        ("value: 989.0e12", "value: 0", r"rates\.flops: expected a value above 0$"),
         ("rollout: ", "roll: ", "interval: expected update, scoring, rollout, transfer"),
+        ("rollout: ", "rollout: wide, other: ", "interval: expected update, scoring, rollout, transfer"),
+        ("\nmeasured: [", "\nmachine: here\nmeasured: [", "machine: expected keys and values"),
     ):
         path = tmp_path / "other.yaml"
         path.write_text(text.replace(old, new))

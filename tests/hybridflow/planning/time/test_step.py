@@ -58,5 +58,8 @@ def test_a_stream_whose_weights_change_reads_the_tokens_in_flight_again() -> Non
 
 def test_lengths_have_the_mean_that_was_given() -> None:
     lengths = drawn_lengths(1000.0, 100_000, 0.8)
-    assert sum(lengths) / len(lengths) == pytest.approx(1000, rel=0.05)
+    assert sum(lengths) / len(lengths) == pytest.approx(1000, rel=1e-3)
+    for mean, longest, spread in ((512.0, 1024, 0.8), (1000.0, 1024, 0.8), (512.0, 1024, 3.0), (1024.0, 1024, 0.5)):
+        cut = drawn_lengths(mean, longest, spread)
+        assert sum(cut) / len(cut) == pytest.approx(mean, rel=1e-3) and max(cut) <= longest
     assert max(lengths) > 4000 and drawn_lengths(1000.0, 512, 0.0) == (512.0,)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.reshard_plan import named_model
 from engine3d.layout import Layout
+from engine3d.models.lora.config import LoraConfig
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops, token_flops
 from hybridflow.planning.time.hardware import load_profile
@@ -61,6 +62,16 @@ def test_a_forward_pass_is_a_third_of_an_update() -> None:
     update, forward = COSTS.update(Layout(dp=2), PLAIN, BATCH), COSTS.forward(Layout(dp=2), PLAIN, BATCH)
     assert forward.linear == pytest.approx(update.linear / 3) and forward.experts == pytest.approx(update.experts / 3)
     assert forward.gradients == forward.optimizer == 0.0 and forward.call > 0
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    adapted = TrainConfig(lora=LoraConfig(targets=("q_proj", "o_proj")))
+    one, other = (COSTS.update(Layout(dp=2), config, BATCH) for config in (PLAIN, adapted))
+    assert other.attention == one.attention and other.linear == pytest.approx(one.linear * 2 / 3)
+    elements = 48 * 16 * 2 * (2048 + 4096)
+    # Gradients, masters and moments in float32; gradients and weights of two copies are exchanged.
+    assert other.optimizer == pytest.approx(elements / 2 * (4 + 2 * (2 + 4 + 8)) / (1e30 * HARDWARE.adam))
+    assert 0 < other.gradients == pytest.approx(one.gradients * elements / sum(COSTS.elements(Layout(), 0)), rel=1e-2)
 
 
 def test_kernel_classes_have_rates_of_their_own() -> None:

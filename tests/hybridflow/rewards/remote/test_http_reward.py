@@ -142,7 +142,7 @@ def test_the_server_says_how_long_to_wait() -> None:
 
 def test_a_server_that_hangs_costs_its_own_samples_alone() -> None:
     def answer(received: ReceivedRequest) -> Reply:
-        return Reply(lengths(received), after_s=8.0 if received.content["responses"] == ["hang"] else 0.0)
+        return Reply(lengths(received), after_s=600.0 if received.content["responses"] == ["hang"] else 0.0)
 
     with serving(answer) as server:
         started = time.monotonic()
@@ -153,7 +153,7 @@ def test_a_server_that_hangs_costs_its_own_samples_alone() -> None:
         assert result["rewards"][::2] == [1, 3]
         assert str(result["rewards"][1]) == f"{server.url} did not answer within 1.5 s (timeout_s)"
         assert result["counts"]["requests"] == [1, 1, 1]
-        assert time.monotonic() - started < 7
+        assert time.monotonic() - started < 300
 
 
 def test_the_key_goes_to_the_server_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:

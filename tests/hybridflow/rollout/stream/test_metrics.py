@@ -84,7 +84,7 @@ def test_ages_are_forgotten_with_their_samples_and_kept_for_a_step_that_did_not_
         for _ in range(2):
             rows = await stream.take(0)
             ages.append(rows.metrics["stream/sample_age_max_sec"])
-            stream.return_taken()
+            stream.groups.return_taken()
             await asyncio.sleep(5)
         await stream.take(0)
         assert len(stream.metrics._ended_at) == 2

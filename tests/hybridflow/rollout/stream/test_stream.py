@@ -18,8 +18,7 @@ from benchmarks.stream_load import take
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from engine3d.rollout import Response, SamplingConfig
-from hybridflow.batch.stored_rows import StoredRow
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamRequest
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StreamRequest
 from hybridflow.rollout.ledger import Queue, StreamLimits
 from hybridflow.rollout.stream.stream import RolloutStream
 from hybridflow.rollout.stream.types import StepRows, StreamPlan, StreamState
@@ -304,7 +303,7 @@ def test_what_a_step_took_that_does_not_learn_is_there_again() -> None:
         setup = _Setup(StreamLimits(4, 1))
         setup.stream.open(0)
         first = await setup.stream.take(0)
-        setup.stream.return_taken()
+        setup.stream.groups.return_taken()
         return first, await setup.stream.take(0)
 
     first, second = run(learn())[0]

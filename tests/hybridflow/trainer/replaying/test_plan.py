@@ -11,7 +11,7 @@ from engine3d.errors import UserError
 from hybridflow.config.reading.yaml_loader import settings_yaml
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.checks.recipe import check_recipe
-from hybridflow.rundir.sample_files import sample_file
+from hybridflow.rundir.samples.files import sample_file
 from hybridflow.trainer.replaying.plan import plan_replay
 from tests.support.resumable import a_recipe, make_checkpoint
 from tests.support.stored_samples import learned_from, samples_of, store

@@ -17,8 +17,8 @@ import torch
 from hybridflow.batch.sample_table import batch_of
 from hybridflow.config.run import SamplesConfig
 from hybridflow.data.tasks import Example
-from hybridflow.rundir.sample_files import stored_steps
-from hybridflow.rundir.stored_samples import SampleFilter, StepFile
+from hybridflow.rundir.samples.files import stored_steps
+from hybridflow.rundir.samples.store import SampleFilter, StepFile
 from hybridflow.trainer.samples import store as sample_store
 from hybridflow.trainer.samples.store import SampleStore, TrainedSamples, write_samples
 from hybridflow.trainer.samples.texts import answer_texts

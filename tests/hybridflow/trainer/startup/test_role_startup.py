@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.roles.groups import FunctionRewardGroup, PolicyGroup, RolloutGroup, TeacherEngineGroup
-from hybridflow.rundir.watching import TEACHER_ENGINES
+from hybridflow.rundir.status.watching import TEACHER_ENGINES
 from hybridflow.trainer.startup.role_startup import processes_by_host
 
 

@@ -11,7 +11,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.config.recipe import load_recipe
 from hybridflow.planning.data.prompts import prompt_limit
-from hybridflow.rundir.lock import check_free, claim
+from hybridflow.rundir.status.lock import check_free, claim
 from hybridflow.trainer.startup.run_setup import open_run, prepare
 from tests.support.resumable import a_recipe, make_checkpoint
 

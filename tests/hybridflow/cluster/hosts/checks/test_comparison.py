@@ -1,4 +1,4 @@
-"""What is refused and warned of, with which words, and that tables of many hosts stay readable."""
+"""Refusals, warnings and their words, and tables of many hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from hybridflow.cluster.hosts.checks.comparison import ClockDifference, Comparison, Needs, Report, compare, ranges
+from engine3d.errors import UserError
+from hybridflow.cluster.hosts.checks.comparison import (
+    ClockDifference,
+    Comparison,
+    Needs,
+    Report,
+    check_software,
+    compare,
+    ranges,
+)
 from hybridflow.cluster.hosts.checks.facts import Gpu, GpuProcess, HostFacts, Limit, Space
 from hybridflow.cluster.hosts.description import Host, HostRole
 from tests.support.work import growth
@@ -42,14 +51,14 @@ FACTS = HostFacts(
 
 
 def cluster(count: int, changes: dict[int, dict[str, Any]] | None = None, **of_reports: Any) -> list[Report]:
-    """Hosts that are alike but for changes of some; free memory and disk differ on every one."""
-    found = []
+    """Hosts that are alike but for changes of some; free disk differs on every one."""
+    results = []
     for index in range(count):
-        own: dict[str, Any] = {"name": f"host-{index}", "available_bytes": (1000 + index) * GB}
-        own |= (changes or {}).get(index, {})
+        own_values: dict[str, Any] = {"name": f"host-{index}", "temporary": Space(1000 * GB, (900 + index) * GB)}
+        own_values |= (changes or {}).get(index, {})
         clock = ClockDifference(0.01 * (index % 3), 0.05) if index else None
-        found.append(Report(Host(index, f"host-{index}", f"10.0.0.{index + 1}"), replace(FACTS, **own), clock))
-    return [replace(each, **of_reports) for each in found]
+        results.append(Report(Host(index, f"host-{index}", f"10.0.0.{index + 1}"), replace(FACTS, **own_values), clock))
+    return [replace(item, **of_reports) for item in results]
 
 
 def versions(**changes: str | None) -> dict[str, Any]:
@@ -216,10 +225,20 @@ def test_a_clock_is_measured_with_half_of_the_round_trip_as_uncertainty() -> Non
     assert ClockDifference.measured(100.0, 100.9, 101.0).least_s == 0.0
 
 
+def test_software_and_ports_are_refused_before_ray_starts() -> None:
+    odd = {2: {"free_ports": 3, "versions": {"ray": "2.1.0"}}}
+    reports = cluster(3, odd)
+    with pytest.raises(UserError) as caught:
+        check_software(reports, 4)
+    ray, ports = str(caught.value).splitlines()
+    assert ray.startswith("hosts: ray: ") and ray.endswith("; 2.1.0 on host-2")
+    assert ports == "hosts: network.ports: 3 free on host-2; expected at least 4"
+    check_software(cluster(3), 4)
+
+
 def test_what_the_run_needs_decides() -> None:
     odd = {
         2: {
-            "free_ports": 3,
             "limits": {"open_files": Limit(100, 5000), "locked_memory": Limit(2**16, 2**16)},
             "gpus": (replace(H200[0], processes=(GpuProcess(77, None, 40 * GB),)), *H200[1:]),
         }
@@ -227,10 +246,9 @@ def test_what_the_run_needs_decides() -> None:
     needs = Needs(shared_gpus=True)
     assert [severity for severity, _ in lines(compare(cluster(3, odd), needs))] == ["warn"]
     assert compare(cluster(3, odd), replace(needs, gpus=False)).findings == ()
-    strict = Needs(gpus=False, ports=4, open_files=8192, locks_memory=True)
+    strict = Needs(gpus=False, open_files=8192, locks_memory=True)
     assert lines(compare(cluster(3, odd), strict)) == [
         ("refuse", "open files: 5,000 on host-2; expected at least 8,192 (ulimit -Hn)"),
-        ("refuse", "network.ports: 3 free on host-2; expected at least 4"),
         (
             "warn",
             "locked memory: 65,536 on host-2; expected unlimited (ulimit -Hl): the network's devices read memory that "
@@ -244,9 +262,9 @@ def test_kinds_of_gpus_may_differ_between_roles() -> None:
     reports = cluster(4, {2: {"gpus": other}, 3: {"gpus": other}})
     assert [finding.what for finding in compare(reports).findings] == ["GPUs", "number of GPUs"]
     roles: list[HostRole] = ["train", "train", "rollout", "rollout"]
-    apart = [replace(each, host=replace(each.host, role=role)) for each, role in zip(reports, roles, strict=True)]
+    apart = [replace(item, host=replace(item.host, role=role)) for item, role in zip(reports, roles, strict=True)]
     assert compare(apart).findings == ()
-    apart[3] = replace(apart[3], facts=replace(apart[3].facts, gpus=H200))
+    apart[3] = replace(apart[3], properties=replace(apart[3].properties, gpus=H200))
     assert lines(compare(apart))[0] == (
         "refuse",
         "GPUs of role rollout: NVIDIA L40S of 150.0 GB on host-2; NVIDIA H200 of 150.0 GB on host-3",
@@ -263,7 +281,7 @@ def test_refusals_come_first_and_what_is_not_known_is_not_compared() -> None:
 
 def test_hosts_of_one_name_are_told_apart_by_their_addresses() -> None:
     reports = cluster(3, {2: versions(ray="2.0")})
-    same = [replace(each, host=replace(each.host, name="node")) for each in reports]
+    same = [replace(report, host=replace(report.host, name="node")) for report in reports]
     assert str(compare(same).findings[0]) == "ray: 1.0 on node (10.0.0.1), node (10.0.0.2); 2.0 on node (10.0.0.3)"
 
 
@@ -276,8 +294,8 @@ def test_512_hosts_stay_readable(change: Callable[[int], dict[str, Any]]) -> Non
     compared = compare(cluster(512, {index: change(index) for index in range(512)}))
     assert len(compared.table.splitlines()) <= 4
     assert len(compared.findings) == 1
-    half, whole = (cluster(hosts, {index: change(index) for index in range(hosts)}) for hosts in (256, 512))
-    assert growth(compare, half, whole) < 2.2  # no pair of hosts is looked at
+    half, complete = (cluster(hosts, {index: change(index) for index in range(hosts)}) for hosts in (256, 512))
+    assert growth(compare, half, complete) < 2.2  # no pair of hosts is looked at
     assert len(str(compared.findings[0])) < 400
 
 

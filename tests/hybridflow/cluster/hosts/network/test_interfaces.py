@@ -10,12 +10,10 @@ from engine3d.errors import UserError
 from hybridflow.cli import agent
 from hybridflow.cli.agent import _check_head
 from hybridflow.cluster.hosts.network import interface_address
-from hybridflow.cluster.hosts.network.interfaces import Interface, all_interfaces, named, route_to
+from hybridflow.cluster.hosts.network.interfaces import Interface, all_interfaces, named
 
 
-def test_the_loopback_reaches_itself() -> None:
-    assert route_to("127.0.0.1") == Interface("lo", "127.0.0.1")
-    assert route_to("localhost").name == "lo"
+def test_the_loopback_interface() -> None:
     assert named("lo") == named("lo", socket.AF_INET) == Interface("lo", "127.0.0.1")
     assert "127.0.0.1" in all_interfaces()["lo"]
     assert str(named("lo")) == "lo (127.0.0.1)"
@@ -27,14 +25,9 @@ def test_an_interface_that_does_not_exist_is_refused_with_those_that_do() -> Non
     assert "\n" not in str(refused.value)
 
 
-def test_a_name_that_does_not_resolve_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^no\.such\.host\.invalid does not resolve on this host \("):
-        route_to("no.such.host.invalid")
-
-
 def test_host_0_is_looked_for_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"eth0": ["10.0.0.5"], "ib0": ["10.9.0.5"], "lo": ["127.0.0.1"]}
-    monkeypatch.setattr("hybridflow.cli.agent.all_interfaces", lambda: own)
+    interfaces = {"eth0": ["10.0.0.5"], "ib0": ["10.9.0.5"], "lo": ["127.0.0.1"]}
+    monkeypatch.setattr("hybridflow.cli.agent.all_interfaces", lambda: interfaces)
     _check_head("10.9.0.5", "ib0", "10.9.0.5")
     _check_head("192.0.2.7", "ib0", "10.9.0.5")  # of nobody here: perhaps translated on the way
     _check_head("127.0.0.1", "ib0", "10.9.0.5")  # as a host may have it for its own name

@@ -30,9 +30,9 @@ from tests.support.runs import DEMO
 
 @pytest.mark.parametrize(("text", "first", "last"), [("29400", 29400, 29400), (" 29400-29499 ", 29400, 29499)])
 def test_ports_are_one_or_a_range(text: str, first: int, last: int) -> None:
-    found = PortRange.parse(text)
-    assert (found.first, found.last, len(found)) == (first, last, last - first + 1)
-    assert str(found) == text.strip()
+    results = PortRange.parse(text)
+    assert (results.first, results.last, len(results)) == (first, last, last - first + 1)
+    assert str(results) == text.strip()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_first_free_port_is_taken_until_none_is_left() -> None:
     ports = PortRange(first, first + 1)
     assert ports.free("127.0.0.1", 10) == 2 and ports.free("127.0.0.1", 1) == 1
     with ports.listen("127.0.0.1") as one, ports.listen("localhost") as other:
-        assert [each.getsockname()[1] for each in (one, other)] == [first, first + 1]
+        assert [item.getsockname()[1] for item in (one, other)] == [first, first + 1]
         assert ports.free("127.0.0.1", 10) == 0
         with pytest.raises(UserError) as refused:
             ports.listen("127.0.0.1")
@@ -88,7 +88,7 @@ ETH0 = Interface("eth0", "10.0.0.1")
 
 
 def in_force(config: NetworkConfig, interface: Interface | None = ETH0, **environ: str) -> dict[str, tuple[str, str]]:
-    return {each.name: (each.value, each.origin) for each in settings_in_force(config, interface, environ)}
+    return {item.name: (item.value, item.origin) for item in settings_in_force(config, interface, environ)}
 
 
 def test_without_a_recipe_s_word_the_interface_alone_is_set() -> None:
@@ -103,8 +103,8 @@ def test_without_a_recipe_s_word_the_interface_alone_is_set() -> None:
 
 def test_a_preset_gives_way_to_the_environment_and_that_to_the_recipe() -> None:
     config = NetworkConfig(preset="roce", environment={"NCCL_IB_TC": "96", "UCX_TLS": "rc"})
-    found = in_force(config, NCCL_IB_TC="41", NCCL_IB_TIMEOUT="18", NCCL_DEBUG="WARN", HOME="/root")
-    assert found == {
+    results = in_force(config, NCCL_IB_TC="41", NCCL_IB_TIMEOUT="18", NCCL_DEBUG="WARN", HOME="/root")
+    assert results == {
         "GLOO_SOCKET_IFNAME": ("eth0", "interface eth0"),
         "NCCL_DEBUG": ("WARN", "environment"),
         "NCCL_IB_TC": ("96", "recipe"),
@@ -114,7 +114,7 @@ def test_a_preset_gives_way_to_the_environment_and_that_to_the_recipe() -> None:
         "TORCH_FR_BUFFER_SIZE": ("2000", "preset roce"),
         "UCX_TLS": ("rc", "recipe"),
     }
-    assert list(found) == sorted(found)
+    assert list(results) == sorted(results)
     settings = settings_in_force(config, ETH0, {})
     assert as_environment(settings)["NCCL_IB_TC"] == "96"
     assert "NCCL_NET=IB (preset roce)" in map(str, settings)
@@ -130,16 +130,16 @@ def test_an_interface_of_the_recipe_comes_before_the_environment_and_one_that_wa
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_libraries_know_the_variables_of_the_presets(preset: Preset) -> None:
-    found = in_force(NetworkConfig(preset=preset), Interface("eth0", "fd00::1"))
-    libraries = [
-        *Path(importlib.util.find_spec("torch").origin).parent.glob("lib/libtorch*.so"),  # type: ignore
+    results = in_force(NetworkConfig(preset=preset), Interface("eth0", "fd00::1"))
+    libraries = [  # the smallest first, which knows most of them
         *Path(importlib.util.find_spec("nvidia.nccl").submodule_search_locations[0]).glob("lib/libnccl.so*"),  # type: ignore
+        *Path(importlib.util.find_spec("torch").origin).parent.glob("lib/libtorch*.so"),  # type: ignore
     ]
-    wanted = {name.encode() for name in found if not name.startswith("FI_")}  # libfabric is not installed here
+    required = {name.encode() for name in results if not name.startswith("FI_")}  # libfabric is not installed here
     for library in libraries:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            wanted -= {name for name in wanted if text.find(name + b"\0") >= 0}
-    assert wanted == set()
+            required -= {name for name in required if text.find(name + b"\0") >= 0}
+    assert required == set()
 
 
 @pytest.mark.parametrize(

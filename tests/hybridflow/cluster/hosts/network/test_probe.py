@@ -1,16 +1,15 @@
-"""Who reaches whom, of hosts that are addresses of this machine's loopback interface."""
+"""Probes between hosts that are addresses of this machine's loopback interface."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -21,7 +20,6 @@ from hybridflow.cluster.hosts.network.probe import (
     AT_ONCE,
     Peer,
     Probe,
-    Rate,
     RatePlan,
     answer_probes,
     probe_pairs,
@@ -31,6 +29,7 @@ from hybridflow.cluster.hosts.network.probe import (
 )
 from hybridflow.cluster.hosts.network.probe import _in_turn as in_turn
 from hybridflow.cluster.hosts.run_token import new_token
+from tests.support.warm import warm_starts
 
 TOKEN = new_token()
 
@@ -39,93 +38,57 @@ def hosts_of(count: int) -> list[Host]:
     return [Host(index, f"host-{index}", f"127.0.1.{index + 1}") for index in range(count)]
 
 
-@contextlib.asynccontextmanager
-async def answering(hosts: Sequence[Host], token: str = TOKEN) -> AsyncIterator[list[Peer]]:
+@contextlib.contextmanager
+def answering(hosts: Sequence[Host], secret: str = TOKEN) -> Iterator[list[Peer]]:
     """Hosts that answer, each at its address."""
-    sockets = [socket.create_server((host.address, 0)) for host in hosts]
-    serving = [
-        asyncio.create_task(answer_probes(listening, token, host.index))
-        for host, listening in zip(hosts, sockets, strict=True)
-    ]
-    try:
-        yield [Peer(host, each.getsockname()[1]) for host, each in zip(hosts, sockets, strict=True)]
-    finally:
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
-
-
-async def all_pairs(peers: Sequence[Peer], limit_s: float = 30.0) -> list[Probe]:
-    found = await asyncio.gather(*(probe_pairs(peer.host, peers, TOKEN, limit_s) for peer in peers))
-    return [probe for of_one in found for probe in of_one]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((host.address, 0))) for host in hosts]
+        for host, listening in zip(hosts, sockets, strict=True):
+            answer_probes(listening, secret, host.index)
+        yield [Peer(host, item.getsockname()[1]) for host, item in zip(hosts, sockets, strict=True)]
+        for listening in sockets:
+            listening.shutdown(socket.SHUT_RDWR)
 
 
 def test_every_host_reaches_every_other() -> None:
-    async def work() -> list[Probe]:
-        async with answering(hosts_of(12)) as peers:
-            return await all_pairs(peers)
-
-    probes = asyncio.run(work())
-    assert {(each.source, each.target) for each in probes} == {(i, j) for i in range(12) for j in range(12) if i != j}
+    with answering(hosts_of(12)) as peers, ThreadPoolExecutor(12) as pool:
+        results = list(pool.map(lambda peer: probe_pairs(peer.host, peers, TOKEN, 30.0), peers))
+    probes = [probe for of_one in results for probe in of_one]
+    assert {(item.source, item.target) for item in probes} == {(i, j) for i in range(12) for j in range(12) if i != j}
     assert unreached(hosts_of(12), probes) == []
-    assert all(each.milliseconds is not None and each.milliseconds > 0 for each in probes)
+    assert all(item.milliseconds is not None and item.milliseconds > 0 for item in probes)
     assert round_trips(hosts_of(12), probes).startswith("round trip of 132 pairs: ")
-    assert Probe.from_json(json.loads(json.dumps(probes[0].as_json())) | {"new": 1}) == probes[0]
-
-
-def test_who_has_another_token_is_no_host_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:
-    async def work() -> list[Probe]:
-        hosts = hosts_of(2)
-        async with answering(hosts, new_token()) as [_, other]:
-            return await probe_pairs(hosts[0], [other], TOKEN, 10)
-
-    [probe] = asyncio.run(work())
-    assert (probe.milliseconds, probe.why) == (None, "it has another token")
-    assert "127.0.1.1 was refused: it has another token" in capfd.readouterr().err
-
-
-def test_what_a_token_proves_to_the_supervisor_proves_nothing_to_a_probe() -> None:
-    from hybridflow.cluster.hosts.channel import WrongTokenError, connect
-
-    async def work() -> None:
-        async with answering(hosts_of(1)) as [peer]:
-            await connect(peer.host.address, peer.port, TOKEN, 5)
-
-    with pytest.raises(WrongTokenError):
-        asyncio.run(work())
 
 
 def test_nobody_there_somebody_silent_and_somebody_else() -> None:
-    async def work() -> list[Probe]:
-        hosts = hosts_of(4)
-        nobody = socket.create_server((hosts[1].address, 0))
-        gone = nobody.getsockname()[1]
-        nobody.close()
-        with socket.create_server((hosts[2].address, 0)) as silent:
-            async with answering([hosts[3]]) as [peer]:
-                swapped = Peer(Host(9, "host-9", peer.host.address), peer.port)
-                peers = [Peer(hosts[1], gone), Peer(hosts[2], silent.getsockname()[1]), peer, swapped]
-                return await probe_pairs(hosts[0], peers, TOKEN, 1.0)
-
+    hosts = hosts_of(5)
+    nobody = socket.create_server((hosts[1].address, 0))
+    gone = nobody.getsockname()[1]
+    nobody.close()
     began = time.monotonic()
-    refused, silent, right, other = asyncio.run(work())
+    with (
+        socket.create_server((hosts[2].address, 0)) as mute,
+        answering([hosts[3]]) as [peer],
+        answering([hosts[4]], new_token()) as [strange],
+    ):
+        swapped = Peer(Host(9, "host-9", peer.host.address), peer.port)
+        peers = [Peer(hosts[1], gone), Peer(hosts[2], mute.getsockname()[1]), peer, strange, swapped]
+        refused, silent, right, stranger, other = probe_pairs(hosts[0], peers, TOKEN, 1.0)
     assert time.monotonic() - began < 20
     assert refused.why == "Connection refused"
     assert silent.why == "no answer within 1 s"
     assert right.why is None
+    assert stranger.why == "the connection was closed"
     assert other.why == "host 3 answers at 127.0.1.4, expected host 9"
 
 
 def test_all_that_is_silent_ends_in_time() -> None:
-    async def work() -> list[Probe]:
-        hosts = hosts_of(3 * AT_ONCE)
-        with socket.create_server(("127.0.1.2", 0)) as silent:
-            port = silent.getsockname()[1]
-            peers = [Peer(Host(host.index, host.name, "127.0.1.2"), port) for host in hosts[1:]]
-            return await probe_pairs(hosts[0], peers, TOKEN, 1.0)
-
+    hosts = hosts_of(3 * AT_ONCE)
     began = time.monotonic()
-    probes = asyncio.run(work())
+    with socket.create_server(("127.0.1.2", 0)) as silent:
+        port = silent.getsockname()[1]
+        peers = [Peer(Host(host.index, host.name, "127.0.1.2"), port) for host in hosts[1:]]
+        probes = probe_pairs(hosts[0], peers, TOKEN, 1.0)
     assert time.monotonic() - began < 20
     assert Counter(probe.why for probe in probes) == {
         "no answer within 1 s": AT_ONCE,
@@ -136,12 +99,14 @@ def test_all_that_is_silent_ends_in_time() -> None:
 def test_512_hosts_try_every_host_equally_often_at_every_moment() -> None:
     hosts = [Peer(Host(index, "", ""), 1) for index in range(512)]
     orders = [
-        [peer.host.index for peer in in_turn(own, [peer for peer in hosts if peer.host.index != own])]
-        for own in range(512)
+        [peer.host.index for peer in in_turn(source, [peer for peer in hosts if peer.host.index != source])]
+        for source in range(512)
     ]
     for step in range(511):
         assert len({order[step] for order in orders}) == 512
-    assert all(sorted(order) == [index for index in range(512) if index != own] for own, order in enumerate(orders))
+    assert all(
+        sorted(order) == [index for index in range(512) if index != source] for source, order in enumerate(orders)
+    )
 
 
 def lines(count: int, failed: dict[tuple[int, int], str]) -> list[str]:
@@ -179,49 +144,46 @@ def test_a_host_that_is_cut_off_is_one_line() -> None:
 
 
 def test_a_network_in_two_halves_is_a_few_lines() -> None:
-    halves = {(i, j): "No route to host" for i in range(512) for j in range(512) if (i < 256) != (j < 256)}
-    found = lines(512, halves)
-    assert found[0] == (
-        "host-0 (10.0.0.0) and host-256 (10.0.0.256), host-257 (10.0.0.257), host-258 (10.0.0.258), host-259 "
-        "(10.0.0.259) and 252 more do not reach each other: No route to host"
+    halves = {(i, j): "No route to host" for i in range(128) for j in range(128) if (i < 64) != (j < 64)}
+    results = lines(128, halves)
+    assert results[0] == (
+        "host-0 (10.0.0.0) and host-64 (10.0.0.64), host-65 (10.0.0.65), host-66 (10.0.0.66), host-67 (10.0.0.67) "
+        "and 60 more do not reach each other: No route to host"
     )
-    assert (len(found), found[-1]) == (21, "and 236 more hosts")
+    assert (len(results), results[-1]) == (21, "and 44 more hosts")
 
 
 @pytest.mark.processes
 def test_rates_are_measured_in_processes_of_their_own() -> None:
-    async def work() -> tuple[Rate, Rate]:
-        listening = socket.create_server(("127.0.0.1", 0))
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    with warm_starts(), socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
         plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60, nbytes=1 << 20)
-        environment = {"GLOO_SOCKET_IFNAME": "lo"}
-        with listening:
-            return await asyncio.gather(rate(0, plan, environment, listening), rate(1, plan, environment))
-
-    one, other = asyncio.run(work())
+        first = pool.submit(rate, 0, plan, environment, listening)
+        other = rate(1, plan, environment)
+        one = first.result()
     assert one.backend == "gloo" and one.nbytes == 1 << 20
     assert min(one.all_reduce, one.weights, one.ring, other.all_reduce, other.weights, other.ring) > 0.001
-    assert Rate.from_json(json.loads(json.dumps(one.as_json()))) == one
 
 
 @pytest.mark.processes
 def test_a_measurement_in_which_a_host_is_missing_ends() -> None:
-    async def work() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
+    def work() -> None:
+        with warm_starts(), socket.create_server(("127.0.0.1", 0)) as listening:
             plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=5)
-            await rate(0, plan, {"GLOO_SOCKET_IFNAME": "lo"}, listening)
+            rate(0, plan, {"GLOO_SOCKET_IFNAME": "lo"}, listening)
 
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"^rate between hosts: host 1 did not come within 5 s$"):
-        asyncio.run(work())
+        work()
     assert time.monotonic() - began < 60
 
 
 AGENT = """
-import asyncio, socket
+import socket
 from hybridflow.cluster.hosts.network.probe import RatePlan, rate
 with socket.create_server(("127.0.0.1", 0)) as listening:
     plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60)
-    asyncio.run(rate(0, plan, {"GLOO_SOCKET_IFNAME": "lo"}, listening))
+    rate(0, plan, {"GLOO_SOCKET_IFNAME": "lo"}, listening)
 """
 
 

@@ -1,0 +1,1 @@
+"""Digests of tensors, and checksums of the chunks that hold them."""

@@ -1,0 +1,1 @@
+"""Checkpoints read, verified and compared."""

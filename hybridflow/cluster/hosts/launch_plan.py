@@ -1,0 +1,67 @@
+"""The plan of a launch, and its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
+
+DOCTOR = "doctor"
+"""The command that checks the hosts, and the recipe on them, without running it."""
+CAN_START, CANNOT_START = "the run can start", "the run cannot start"
+"""Last line of that command."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The plan of a launch, the same on every host.
+
+    Args:
+        hosts: how many there are.
+        words: of the command that host 0 runs once all are there, such as `["train", "recipe.yaml"]`.
+        recipe: `recipe_hash` of the recipe as this host reads it.
+        network: the recipe's.
+        gather_s: until all hosts have come.
+        lost_s: without a sign of life, after which a host is lost.
+        ray_start_s: of the start of Ray on a host.
+        stop_s: of an orderly end of the driver.
+        restarts: runs of the command with `resume=auto` after a failure that is not the user's, at most.
+        spares: hosts that stand by, the last ones; each takes the place of one that is lost.
+        spare_s: for a host in place of a lost one, where the run does not fit on those that are left.
+        program: that gets the words.
+    """
+
+    hosts: int
+    words: Sequence[str]
+    recipe: str | None = None
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    gather_s: float = 600.0
+    lost_s: float = 30.0
+    ray_start_s: float = 180.0
+    stop_s: float = 10.0
+    restarts: int = 0
+    spares: int = 0
+    spare_s: float = 0.0
+    program: Sequence[str] = (sys.executable, "-m", "hybridflow")
+
+    @property
+    def is_doctor(self) -> bool:
+        """True if the launch ends after the checks."""
+        return self.words[:1] == [DOCTOR]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a launch.
+
+    Args:
+        code: exit code of every agent.
+        lines: for stderr; None where the command has printed them.
+        printed: lines that the command has printed, for the other hosts.
+    """
+
+    code: int
+    lines: str | None = None
+    printed: str | None = None

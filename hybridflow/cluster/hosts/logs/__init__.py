@@ -1,1 +1,0 @@
-"""Logs of ranks on hosts that share no disk with host 0."""

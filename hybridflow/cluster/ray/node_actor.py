@@ -1,0 +1,108 @@
+"""Actor of one node of a cluster: facts, probes, rates, looks at ranks, stacks and logs there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from hybridflow.cluster.hosts.checks import facts
+from hybridflow.cluster.hosts.description import Host
+from hybridflow.cluster.hosts.network.network_settings import PortRange
+from hybridflow.cluster.hosts.network.probe import Peer, Probe, Rate, RatePlan, answer_probes, probe_pairs, rate
+from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, look_here, write_stacks_here
+from hybridflow.cluster.ray.rank_logs import LogReader, NewBytes, make_directory
+from hybridflow.rundir.file_names import FLIGHT_RECORDER
+
+
+class NodeActor:
+    """Actor of one node. It holds no device, and its methods may run at the same time.
+
+    Args:
+        address: of the node.
+        ports: in which servers may listen; any if None.
+    """
+
+    def __init__(self, address: str, ports: PortRange | None) -> None:
+        self._address, self._ports = address, ports
+        self._listening: socket.socket | None = None
+        self._logs: LogReader | None = None
+        self._reading = threading.Lock()
+
+    def clock(self) -> float:
+        """Seconds since the epoch by the clock of this node."""
+        return time.time()
+
+    def collect_facts(self, run_dir: Path, head: str, mark: Path) -> facts.HostFacts:
+        """Facts of this node, as of `facts.collect`."""
+        return facts.collect(run_dir, head=head, mark=mark)
+
+    def sees_mark(self, mark: Path) -> bool:
+        """True if another node's mark is seen here."""
+        return facts.sees_mark(mark)
+
+    def answer_probes(self, secret: str, source: int) -> int:
+        """Answer probes from now on; the port."""
+        port = self.listen()
+        assert self._listening is not None
+        answer_probes(self._listening, secret, source)
+        return port
+
+    def probe(self, source: Host, peers: Sequence[Peer], secret: str, limit_s: float) -> list[Probe]:
+        """Try every other node from here."""
+        return probe_pairs(source, peers, secret, limit_s)
+
+    def listen(self) -> int:
+        """Listen at a free port of this node's address in the cluster, and no longer at an earlier one; the port."""
+        self.close()
+        if self._ports is not None:
+            self._listening = self._ports.listen(self._address)
+        else:
+            resolved = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0]
+            address, family = resolved[4][:2], resolved[0]
+            self._listening = socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+        return int(self._listening.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no longer. Idempotent."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.shutdown(socket.SHUT_RDWR)  # wakes a thread that accepts
+            listening.close()
+
+    def rate(self, source: int, plan: RatePlan) -> Rate:
+        """Take part in a measurement; node 0 by the socket of `listen`."""
+        listening, self._listening = self._listening, None
+        try:
+            return rate(source, plan, os.environ, listening)
+        finally:
+            if listening is not None:
+                listening.close()
+
+    def look(self, locations: Sequence[RankPlace]) -> list[RankLook]:
+        """Look at ranks of this node."""
+        return look_here(locations)
+
+    def write_stacks(self, locations: Sequence[RankPlace], wake: bool) -> None:
+        """Ask ranks of this node to write their stacks."""
+        write_stacks_here(locations, wake)
+
+    def open_logs(self, run: Path, processes: Collection[str], in_place: bool, private: bool) -> None:
+        """Prepare the run's directory here, before its ranks start, and read their logs from then on."""
+        make_directory(run, in_place=in_place, private=private)
+        self._logs = LogReader(run, processes, socket.gethostname())
+
+    def read_logs(self, most_behind: int) -> list[NewBytes]:
+        """New bytes of the logs."""
+        with self._reading:
+            return self._logs.read(most_behind) if self._logs is not None else []
+
+    def request_recordings(self, run: Path) -> None:
+        """Ask ranks of this node for flight recordings of torch, as on the driver's."""
+        directory = run / FLIGHT_RECORDER
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()

@@ -1,0 +1,125 @@
+"""The processes of a Ray that this process has started: found at once when one dies, and when one is stopped.
+
+Ray itself tells nobody. Its C++ code ends the driver without a word when the raylet is gone, waits a minute for a GCS
+server that is gone, and waits for a stopped raylet for ever, deaf to signals. So they are watched from a thread; the
+run's watchdog, which is a process of its own, speaks where Ray ends the driver before that thread has spoken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from engine3d.errors import EngineError
+from hybridflow.cluster.processes.process_tree import is_stopped
+from hybridflow.errors.log import log
+
+_LOOK_EVERY_S = 1.0
+# One that was asked to end may be so with all of its session, this process included: that is the cause then.
+_ASKED_S = 0.5
+
+
+class RayWatch:
+    """Watches processes until `close`.
+
+    Args:
+        processes: process ids, by what they are called in messages.
+        lost: is called with one line, in another thread, when one of them is gone.
+        quiet_s: how long one may be stopped before a line on stderr says so.
+        limit_s: how long it may be stopped before it counts as gone.
+        how: from a descriptor and an id of a process that has ended, how it did and whether it may have been asked to;
+            without, they are children of this process.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[str, int],
+        lost: Callable[[str], object],
+        *,
+        quiet_s: float,
+        limit_s: float,
+        how: Callable[[int, int], tuple[str, bool]] | None = None,
+    ) -> None:
+        self.lost: str | None = None
+        """One line, once a process is gone."""
+        self._call, self._quiet_s, self._limit_s = lost, quiet_s, limit_s
+        self._how = how or _how_child_ended
+        self._processes: dict[int, tuple[str, int]] = {}
+        for name, pid in processes.items():
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[os.pidfd_open(pid)] = (name, pid)
+        self._stopped: dict[int, float] = {}
+        self._reported: set[int] = set()
+        self._closing, self._close = _pipe()
+        self._thread = threading.Thread(target=self._watch, name="ray watch", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise EngineError if a process is gone."""
+        if self.lost is not None:
+            raise EngineError(self.lost)
+
+    def close(self) -> None:
+        """Watch no longer. Idempotent."""
+        closing, self._close = self._close, None
+        if closing is not None:
+            os.close(closing)  # the thread sees it
+            self._thread.join(_LOOK_EVERY_S)
+
+    def _watch(self) -> None:
+        try:
+            while self.lost is None:
+                ready, _, _ = select.select([self._closing, *self._processes], [], [], _LOOK_EVERY_S)
+                if self._closing in ready:
+                    return
+                self.lost = self._gone(ready) or self._stopped_too_long()
+            self._call(self.lost)
+        finally:
+            for descriptor in (self._closing, *self._processes):
+                os.close(descriptor)
+
+    def _gone(self, descriptors: list[int]) -> str | None:
+        for descriptor in descriptors:
+            name, pid = self._processes[descriptor]
+            how, was_requested = self._how(descriptor, pid)
+            if was_requested:
+                time.sleep(_ASKED_S)
+            return f"{name} (process {pid}) {how}, and the run cannot go on without it"
+        return None
+
+    def _stopped_too_long(self) -> str | None:
+        for descriptor, (name, pid) in self._processes.items():
+            if not is_stopped(pid):
+                self._stopped.pop(descriptor, None)
+                self._reported.discard(descriptor)
+                continue
+            stopped_s = time.time() - self._stopped.setdefault(descriptor, time.time())
+            since = time.strftime("%H:%M:%S", time.localtime(self._stopped[descriptor]))
+            if stopped_s > self._limit_s:
+                return f"{name} (process {pid}) has been stopped for {self._limit_s:g} s (limits.call_s)"
+            if stopped_s > self._quiet_s and descriptor not in self._reported:
+                self._reported.add(descriptor)
+                line = f"{name} (process {pid}) has been stopped since {since}, as by SIGSTOP; the run waits for it"
+                log.warning(f"{line} (kill -CONT {pid})")
+        return None
+
+
+def _pipe() -> tuple[int, int | None]:
+    return os.pipe()
+
+
+def _how_child_ended(descriptor: int, _pid: int) -> tuple[str, bool]:
+    """Describe the end of a descriptor's child, and say if it may have been requested; others reap it."""
+    with contextlib.suppress(ChildProcessError):
+        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if result is not None and result.si_code == os.CLD_EXITED:
+            return f"ended with exit code {result.si_status}", True
+        if result is not None:
+            number = signal.Signals(result.si_status)
+            return f"was killed by {number.name}", number in (signal.SIGTERM, signal.SIGINT)
+    return "is gone", True

@@ -1,0 +1,1 @@
+"""Conversations in data files, as tokens."""

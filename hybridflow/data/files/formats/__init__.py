@@ -1,0 +1,1 @@
+"""Rows of data files, by format, and their columns."""

@@ -1,0 +1,320 @@
+"""Groups of a stream, from their draws to the step that trains on them: requests, ends and scores of their samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from engine3d.errors import EngineError
+from engine3d.rollout.requests import Response
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
+from hybridflow.rollout.dispatch import Dispatcher
+from hybridflow.rollout.ledger import Group, Ledger, Taken
+from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
+from hybridflow.rollout.stream.engines import StreamTasks
+from hybridflow.rollout.stream.types import GroupRows, GroupState, StreamPlan, StreamState
+
+_MOST_LOSSES = 3
+"""Times that engines abort a response of one group of their own accord, after which the stream fails."""
+
+
+@dataclass(slots=True)
+class GatheredGroup:
+    """The samples of a group so far.
+
+    Args:
+        group: the draw.
+        samples: ids of its samples.
+        ends: samples that have ended, by index in the group.
+        scores: by index in the group.
+    """
+
+    group: Group
+    samples: range
+    ends: dict[int, tuple[SampleEnd, StoredRow]] = field(default_factory=dict)
+    scores: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_rows(cls, rows: GroupRows) -> GatheredGroup:
+        """The group that a step had taken."""
+        ends = {end.index: (end, row) for end, row in zip(rows.ends, rows.rows, strict=True)}
+        first = rows.ends[0].sample
+        return cls(rows.group, range(first, first + len(ends)), ends, dict(enumerate(rows.scores)))
+
+    def is_complete(self, *, scored: bool) -> bool:
+        """True if all samples have ended. `scored`: and have a score."""
+        count = len(self.samples)
+        return len(self.ends) == count and (not scored or len(self.scores) == count)
+
+    def rows(self) -> GroupRows:
+        """The complete group."""
+        ends, rows = zip(*(self.ends[index] for index in range(len(self.samples))), strict=True)
+        return GroupRows(self.group, ends, rows, tuple(self.scores[index] for index in sorted(self.scores)))
+
+    def state(self, prefix: Callable[[int], Response | None]) -> GroupState:
+        """State over a restart. `prefix`: tokens of a sample that is in flight."""
+        ended = tuple(self.ends[index] for index in sorted(self.ends))
+        prefixes = {index: prefix(sample) for index, sample in enumerate(self.samples) if index not in self.ends}
+        return GroupState(self.group.number, self.samples.start, ended, prefixes, dict(self.scores))
+
+
+class StreamGroups:
+    """All groups of a stream that no step has trained on, and the ledger's account of them.
+
+    Args:
+        plan: of the stream.
+        draw: draws a count of further prompts: the number of each draw, and the index of its prompt.
+        scorers: that score every sample as it ends; a group is complete once all of its samples are scored.
+        tasks: of the stream.
+    """
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        draw: Callable[[int], Iterable[tuple[int, int]]],
+        scorers: Sequence[Scorer],
+        tasks: StreamTasks,
+    ) -> None:
+        self._samples_per_prompt, self._tasks = plan.samples_per_prompt, tasks
+        self.ledger = Ledger(plan.limits, draw)
+        self.scoring = ScoringQueue(scorers, plan.scored_at_once, self._scored, tasks.spawn)
+        self.training: tuple[GroupRows, ...] = ()
+        """Groups that the current step trains on."""
+        self.samples_drawn = 0
+        """Count of sample ids that were given out."""
+        self._groups: dict[int, GatheredGroup] = {}
+        self._losses: Counter[int] = Counter()
+        """Times that engines have aborted a response of a group of their own accord, by its number."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, number: int) -> GatheredGroup:
+        return self._groups[number]
+
+    def admit(self, most: int | None) -> Iterator[GatheredGroup]:
+        """Begin groups while the ledger has capacity, each as it is iterated. `most`: of them; all that fit if None."""
+        for group in self.ledger.admit(most):
+            gathered = self._groups[group.number] = GatheredGroup(group, self._samples_from(self.samples_drawn))
+            self.samples_drawn = gathered.samples.stop
+            yield gathered
+
+    def add_end(self, end: SampleEnd, row: StoredRow) -> GatheredGroup:
+        """Add an ended sample to its group."""
+        gathered = self._groups[end.group]
+        gathered.ends[end.index] = end, row
+        self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
+        return gathered
+
+    def score(self, end: SampleEnd, row: StoredRow) -> None:
+        """Queue an ended sample for scoring, where samples are scored."""
+        if self.scoring.needed:
+            self.scoring.add(end, row, self._groups[end.group].group.prompt)
+
+    async def _scored(self, ends: Sequence[SampleEnd], scores: Sequence[Any]) -> None:
+        """Record the scores of samples. The group of some may be gone, or begun again."""
+        for end, score in zip(ends, scores, strict=True):
+            gathered = self._groups.get(end.group)
+            if gathered is not None and gathered.samples[end.index] == end.sample:
+                gathered.scores[end.index] = score
+                self.note_if_complete(gathered)
+        await self._tasks.wake()
+
+    def note_if_complete(self, gathered: GatheredGroup) -> None:
+        """Offer a group to steps once nothing of it is missing."""
+        if gathered.is_complete(scored=self.scoring.needed):
+            oldest = min(end.oldest for end, _ in gathered.ends.values())
+            self.ledger.completed(gathered.group.number, oldest)
+
+    def lose(self, end: SampleEnd) -> Group:
+        """The group of which an engine has aborted a response for a reason of its own.
+
+        Raises:
+            EngineError: engines have aborted too many of it.
+        """
+        group = self._groups[end.group].group
+        self._losses[group.number] += 1
+        if (losses := self._losses[group.number]) == _MOST_LOSSES:
+            cause = f": {end.error}" if end.error is not None else ""
+            raise EngineError(f"engines aborted responses to the prompt of draw {group.number} {losses} times{cause}")
+        return group
+
+    def remove(self, group: Group) -> GatheredGroup:
+        """Remove a group that was returned to the queue, and score nothing more of it."""
+        gathered = self._groups.pop(group.number)
+        for sample in gathered.samples:
+            self.scoring.forget(sample)
+        return gathered
+
+    def discard(self, kept: Collection[int]) -> Iterable[Group]:
+        """Return all groups but these, by number, to the queue."""
+        return self.ledger.remove([group.number for group in self.ledger.groups if group.number not in kept])
+
+    # A step
+
+    def took(self, taken: Taken) -> None:
+        """Give a step the groups that it has taken."""
+        for group in taken.groups:
+            self._losses.pop(group.number, None)
+        self.training = tuple(self._groups.pop(group.number).rows() for group in taken.groups)
+
+    @property
+    def samples_in_training(self) -> Iterator[int]:
+        """Ids of the samples that the current step trains on."""
+        return (end.sample for group in self.training for end in group.ends)
+
+    def trained(self) -> None:
+        """End the step."""
+        self.training = ()
+        self.ledger.trained()
+
+    def return_taken(self) -> None:
+        """Return the groups of the current step, which will not train."""
+        self._groups |= {taken.group.number: GatheredGroup.of_rows(taken) for taken in self.training}
+        self.training = ()
+        self.ledger.return_taken()
+
+    # Over a restart
+
+    def state(self, prefix: Callable[[int], Response | None]) -> StreamState:
+        """State of all groups. `prefix`: tokens of a sample that is in flight."""
+        groups = tuple(self._groups[number].state(prefix) for number in sorted(self._groups))
+        return StreamState(self.ledger.state(), self.samples_drawn, groups)
+
+    def restore(self, state: StreamState) -> Iterator[tuple[GatheredGroup, Mapping[int, Response | None]]]:
+        """Continue from `state`: each group as it is iterated, and the tokens of its samples by index in the group."""
+        self.samples_drawn = state.samples_drawn
+        unfinished = {group.number for group in self.ledger.restore(state.ledger)}
+        known = {
+            saved["number"]: Group(saved["number"], saved["prompt"], saved["attempt"])
+            for saved in state.ledger["groups"]
+        }
+        for saved in state.groups:
+            ends = {end.index: (end, row) for end, row in saved.ended}
+            samples = self._samples_from(saved.first_sample)
+            gathered = GatheredGroup(known[saved.number], samples, ends, dict(saved.scores))
+            self._groups[saved.number] = gathered
+            yield gathered, saved.prefixes
+            if saved.number not in unfinished:
+                continue
+            for index, (end, row) in ends.items():
+                if index not in gathered.scores:
+                    self.score(end, row)
+            drawn = [end.oldest for end, _ in saved.ended]
+            drawn += [prefix.oldest_version for prefix in saved.prefixes.values() if prefix is not None]
+            if drawn:
+                self.ledger.sent(saved.number, min(drawn))
+            self.note_if_complete(gathered)  # what nothing scores any more is not waited for
+
+    def _samples_from(self, first: int) -> range:
+        """Ids of the samples of a group, from its first."""
+        return range(first, first + self._samples_per_prompt)
+
+
+class GroupRequests:
+    """Requests of samples that have not ended, and what becomes of those that are aborted.
+
+    Args:
+        dispatcher: sends them.
+        prompt_tokens: of a prompt, by its index.
+        begin: called with the first request of each episode, in place of sending it; None without episodes.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        prompt_tokens: Callable[[int], int],
+        begin: Callable[[StreamRequest], None] | None = None,
+    ) -> None:
+        self._dispatcher, self._prompt_tokens, self._begin = dispatcher, prompt_tokens, begin
+        self._requests: dict[int, StreamRequest] = {}
+        self._reclaimed: dict[int, Response | None] = {}
+        """Samples that are aborted to continue at another engine, with the tokens that they have."""
+        self._dropped: set[int] = set()
+        """Samples of dropped groups that are aborted."""
+
+    @property
+    def are_aborted(self) -> bool:
+        """True if samples of dropped groups have not ended yet."""
+        return bool(self._dropped)
+
+    def add(self, gathered: GatheredGroup, prefixes: Mapping[int, Response | None]) -> None:
+        """Add the requests of a group. `prefixes`: tokens of its samples, by index in the group."""
+        group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)
+        for index, sample in enumerate(gathered.samples):
+            if index not in gathered.ends:
+                prefix = prefixes.get(index)
+                count = tokens + _tokens_of(prefix)
+                request = StreamRequest(sample, group.number, index, group.prompt, count, prefix)
+                if self._begin is not None:
+                    self._begin(request)
+                else:
+                    self.submit(request)
+
+    def submit(self, request: StreamRequest, *, first: bool = False) -> None:
+        """Add a request, behind those that wait, or before them."""
+        self._requests[request.sample] = request
+        self._dispatcher.add(request, first=first)
+
+    def ended(self, end: SampleEnd) -> Literal["dropped", "again", "ended"]:
+        """Record the end of a request: of a dropped group, aborted and to be sent again, or ended by its engine."""
+        self._dispatcher.ended(end.sample)
+        request = self._requests.pop(end.sample, None)
+        reclaimed = end.sample in self._reclaimed
+        prefix = self._reclaimed.pop(end.sample, None)
+        if end.sample in self._dropped:
+            self._dropped.discard(end.sample)
+            return "dropped"
+        if reclaimed and not end.complete and request is not None:
+            self._send_again(request, prefix)
+            return "again"
+        return "ended"
+
+    def drop(self, gathered: GatheredGroup) -> dict[int, list[int]]:
+        """Remove a group. Returns its samples in flight, by engine, which are to be aborted."""
+        for sample in gathered.samples:
+            self._requests.pop(sample, None)
+        in_flight = self._dispatcher.forget(gathered.group.number)
+        for samples in in_flight.values():
+            self._dropped.update(samples)
+        return in_flight
+
+    def reclaim(self, engine: int, prefixes: Mapping[int, Response]) -> list[int]:
+        """Mark the requests in flight at an engine, which are to be aborted and sent again. Returns their samples.
+
+        `prefixes`: tokens of the samples.
+        """
+        samples = [sample for sample in self._dispatcher.samples(engine) if sample not in self._dropped]
+        self._reclaimed |= {sample: prefixes.get(sample) for sample in samples}
+        return samples
+
+    def remove_engine(self, engine: int) -> list[int]:
+        """Remove a lost engine, and send its requests again. Returns their samples."""
+        again = []
+        for request in reversed(self._dispatcher.remove_engine(engine)):
+            prefix = self._reclaimed.pop(request.sample, None)
+            if request.sample in self._dropped:
+                self._dropped.discard(request.sample)
+                continue
+            self._send_again(request, prefix)
+            again.append(request.sample)
+        return again
+
+    def prefix(self, sample: int, in_flight: Mapping[int, Response]) -> Response | None:
+        """Tokens of a response at its engine, or those from which it waits to continue."""
+        if sample in in_flight:
+            return in_flight[sample]
+        request = self._requests.get(sample)
+        return request.prefix if request is not None else None
+
+    def _send_again(self, request: StreamRequest, prefix: Response | None) -> None:
+        """Send a response again before all that waits, from its prefix or else from that of its request."""
+        prefix = prefix or request.prefix
+        more = _tokens_of(prefix) - _tokens_of(request.prefix)
+        self.submit(replace(request, tokens=request.tokens + more, prefix=prefix), first=True)
+
+
+def _tokens_of(prefix: Response | None) -> int:
+    return 0 if prefix is None else len(prefix.token_ids)

@@ -1,0 +1,1 @@
+"""Samples in a run's directory: trained ones, and texts of evaluations."""

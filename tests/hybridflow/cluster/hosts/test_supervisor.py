@@ -1,0 +1,64 @@
+"""Signals to the hosts of a launch that its command gets."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridflow.cluster.hosts import supervisor as module
+from hybridflow.cluster.hosts.description import Host
+from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.supervisor import Supervisor
+
+HOSTS = [Host(index, f"host-{index}", f"10.0.0.{index + 1}") for index in range(3)]
+
+
+class Command:
+    """Stand-in for the attempts to run it."""
+
+    is_running = True
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.got.append(number)
+
+
+def got(came: Sequence[tuple[float, int, int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Signals that the command gets, of those that come at such a time, with such a number, to such a host."""
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    command: Any = Command()
+
+    async def main() -> None:
+        nonlocal now
+        plan = LaunchPlan(3, ["train"])
+        supervisor = Supervisor(plan, "a" * 64)
+        supervisor._attempts = command
+        for at, number, host in came:
+            now = at
+            supervisor.signalled(number, HOSTS[host])
+
+    asyncio.run(main())
+    results: list[int] = command.got
+    return results
+
+
+def test_a_request_for_a_checkpoint_counts_once_for_all_hosts_and_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    save = signal.SIGUSR1
+    everywhere = [(1000.0 + host, save, host) for host in range(3)]
+    assert got(everywhere, monkeypatch) == [save]
+    assert got([*everywhere, (4600.0, save, 2)], monkeypatch) == [save, save]
+    assert got([*everywhere, *((2000.0 + host, save, host) for host in range(3))], monkeypatch) == [save, save]
+
+
+def test_a_signal_that_ends_comes_once_and_from_the_same_host_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = signal.SIGTERM
+    assert got([(host, end, host) for host in range(3)], monkeypatch) == [end]
+    assert got([(0, end, 1), (5, end, 0), (9, end, 1)], monkeypatch) == [end, end]
