@@ -127,7 +127,10 @@ class Confinement:
         """
         size = str(int(limits.files_mb * 1e6))
         line = [self.bubblewrap, *self._namespaces(), "--die-with-parent", "--new-session"]
-        line += ["--ro-bind", "/usr", "/usr", *self._system(), "--proc", "/proc", "--dev", "/dev"]
+        line += ["--ro-bind", "/usr", "/usr"]
+        # Before what programs may read, which can be below it.
+        line += ["--perms", "0777", "--size", size, "--tmpfs", DIRECTORY]
+        line += [*self._system(), "--proc", "/proc", "--dev", "/dev"]
         line += [
             "--perms",
             "1777",
@@ -138,7 +141,6 @@ class Confinement:
             "--remount-ro",
             "/dev",
         ]
-        line += ["--perms", "0777", "--size", size, "--tmpfs", DIRECTORY]
         line += _parents([DIRECTORY + "/" + name for name in program.files], below=DIRECTORY, permissions="0777")
         for name, descriptor in descriptors.items():
             path, permissions = (name, "0444") if name == INPUT else (f"{DIRECTORY}/{name}", "0666")

@@ -76,6 +76,20 @@ def test_programs_have_libraries_of_another_interpreter(run: Run) -> None:
 
 
 @pytest.mark.processes
+def test_programs_read_what_is_below_the_directory_of_temporary_files(run: Run) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        Path(directory).chmod(0o755)
+        (Path(directory) / "words").write_text("one two")
+        (Path(directory) / "words").chmod(0o666)
+        source = f"path = {directory + '/words'!r}\nprint(open(path).read())\nopen('/tmp/own', 'w')\nopen(path, 'w')"
+        sandbox = LocalSandbox(SandboxSettings(read_only=(Path(directory),)))
+        result = asyncio.run(sandbox.run(python_program(source)))
+        assert result.stdout == b"one two\n"
+        assert b"Read-only file system" in result.stderr
+        assert (Path(directory) / "words").read_text() == "one two"
+
+
+@pytest.mark.processes
 def test_without_isolation_only_resources_are_limited(tmp_path: Path) -> None:
     """A program that is trusted still has a verdict, and leaves no files."""
     sandbox = LocalSandbox(SandboxSettings(isolation="none", limits=LIMITS))

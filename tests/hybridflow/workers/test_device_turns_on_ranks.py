@@ -165,6 +165,7 @@ def test_memory_that_is_not_given_back_is_told_also_after_the_turn_that_it_let_i
 
 def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(groups: dict[str, CalledGroup]) -> None:
     batch = RemoteBatch.of(batch_of(range(2), 5))
+    groups["dies"].compute(batch, factor=1).wait()  # which brings its memory to the device
     dies = groups["dies"].die_on(1)  # its rank 0 goes on
     waits = groups["second_reward"].compute(batch, factor=2)
     with pytest.raises(RankError, match=r"^dies rank 1, die_on: the process died"):
