@@ -24,7 +24,7 @@ def test_only_the_rows_of_its_part_go_to_another_node() -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=900)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -308,7 +308,7 @@ def add_multi_token_layer(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     config = json.loads((directory / "config.json").read_text())
-    file, hidden = directory / "model.safetensors", config["hidden_size"]
+    hidden = config["hidden_size"]
     layer = "mtp.layers.0." if config["model_type"] == "qwen3_next" else f"model.layers.{config['num_hidden_layers']}."
     if not layer.startswith("mtp."):
         (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
@@ -317,4 +317,12 @@ def add_multi_token_layer(directory: Path) -> None:
         f"{layer}enorm.weight": torch.randn(hidden).bfloat16(),
         f"{layer}mlp.gate.e_score_correction_bias": torch.randn(4),
     }
-    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    index_file = directory / "model.safetensors.index.json"
+    if not index_file.exists():
+        file = directory / "model.safetensors"
+        save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+        return
+    save_file(tensors, directory / "multi_token.safetensors", metadata={"format": "pt"})
+    index = json.loads(index_file.read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "multi_token.safetensors")
+    index_file.write_text(json.dumps(index))

@@ -50,7 +50,7 @@ def main() -> None:
 
 def _group(role: str, pools: Mapping[str, ResourcePool], layout: Layout) -> Any:
     """Group of models. Methods of workers are attributes of it that no type declares."""
-    return WorkerGroup(role, Model, pools[role], layout, call_timeout_s=60)
+    return WorkerGroup(role, Model, pools[role], layout, call_timeout_s=600)
 
 
 def exchanged(batch: RemoteBatch, actor: Any) -> dict[str, object]:
