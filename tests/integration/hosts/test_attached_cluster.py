@@ -69,9 +69,10 @@ def test_roles_by_label(tmp_path: Path) -> None:
         assert wrong.returncode == 2
         assert "the cluster (2 nodes) has rollout, train" in wrong.stderr
         joined = small_run(tmp_path, "placement.cluster=ray://host-0:10001", *ROLES)
-        for _ in range(8):  # Ray gives the server of a client 30 s to start, too few for a busy machine
+        # Ray gives the server of a client 30 s to start, too few for a busy machine, and stumbles over one that ended.
+        for _ in range(8):
             client = command(hosts, tmp_path, "doctor", *joined)
-            if "Starting Ray client server failed" not in client.stderr:
+            if not re.search("Starting Ray client server failed|psutil.ZombieProcess", client.stderr):
                 break
         assert client.returncode == 0, client.stdout + client.stderr
         assert "2 hosts alike in 25 of 26 facts" in client.stdout
