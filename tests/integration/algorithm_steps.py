@@ -27,8 +27,7 @@ from hybridflow.config.reading.yaml_loader import build_settings, read_with_base
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole
 from hybridflow.metrics.logger import Metrics
-from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.planning.data.prompts import context_tokens, encode
+from hybridflow.planning.data.recipe_prompts import RecipePrompts
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.trainer.event_log import EventLog
 from hybridflow.trainer.run import start_trainer
@@ -316,21 +315,8 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStor
     )
     setup, weights = first.setup, first.weights
     if not recipe.algorithm.needs_engines:
-        tokenizer = setup.tokenizer
-        context = context_tokens(recipe.rollout.engine, recipe.model)
-        encoded = encode(
-            recipe.data,
-            recipe.rollout,
-            recipe.algorithm,
-            recipe.environment,
-            tokenizer,
-            context,
-            supervises=recipe.warmup is not None,
-        )
-        sets = encode_sets(
-            recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-        )
-        setup = dataclasses.replace(setup, train=encoded.train, sets=sets)
+        prompts = RecipePrompts(recipe, setup.tokenizer)
+        setup = dataclasses.replace(setup, train=prompts.of_training.train, sets=prompts.sets)
         weights = NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
     return Trainer(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -73,10 +74,7 @@ def check_tested(
     roles: Mapping[str, MegatronRole],
     specs: Mapping[str, ModelSpec | None],
     layouts: Mapping[str, Layout],
-    rollout: RolloutRole | None,
-    *,
-    save_interval: int | None,
-    episodes: bool,
+    features: RunFeatures,
 ) -> None:
     """Refuse models of a recipe that use a pair of items that no test has run together.
 
@@ -84,60 +82,60 @@ def check_tested(
         roles: the actor and every Megatron-Core model next to it.
         specs: the model of each role, where it is known.
         layouts: of each role.
-        rollout, save_interval, episodes: as of `used_items`.
+        features: of the run.
 
     Raises:
         UserError: names the pair, and items with which the first of them was tested.
     """
     for role, spec in specs.items():
         if spec is not None:
-            items = used_items(
-                roles[role], spec, layouts[role], rollout, save_interval=save_interval, episodes=episodes
-            )
-            check_pairs(role, items)
+            check_pairs(role, features.of_model(roles[role], spec, layouts[role]))
 
 
-def used_items(
-    model: MegatronRole,
-    spec: ModelSpec,
-    layout: Layout,
-    rollout: RolloutRole | None,
-    *,
-    save_interval: int | None,
-    episodes: bool,
-) -> dict[str, str]:
-    """Items that a model of a recipe uses, each with the setting that asks for it.
+@dataclass(frozen=True)
+class RunFeatures:
+    """Settings of a run that decide which items its models use.
 
     Args:
-        model: its role and settings.
-        spec: of the model.
-        layout: of its ranks.
         rollout: settings of the engines; None where none generate.
         save_interval: steps between checkpoints; None without any.
         episodes: True if samples are episodes of an environment.
     """
-    role, config, setting = model.name, model.train, model.setting
-    items = {spec.family.name: f"{spec.family.name} models"}
-    for name, size in layout_sizes(layout).items():
-        items[name] = f"dp={size}" if name == "dp" else f"{setting}.layout.{name}={size}"
-    items["packing" if config.packing else "padding"] = f"{setting}.packing={str(config.packing).lower()}"
-    if spec.value_head:
-        items["critic"] = "a scalar head"
-    if model.offload:
-        items["offload"] = f"{role}.offload=true"
-    if config.precision is not None:
-        items["fp8_training"] = f"{setting}.precision={config.precision}"
-    if model.trained:
-        items |= _of_training(config, setting, save_interval)
-    if rollout is not None:
-        items["resharding"] = "weights in rollout engines"
-        if role == "actor" and (precision := rollout.engine.precision) is not None:
-            items["fp8"] = f"rollout.engine.precision={precision}"
-        if rollout.stream is not None:
-            items["streams"] = "rollout.stream"
-        if episodes and role == "actor":
-            items["episodes"] = "environment"
-    return items
+
+    rollout: RolloutRole | None
+    save_interval: int | None
+    episodes: bool
+
+    def of_model(self, model: MegatronRole, spec: ModelSpec, layout: Layout) -> dict[str, str]:
+        """Items that a model uses, each with the setting that asks for it.
+
+        Args:
+            model: its role and settings.
+            spec: of the model.
+            layout: of its ranks.
+        """
+        role, config, setting = model.name, model.train, model.setting
+        items = {spec.family.name: f"{spec.family.name} models"}
+        for name, size in layout_sizes(layout).items():
+            items[name] = f"dp={size}" if name == "dp" else f"{setting}.layout.{name}={size}"
+        items["packing" if config.packing else "padding"] = f"{setting}.packing={str(config.packing).lower()}"
+        if spec.value_head:
+            items["critic"] = "a scalar head"
+        if model.offload:
+            items["offload"] = f"{role}.offload=true"
+        if config.precision is not None:
+            items["fp8_training"] = f"{setting}.precision={config.precision}"
+        if model.trained:
+            items |= _of_training(config, setting, self.save_interval)
+        if self.rollout is not None:
+            items["resharding"] = "weights in rollout engines"
+            if role == "actor" and (precision := self.rollout.engine.precision) is not None:
+                items["fp8"] = f"rollout.engine.precision={precision}"
+            if self.rollout.stream is not None:
+                items["streams"] = "rollout.stream"
+            if self.episodes and role == "actor":
+                items["episodes"] = "environment"
+        return items
 
 
 def layout_sizes(layout: Layout) -> dict[str, Any]:

@@ -6,34 +6,33 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.rollout.cache import RESERVED_TOKENS
+from engine3d.rollout.config import RolloutConfig
 from hybridflow.config.fit.algorithm import pretraining_misfits
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.conversations.supervised import SupervisedPrompts
-from hybridflow.data.given_responses import GivenResponses, pair_notes
+from hybridflow.data.given_responses import GivenResponses
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
 from hybridflow.environments.agent_host import agent_parser, agent_template
+from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.observation_tokens import observation_template, tool_messages
 from hybridflow.planning.checks.engine import check_same_tokens, end_notes
 from hybridflow.planning.checks.environment import check_environment
-from hybridflow.planning.data.evaluation_sets import check_sets, encode_sets, set_notes
-from hybridflow.planning.data.prompts import (
-    context_tokens,
-    encode,
-    file_notes,
-    memory_notes,
-    overlong_notes,
-    phase_limits,
-    prompt_limit,
-)
+from hybridflow.planning.data.evaluation_sets import check_sets
+from hybridflow.planning.data.recipe_prompts import RecipePrompts
 from hybridflow.planning.memory.samples import Lengths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -78,43 +77,10 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             "expected at least as many"
         )
     if recipe.environment is not None:
-        chat = recipe.data.files.chat if recipe.data.files is not None else None
-        observation_template(recipe.environment, chat, tokenizer)
-        if recipe.environment.tool_parser is not None:
-            agent_parser(recipe.environment, agent_template(chat, tokenizer), tokenizer)
-        if recipe.environment.tools is not None:
-            tool_messages(recipe.environment, chat, check_environment(recipe.environment), tokenizer)
-    limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
-    encoded = encode(
-        recipe.data,
-        recipe.rollout,
-        recipe.algorithm,
-        recipe.environment,
-        tokenizer,
-        limit,
-        supervises=recipe.warmup is not None,
-    )
-    train, sft = encoded.train, encoded.sft
-    context = context_tokens(recipe.rollout.engine, recipe.model)
-    sets = encode_sets(
-        recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-    )
-    of: dict[str, Sequence[Sequence[int]]] = {"prompt": train.tokens}
-    if isinstance(sft, SupervisedPrompts) and sft.packed is not None:
-        of |= {"supervised example": sft.packed}
-    else:
-        of |= {"supervised prompt": sft.tokens, "supervised answer": encoded.answers}
-    of |= {f"evaluation.{name} prompt": prompts.tokens for name, prompts in sets.items()}
-    of |= {
-        f"{name} {position}": [pair[position == "second"] for pair in phase.responses]
-        for name, phase in {
-            "pair": train,
-            **{f"evaluation.{name} pair": prompts for name, prompts in sets.items()},
-        }.items()
-        if isinstance(phase, GivenResponses)
-        for position in ("first", "second")
-    }
-    for what, tokens in of.items():
+        _check_observations(recipe.environment, recipe.data.files, tokenizer)
+    prompts = RecipePrompts(recipe, tokenizer)
+    train, sft, sets = prompts.of_training.train, prompts.of_training.sft, prompts.sets
+    for what, tokens in _all_tokens(prompts).items():
         check_token_ids(what, tokens, spec.vocab_size)
     check_token_ids(
         "end-of-sequence and pad token", [[tokenizer.eos_token_id, tokenizer.pad_token_id]], spec.vocab_size
@@ -132,28 +98,49 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     lengths = Lengths.of(recipe.rollout, recipe.sets, train.tokens, sets)
     if isinstance(train, GivenResponses):
         lengths = replace(lengths, response=max(len(tokens) for both in train.responses for tokens in both))
-    given = recipe.rollout.engine.max_total_tokens
-    longest = (lengths.longest_sequence + RESERVED_TOKENS) * recipe.rollout.engine.attention_dp
+    _check_cache(recipe.rollout.engine, lengths)
+    notes = end_notes(recipe.rollout.sampling, recipe.model, spec, tokenizer) if recipe.starts_engines else []
+    return EncodedPrompts(lengths, train, sets, [*notes, *prompts.notes()], special_tokens(tokenizer))
+
+
+def _check_observations(
+    environment: EnvironmentConfig, files: FilesConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse observations and calls of tools that the chat template does not render."""
+    chat = files.chat if files is not None else None
+    observation_template(environment, chat, tokenizer)
+    if environment.tool_parser is not None:
+        agent_parser(environment, agent_template(chat, tokenizer), tokenizer)
+    if environment.tools is not None:
+        tool_messages(environment, chat, check_environment(environment), tokenizer)
+
+
+def _all_tokens(prompts: RecipePrompts) -> dict[str, Sequence[Sequence[int]]]:
+    """Token ids of all prompts, and of the answers and responses that the data have, by the name of their phase."""
+    train, sft, sets = prompts.of_training.train, prompts.of_training.sft, prompts.sets
+    tokens: dict[str, Sequence[Sequence[int]]] = {"prompt": train.tokens}
+    if isinstance(sft, SupervisedPrompts) and sft.packed is not None:
+        tokens |= {"supervised example": sft.packed}
+    else:
+        tokens |= {"supervised prompt": sft.tokens, "supervised answer": prompts.of_training.answers}
+    tokens |= {f"evaluation.{name} prompt": of_set.tokens for name, of_set in sets.items()}
+    for name, phase in {"pair": train, **{f"evaluation.{name} pair": of_set for name, of_set in sets.items()}}.items():
+        if isinstance(phase, GivenResponses):
+            tokens[f"{name} first"] = [pair[0] for pair in phase.responses]
+            tokens[f"{name} second"] = [pair[1] for pair in phase.responses]
+    return tokens
+
+
+def _check_cache(engine: RolloutConfig, lengths: Lengths) -> None:
+    """Refuse a KV cache without room for one sequence."""
+    given = engine.max_total_tokens
+    longest = (lengths.longest_sequence + RESERVED_TOKENS) * engine.attention_dp
     if given is not None and given < longest:
-        groups = ", for each of attention_dp" if recipe.rollout.engine.attention_dp > 1 else ""
+        groups = ", for each of attention_dp" if engine.attention_dp > 1 else ""
         raise UserError(
             f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "
             f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
         )
-    phases = {"training": train, "supervised": sft}
-    notes = [
-        *(end_notes(recipe.rollout.sampling, recipe.model, spec, tokenizer) if recipe.starts_engines else ()),
-        *overlong_notes(
-            recipe.data.overlong_prompts,
-            phases,
-            phase_limits(recipe.rollout, limit),
-            given=not recipe.algorithm.needs_engines,
-        ),
-        *pair_notes(phases, tokenizer),
-    ]
-    notes += [*file_notes(tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
-    notes += set_notes(recipe.sets, recipe.data.overlong_prompts, tokenizer, context, sets, (train, sft))
-    return EncodedPrompts(lengths, train, sets, notes, special_tokens(tokenizer))
 
 
 def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:

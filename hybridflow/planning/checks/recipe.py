@@ -32,7 +32,7 @@ from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.checks.engine import check_sampling, precision_notes
 from hybridflow.planning.checks.environment import check_environment
-from hybridflow.planning.checks.feature_matrix import check_tested
+from hybridflow.planning.checks.feature_matrix import RunFeatures, check_tested
 from hybridflow.planning.checks.gpu import check_imports, check_libraries, largest_gpu, used_gpus
 from hybridflow.planning.checks.model import (
     check_engines,
@@ -104,10 +104,8 @@ def check_recipe(
     devices = attempt(planned_devices, recipe.device_maps, recipe.placement, cluster)
     layouts = attempt(check_layouts, recipe, devices, specs) if devices is not None else None
     if layouts is not None:
-        tested = partial(
-            check_tested, save_interval=recipe.checkpoint.save_interval, episodes=recipe.environment is not None
-        )
-        attempt(tested, recipe.megatron_roles, specs, layouts, engines)
+        features = RunFeatures(engines, recipe.checkpoint.save_interval, recipe.environment is not None)
+        attempt(check_tested, recipe.megatron_roles, specs, layouts, features)
     if devices is not None and layouts is not None and cluster is not None:
         warnings += groups_over_nodes(layouts, devices, cluster)
     if devices is not None:

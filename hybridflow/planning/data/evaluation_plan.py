@@ -210,11 +210,7 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
         with tempfile.TemporaryDirectory() as scratch:
             tokenizer, _ = initial_tokenizer(recipe.model, Path(scratch))
         context = context_tokens(recipe.rollout.engine, recipe.model)
-        sets.update(
-            encode_sets(
-                recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-            )
-        )
+        sets.update(encode_sets(recipe, tokenizer))
         notes.extend(set_notes(recipe.sets, recipe.data.overlong_prompts, tokenizer, context, sets, ()))
         for name, encoded in sets.items():
             check_token_ids(f"evaluation.{name} prompt", encoded.tokens, spec.vocab_size)

@@ -9,6 +9,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.checkpoint.set_results import learned_from
 from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.config import DataConfig, OverlongPolicy
 from hybridflow.data.files.config import FilesConfig, FileSource
 from hybridflow.data.files.encoding import encode_files
@@ -19,43 +20,31 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import lines
 from hybridflow.data.tasks import load_held_out
 from hybridflow.data.tokenizer import fit_prompts
-from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.planning.checks.environment import with_tools
-from hybridflow.planning.data.prompts import encode_given, memory_notes, overlong_notes
+from hybridflow.planning.data.prompts import context_tokens, encode_given, memory_notes, overlong_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_sets(
-    sets: Mapping[str, PlannedSet],
-    data: DataConfig,
-    environment: EnvironmentConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-    context: int,
-    *,
-    unpaired: bool,
-) -> dict[str, Prompts]:
+def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
     """Encode the prompts of each set, by its name; as `GivenResponses` where no engines run.
 
     Args:
-        sets: of a recipe.
-        data: settings of the data.
-        environment: of episodes, whose tools prompts name; None without one.
+        recipe: with the sets.
         tokenizer: of the model.
-        context: most tokens of a prompt with its response.
-        unpaired: as `AlgorithmSettings.unpaired`.
 
     Raises:
         UserError: naming the set, and what of its prompts cannot serve.
     """
-    encoded = {}
-    if data.files is not None and sets:
-        data = data.model_copy(update={"files": with_tools(data.files, environment)})
-    for name, planned in sets.items():
+    encoded, data = {}, recipe.data
+    if data.files is not None and recipe.sets:
+        data = data.model_copy(update={"files": with_tools(data.files, recipe.environment)})
+    context = context_tokens(recipe.rollout.engine, recipe.model)
+    for name, planned in recipe.sets.items():
         try:
             limit = _prompt_limit(context, planned)
-            encoded[name] = _encoded(data, planned, tokenizer, limit, unpaired=unpaired)
+            encoded[name] = _encoded(data, planned, tokenizer, limit, unpaired=recipe.algorithm.unpaired)
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None
     return encoded

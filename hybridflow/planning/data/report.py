@@ -14,20 +14,10 @@ from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.files.conversations.supervised import SupervisedPrompts
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
-from hybridflow.data.given_responses import pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.checks.prompt import check_token_ids
-from hybridflow.planning.data.evaluation_sets import encode_sets, set_notes
-from hybridflow.planning.data.prompts import (
-    context_tokens,
-    encode,
-    file_notes,
-    memory_notes,
-    overlong_notes,
-    phase_limits,
-    prompt_limit,
-)
+from hybridflow.planning.data.recipe_prompts import RecipePrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,26 +39,14 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer, _ = initial_tokenizer(recipe.model, Path(scratch))
-    limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
-    encoded = encode(
-        recipe.data,
-        recipe.rollout,
-        recipe.algorithm,
-        recipe.environment,
-        tokenizer,
-        limit,
-        supervises=recipe.warmup is not None,
-    )
-    phases = {"training": encoded.train, "supervised": encoded.sft}
-    context = context_tokens(recipe.rollout.engine, recipe.model)
-    sets = encode_sets(
-        recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-    )
+    prompts = RecipePrompts(recipe, tokenizer)
+    encoded = prompts.of_training
+    of_sets = {f"evaluation.{name}": encoded_set for name, encoded_set in prompts.sets.items()}
     lines = [
         f"tokenizer: {len(tokenizer):,} tokens, {'with' if tokenizer.chat_template else 'without'} a chat template; "
-        f"prompts have room for {limit:,} tokens"
+        f"prompts have room for {prompts.limit:,} tokens"
     ]
-    for name, phase in (phases | {f"evaluation.{name}": prompts for name, prompts in sets.items()}).items():
+    for name, phase in (prompts.phases | of_sets).items():
         if not len(phase):
             continue
         check_token_ids(f"{name} prompt", phase.tokens, initial_spec(recipe.model).vocab_size)
@@ -77,18 +55,7 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
             lines += _prompt_lines(tokenizer, phase, index, characters)
             if isinstance(phase, SupervisedPrompts) and encoded.masks is not None:
                 lines += _learned_lines(tokenizer, encoded.answers[index], encoded.masks[index], characters)
-    notes = [
-        *overlong_notes(
-            recipe.data.overlong_prompts,
-            phases,
-            phase_limits(recipe.rollout, limit),
-            given=not recipe.algorithm.needs_engines,
-        ),
-        *pair_notes(phases, tokenizer),
-        *file_notes(tokenizer, phases),
-        *memory_notes(tokenizer, phases, encoded.answers),
-        *set_notes(recipe.sets, recipe.data.overlong_prompts, tokenizer, context, sets, [encoded.train, encoded.sft]),
-    ]
+    notes = prompts.notes()
     return [*lines, *(["", *notes] if notes else [])]
 
 

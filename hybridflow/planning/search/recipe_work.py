@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from engine3d.errors import UserError
@@ -23,7 +22,7 @@ from hybridflow.config.run import PlacementConfig
 from hybridflow.data.given_responses import GivenResponses
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.checks.engine import check_engine_nodes, check_served_adapters
-from hybridflow.planning.checks.feature_matrix import check_pairs, used_items
+from hybridflow.planning.checks.feature_matrix import RunFeatures, check_pairs
 from hybridflow.planning.checks.model import check_megatron
 from hybridflow.planning.checks.prompt import encoded_prompts
 from hybridflow.planning.data.prompts import prompt_limit
@@ -143,12 +142,8 @@ def search_settings(
     check_planned_for(recipe.megatron_roles.values(), recipe.served_roles, lease=recipe.rollout.lease)
     engine = recipe.rollout.engine
     plain = not (engine.deterministic or engine.token_versions or engine.release_weights or engine.altered_policy)
-    used = partial(
-        used_items,
-        rollout=recipe.rollout if recipe.starts_engines else None,
-        save_interval=recipe.checkpoint.save_interval,
-        episodes=recipe.environment is not None,
-    )
+    engines = recipe.rollout if recipe.starts_engines else None
+    features = RunFeatures(engines, recipe.checkpoint.save_interval, recipe.environment is not None)
     return SearchSettings(
         base=_engine_features(recipe.rollout),
         engine=engine,
@@ -157,7 +152,7 @@ def search_settings(
         shared=recipe.rollout.weights.share,
         release=engine.release_weights,
         attention_dp=plain and recipe.rollout.stream is None,
-        accepts=_Accepted(recipe.megatron_roles, specs, used, gpus_per_node, gpus=gpus),
+        accepts=_Accepted(recipe.megatron_roles, specs, features, gpus_per_node, gpus=gpus),
         accepts_engines=_AcceptedEngines(
             recipe.rollout, recipe.served_adapters, specs["actor"], gpus_per_node, "cuda" if gpus else "cpu"
         ),
@@ -206,21 +201,21 @@ class _Accepted:
         self,
         roles: Mapping[str, MegatronRole],
         specs: Mapping[str, ModelSpec],
-        used: Callable[[MegatronRole, ModelSpec, Layout], dict[str, str]],
+        features: RunFeatures,
         gpus_per_node: int,
         *,
         gpus: bool,
     ) -> None:
         self._roles = roles
         self._specs = specs
-        self._used = used
+        self._features = features
         self._gpus_per_node = gpus_per_node
         self._gpus = gpus
         self._known: dict[tuple[str, frozenset[str]], UserError | None] = {}
 
     def __call__(self, role: str, layout: Layout, config: TrainConfig) -> None:
         settings, spec = replace(self._roles[role], train=config), self._specs[role]
-        items = self._used(settings, spec, layout)
+        items = self._features.of_model(settings, spec, layout)
         key = (role, frozenset(items))
         if key not in self._known:
             self._known[key] = _refusal(lambda: check_pairs(role, items))

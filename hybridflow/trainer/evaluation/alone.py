@@ -22,7 +22,6 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.planning.data.evaluation_plan import EvaluationPlan
 from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.planning.data.prompts import context_tokens
 from hybridflow.rollout.stream.plan import stream_plan
 from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rundir.atomic_files import replace_file
@@ -123,7 +122,6 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
 
 def _run(recipe: EvaluationRecipe, directory: Path, model: Path, lock: object) -> Run:
     tokenizer, none = load_tokenizer(model), Prompts([], [])
-    context = context_tokens(recipe.rollout.engine, recipe.model)
     return Run(
         directory,
         model,
@@ -133,9 +131,7 @@ def _run(recipe: EvaluationRecipe, directory: Path, model: Path, lock: object) -
         answers=[],
         masks=None,
         inputs={},
-        sets=encode_sets(
-            recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-        ),
+        sets=encode_sets(recipe, tokenizer),
         identity=uuid.uuid4().hex,
         resumption=None,
         lock=lock,  # type: ignore[arg-type]

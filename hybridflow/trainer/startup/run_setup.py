@@ -36,8 +36,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
-from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.planning.data.prompts import context_tokens, encode, prompt_limit
+from hybridflow.planning.data.recipe_prompts import RecipePrompts
 from hybridflow.planning.data.report import first_prompt
 from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
 from hybridflow.rundir.private import umask_restored
@@ -212,17 +211,8 @@ def prepare(recipe: Recipe) -> Run:
     if resumption is not None and recipe.reference_is_warmed_up:
         keep_warmed_up(recipe.checkpoint_directory, resumption)
     tokenizer = load_tokenizer(model_directory)
-    limit = prompt_limit(recipe.rollout, recipe.model, given=not recipe.algorithm.needs_engines)
-    encoded = encode(
-        recipe.data,
-        recipe.rollout,
-        recipe.algorithm,
-        recipe.environment,
-        tokenizer,
-        limit,
-        supervises=recipe.warmup is not None,
-    )
-    context = context_tokens(recipe.rollout.engine, recipe.model)
+    prompts = RecipePrompts(recipe, tokenizer)
+    encoded = prompts.of_training
     if recipe.data.files is not None:
         log.info(first_prompt(tokenizer, encoded.train))
     return Run(
@@ -235,9 +225,7 @@ def prepare(recipe: Recipe) -> Run:
         masks=encoded.masks,
         inputs=input_checksums(recipe.algorithm.name, recipe.model.path, recipe.data)
         | code_checksums(recipe.functions, recipe.environment),
-        sets=encode_sets(
-            recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-        ),
+        sets=prompts.sets,
         identity=run_identity(directory) or "",
         resumption=resumption,
         lock=lock,

@@ -30,7 +30,6 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.metrics.evaluation_statistics import Measure
 from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.planning.data.prompts import context_tokens
 from hybridflow.trainer.run import train
 from tests.support.judge_model import judge_and_another, make_judge
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
@@ -91,10 +90,7 @@ def a_set(directory: Path, *overrides: str, answer: int = 3) -> tuple[Recipe, Pr
     path.write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n" + '{"prompt": "2+2=", "answer": 4}\n')
     recipe = load_recipe(DEMO, [f"evaluation.sums.data.path={path}", *overrides])
     tokenizer, _ = initial_tokenizer(recipe.model, directory)
-    context = context_tokens(recipe.rollout.engine, recipe.model)
-    return recipe, encode_sets(
-        recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-    )["sums"]
+    return recipe, encode_sets(recipe, tokenizer)["sums"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hybridflow.planning.checks.feature_matrix import (
     FEATURES,
     ITEMS,
     LAYOUT,
+    RunFeatures,
     check_pairs,
     check_tested,
     is_refused,
@@ -84,9 +85,11 @@ def test_every_recipe_has_proven_pairs_alone(path: Path) -> None:
             recipe.megatron_roles,
             specs,
             layouts,
-            recipe.rollout if recipe.starts_engines else None,
-            save_interval=recipe.checkpoint.save_interval,
-            episodes=recipe.environment is not None,
+            RunFeatures(
+                recipe.rollout if recipe.starts_engines else None,
+                recipe.checkpoint.save_interval,
+                recipe.environment is not None,
+            ),
         )
 
 

@@ -15,7 +15,6 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import arithmetic_held_out
 from hybridflow.planning.data.evaluation_sets import check_sets, encode_sets
-from hybridflow.planning.data.prompts import context_tokens
 from hybridflow.planning.memory.samples import Lengths, cache_tokens
 from tests.support.resumable import DEMO
 
@@ -33,10 +32,7 @@ def encoded(tmp_path: Path, *overrides: str) -> tuple[Recipe, dict[str, Prompts]
     recipe = load_recipe(DEMO, overrides)
     (tmp_path / "tokenizer").mkdir()
     tokenizer, _ = initial_tokenizer(recipe.model, tmp_path / "tokenizer")
-    context = context_tokens(recipe.rollout.engine, recipe.model)
-    return recipe, encode_sets(
-        recipe.sets, recipe.data, recipe.environment, tokenizer, context, unpaired=recipe.algorithm.unpaired
-    )
+    return recipe, encode_sets(recipe, tokenizer)
 
 
 def test_the_prompts_of_a_set_are_the_first_of_its_files(tmp_path: Path) -> None:
