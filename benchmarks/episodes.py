@@ -35,8 +35,8 @@ from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens
 from hybridflow.rollout.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
-from hybridflow.rollout.stream.types import StreamPlan
 
 _SAMPLES = 8
 _ENVIRONMENT = f"{Path(__file__).with_name('waiting_environment.py')}:Waiting"
@@ -114,7 +114,7 @@ async def play(episodes: int, turns: int, wait_s: float, workers: int, directory
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     host.close()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    scores = [score["reward"] for group in rows.groups for score in group.scores]
+    scores = [score["reward"] for group in rows.groups for score in group.scores.values()]
     return Played(
         len(scores),
         sum(int(score.metrics["environment/turns"]) for score in scores),

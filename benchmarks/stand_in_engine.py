@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine3d.engine_stats import EngineStats
 from engine3d.rollout.requests import Response
-from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
+from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StoredRow, StreamRequest
 
 _REPORTS_EVERY_S = 2.0
 
@@ -98,7 +98,9 @@ class StandInEngine:
                 self._advance()
                 break
         ended, self._ended = self._ended, []
-        return SampleEnds(ended, stats=self.stats)
+        # Nobody reads the tokens of these samples.
+        samples = [replace(end, row=StoredRow(None, 0)) if end.complete else end for end in ended]
+        return SampleEnds(samples, self.stats)
 
     async def begin_weights(self, *, wait: bool) -> None:
         """Begin nothing until `commit_weights`. What runs ends, if `wait`, before this returns; or stands still."""

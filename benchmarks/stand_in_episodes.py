@@ -30,12 +30,12 @@ class TurnEngine(StandInEngine):
 
     async def ended(self) -> SampleEnds:
         ends = await super().ended()
-        turns = {}
+        samples = []
         for end in ends.samples:
             request = self._requests.pop(end.sample)
-            if end.complete:
-                turns[end.sample] = self._response(request, end.tokens, end.oldest)
-        return replace(ends, turns=turns)
+            turn = self._response(request, end.tokens, end.oldest) if end.complete else None
+            samples.append(replace(end, turn=turn, row=None))
+        return SampleEnds(samples, ends.stats)
 
     def _response(self, request: StreamRequest, count: int, version: int) -> Response:
         prefix = request.prefix or Response([], [], [])

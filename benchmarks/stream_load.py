@@ -16,8 +16,9 @@ from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.groups import StepRows
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
-from hybridflow.rollout.stream.types import StepRows, StreamPlan
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,7 @@ def measure_stream(
                 Learned(
                     tuple(row.group.number for row in rows.groups),
                     rows.taken.staleness,
-                    sum(end.tokens for row in rows.groups for end in row.ends),
+                    sum(end.tokens for row in rows.groups for end in row.ended),
                 )
             )
             looks.append(setup.look())

@@ -5,9 +5,9 @@ The tokens of samples that have ended are in object stores, batch by batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
@@ -62,6 +62,8 @@ class SampleEnd:
         oldest: version of the oldest weights that drew a token of it.
         complete: True if it ended by itself, False if it was aborted.
         error: why the engine could not make it; None otherwise.
+        turn: the response with its tokens, if it is a turn of an episode; None otherwise.
+        row: the complete sample, once its reference is known; None of a turn, and of a response that was aborted.
     """
 
     sample: int
@@ -71,6 +73,13 @@ class SampleEnd:
     oldest: int
     complete: bool
     error: str | None = None
+    turn: Response | None = None
+    row: StoredRow | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the response is a complete sample, which its engine stores."""
+        return self.complete and self.turn is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +87,12 @@ class SampleEnds:
     """Responses that have ended at an engine.
 
     Args:
-        samples: complete ones first, in the order of `rows`.
-        rows: the complete samples with their tokens, in the object store of the engine's node.
+        samples: those that are stored first, in the order of their rows.
         stats: of the engine, if it reports them.
-        turns: complete responses with their tokens, in place of rows, by sample: a turn of an episode has ended.
     """
 
     samples: Sequence[SampleEnd]
-    rows: Any = None
     stats: EngineStats | None = None
-    turns: Mapping[int, Response] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +130,3 @@ def gathered(rows: Sequence[StoredRow]) -> RemoteBatch:
         summaries, [results.packed for results in stored.values()], [results.node for results in stored.values()]
     )
     return batch.select([firsts[row.rows.packed] + row.index for row in rows])
-
-
-class StreamEngine(Protocol):
-    """An engine as the controller sees it.
-
-    Each call raises the engine's error: EngineLostError if it can be restarted.
-    """
-
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
-        """Begin responses."""
-
-    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
-        """Begin responses to other prompts than those of training, together. Each has its context and sampling."""
-
-    async def ended(self) -> SampleEnds:
-        """Responses that have ended since the last call; waits until one has, but not for ever: it may be none."""
-
-    async def abort(self, samples: Sequence[int]) -> None:
-        """Abort responses; each ends."""
-
-    async def in_flight(self) -> Mapping[int, Response]:
-        """The responses in flight that have a token, by sample."""

@@ -78,17 +78,12 @@ class EngineStream:
             self._together.difference_update(ended)
             if not self._together:
                 self._generating.close()
-        ends = [_end(request, ended[request.sample]) for request, _, _ in requests]
-        complete = [
-            entry for entry, end in zip(requests, ends, strict=True) if end.complete and end.sample not in self._turns
-        ]
-        turns = {end.sample: ended[end.sample] for end in ends if end.complete and end.sample in self._turns}
+        ends = [_end(request, ended[request.sample], turn=request.sample in self._turns) for request, _, _ in requests]
+        complete = [entry for entry, end in zip(requests, ends, strict=True) if end.is_stored]
         self._turns.difference_update(ended)
-        ends.sort(
-            key=lambda end: not end.complete or end.sample in turns
-        )  # so that the n-th complete end is of the n-th sample
+        ends.sort(key=lambda end: not end.is_stored)  # so that the n-th end is of the n-th sample
         if not complete:
-            return SampleEnds(ends, stats=self.stats, turns=turns), None, None
+            return SampleEnds(ends, self.stats), None, None
         send_tensors_as_arrays()
         now = time.time()
         batch = sample_batch(
@@ -100,7 +95,7 @@ class EngineStream:
             token_versions=self._engine.config.token_versions,
         )
         packed, summary = pack(batch)
-        return SampleEnds(ends, stats=self.stats, turns=turns), summary, packed
+        return SampleEnds(ends, self.stats), summary, packed
 
     def abort(self, samples: Sequence[int]) -> None:
         """Abort responses; each ends with what it has."""
@@ -153,13 +148,15 @@ def sample_batch(
     )
 
 
-def _end(request: Request, response: Response) -> SampleEnd:
+def _end(request: Request, response: Response, *, turn: bool) -> SampleEnd:
+    complete = response.finish_reason in ("stop", "length") and bool(response.versions)
     return SampleEnd(
         request.sample,
         request.group,
         request.index,
         len(response.token_ids),
         response.oldest_version,
-        complete=response.finish_reason in ("stop", "length") and bool(response.versions),
-        error=response.error,
+        complete,
+        response.error,
+        response if turn and complete else None,
     )

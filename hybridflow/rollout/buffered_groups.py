@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +13,8 @@ from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StoredRows, g
 from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
 from hybridflow.rewards.result import SampleScore
-from hybridflow.rollout.stream.types import GroupState, StreamState
+from hybridflow.rollout.ledger import Group
+from hybridflow.rollout.stream.groups import GatheredGroup, StreamState
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def buffered_groups(state: StreamState, prompts: Prompts) -> BufferedGroups:
         state: of the stream.
         prompts: that its groups are of.
     """
-    rows = [row for group in state.groups for _, row in group.ended]
+    rows = [row for group in state.groups for row in group.rows]
     return BufferedGroups(
         state.ledger,
-        {str(group.number): group.first_sample for group in state.groups},
+        {str(group.group.number): group.samples.start for group in state.groups},
         gathered(rows).fetch() if rows else None,
         _begun(state, prompts),
         {
-            str(group.first_sample + index): {what: asdict(score) for what, score in scores.items()}
+            str(group.samples[index]): {what: asdict(score) for what, score in scores.items()}
             for group in state.groups
             for index, scores in group.scores.items()
         },
@@ -79,33 +79,34 @@ def buffered_groups(state: StreamState, prompts: Prompts) -> BufferedGroups:
 
 
 def _begun(state: StreamState, prompts: Prompts) -> SampleBatch | None:
-    of_group = {group["number"]: group["prompt"] for group in state.ledger["groups"]}
-    responses = [
-        (group, index, of_group[group.number], response)
-        for group in state.groups
-        for index, response in sorted(group.prefixes.items())
-        if response is not None
-    ]
-    if not responses:
+    if not state.prefixes:
         return None
+    of_sample = {sample: group.group for group in state.groups for sample in group.samples}
+    groups, responses = [of_sample[sample] for sample in state.prefixes], state.prefixes.values()
     return SampleBatch.from_generations(
-        prompts=[prompts.tokens[prompt] for _, _, prompt, _ in responses],
-        responses=[response.token_ids for *_, response in responses],
-        logprobs=[response.logprobs for *_, response in responses],
-        sample_ids=[group.first_sample + index for group, index, _, _ in responses],
-        group_ids=[group.number for group, *_ in responses],
-        prompt_indices=[prompt for _, _, prompt, _ in responses],
-        policy_versions=[response.oldest_version for *_, response in responses],
+        prompts=[prompts.tokens[group.prompt] for group in groups],
+        responses=[response.token_ids for response in responses],
+        logprobs=[response.logprobs for response in responses],
+        sample_ids=list(state.prefixes),
+        group_ids=[group.number for group in groups],
+        prompt_indices=[group.prompt for group in groups],
+        policy_versions=[response.oldest_version for response in responses],
         finish_reasons=[FinishReason.ABORT] * len(responses),
-        token_versions=[response.versions for *_, response in responses],
-        routes=[response.routes for *_, response in responses],
+        token_versions=[response.versions for response in responses],
+        routes=[response.routes for response in responses],
     )
 
 
 def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_prompt: int) -> StreamState:
     """State of a stream with these groups, whose samples are put into this node's object store."""
-    firsts = {int(number): first for number, first in buffered.first_samples.items()}
-    ended: dict[int, list[tuple[SampleEnd, StoredRow]]] = {number: [] for number in firsts}
+    groups = {
+        saved["number"]: Group(saved["number"], saved["prompt"], saved["attempt"])
+        for saved in buffered.ledger["groups"]
+    }
+    gathered = {
+        int(number): GatheredGroup(groups[int(number)], range(first, first + samples_per_prompt))
+        for number, first in buffered.first_samples.items()
+    }
     if buffered.ended is not None:
         packed, summary = pack(buffered.ended)
         rows = StoredRows(ray.put(summary), ray.put(packed), ray.get_runtime_context().get_node_id())
@@ -117,34 +118,32 @@ def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_promp
             batch.policy_versions.tolist(),
             strict=True,
         )
-        for index, (sample, group, tokens, oldest) in enumerate(samples):
-            end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, complete=True)
-            ended[group].append((end, StoredRow(rows, index)))
-    scores: dict[int, Mapping[str, SampleScore]] = {
-        int(sample): {what: SampleScore(**values) for what, values in of_sample.items()}
-        for sample, of_sample in buffered.scores.items()
-    }
-    prefixes: dict[int, Response] = {}
-    if buffered.begun is not None:
-        batch = buffered.begun
-        assert batch.token_versions is not None
-        lengths = batch.response_lengths.tolist()
-        columns = zip(
-            batch.responses(),
-            batch.logprobs.split(lengths),
-            batch.token_versions.split(lengths),
-            [None] * len(batch) if batch.routes is None else batch.routes.split(batch.sequence_lengths.tolist()),
-            strict=True,
+        for row, (sample, number, tokens, oldest) in enumerate(samples):
+            group = gathered[number]
+            index = group.samples.index(sample)
+            end = SampleEnd(sample, number, index, tokens, oldest, complete=True, row=StoredRow(rows, row))
+            group.ends[index] = end
+            if (scores := buffered.scores.get(str(sample))) is not None:
+                group.scores[index] = {what: SampleScore(**values) for what, values in scores.items()}
+    return StreamState(buffered.ledger, samples_drawn, tuple(gathered.values()), _prefixes(buffered.begun))
+
+
+def _prefixes(begun: SampleBatch | None) -> dict[int, Response]:
+    """Tokens of samples that have begun, by id."""
+    if begun is None:
+        return {}
+    assert begun.token_versions is not None
+    lengths = begun.response_lengths.tolist()
+    columns = zip(
+        begun.responses(),
+        begun.logprobs.split(lengths),
+        begun.token_versions.split(lengths),
+        [None] * len(begun) if begun.routes is None else begun.routes.split(begun.sequence_lengths.tolist()),
+        strict=True,
+    )
+    return {
+        sample: Response(
+            tokens, logprobs.tolist(), versions.tolist(), routes=None if routes is None else routes[:-1].numpy()
         )
-        for sample, (tokens, logprobs, versions, routes) in zip(batch.sample_ids.tolist(), columns, strict=True):
-            prefixes[sample] = Response(
-                tokens, logprobs.tolist(), versions.tolist(), routes=None if routes is None else routes[:-1].numpy()
-            )
-    groups = []
-    for number, first in firsts.items():
-        complete = {end.index for end, _ in ended[number]}
-        missing = [index for index in range(samples_per_prompt) if index not in complete]
-        of_ended = {index: scores[first + index] for index in sorted(complete) if first + index in scores}
-        resumed = {index: prefixes.get(first + index) for index in missing}
-        groups.append(GroupState(number, first, tuple(ended[number]), resumed, of_ended))
-    return StreamState(buffered.ledger, samples_drawn, tuple(groups))
+        for sample, (tokens, logprobs, versions, routes) in zip(begun.sample_ids.tolist(), columns, strict=True)
+    }

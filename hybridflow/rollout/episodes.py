@@ -189,13 +189,17 @@ class EndedEpisode:
         """Tokens of the policy."""
         return sum(version >= 0 for version in self.response.versions)
 
-    def end(self, version: int) -> SampleEnd:
-        """The end of its sample. `version`: of weights, for an episode without a token of the policy."""
+    def end(self, version: int, row: StoredRow) -> SampleEnd:
+        """The end of its sample.
+
+        Args:
+            version: of weights, for an episode without a token of the policy.
+            row: of the stored sample.
+        """
         oldest = self.response.oldest_version
         request, tokens = self.request, len(self.response.token_ids)
-        return SampleEnd(
-            request.sample, request.group, request.index, tokens, version if oldest == GIVEN else oldest, complete=True
-        )
+        oldest = version if oldest == GIVEN else oldest
+        return SampleEnd(request.sample, request.group, request.index, tokens, oldest, complete=True, row=row)
 
 
 type EpisodeStore = Callable[[Sequence[EndedEpisode], int], Sequence[StoredRow]]
@@ -285,22 +289,22 @@ class Episodes:
         """Record that a request was sent to an engine."""
         self._in_flight[sample].sent = self._clock()
 
-    def turn_ended(self, end: SampleEnd, engine: int, response: Response) -> int:
+    def turn_ended(self, sample: int, engine: int, response: Response) -> int:
         """Send a turn to its environment. Returns the number of its tokens.
 
         Args:
-            end: of the turn.
+            sample: id of the episode.
             engine: that drew it.
             response: all tokens of its sequence.
         """
-        episode = self._in_flight[end.sample]
+        episode = self._in_flight[sample]
         start = len(episode.sequence.response.token_ids)
         turn = response.token_ids[start:]
         episode.sequence.response = response
         episode.request = replace(episode.request, engine=engine)
         episode.turns.append(DrawnTurn(episode.current, start, len(turn)))
         episode.policy_s += self._clock() - episode.sent
-        self._send(EpisodeTurn(end.sample, turn, complete=response.finish_reason == "stop"))
+        self._send(EpisodeTurn(sample, turn, complete=response.finish_reason == "stop"))
         return len(turn)
 
     def forget(self, samples: Iterable[int]) -> None:

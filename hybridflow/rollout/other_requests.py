@@ -8,17 +8,30 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import Response
 from hybridflow.batch.load_balance import even_ranges
-from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamEngine, StreamRequest
+from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.episodes import EndedEpisode, Episodes
-from hybridflow.rollout.stream.engines import StreamEngines, StreamTasks
-from hybridflow.rollout.stream.types import OtherRows
+from hybridflow.rollout.stream.engines import StreamEngine, StreamEngines, StreamTasks
 
 type Share = Sequence[StreamRequest]
 """Requests of one engine."""
+
+
+@dataclass(frozen=True)
+class OtherRows:
+    """Responses to other prompts than those of groups.
+
+    Args:
+        rows: row of each sample, in the order of the requests.
+        busy: engine, begin and end of the times in which one had requests in flight.
+        scores: of each sample that is an episode; empty of others.
+    """
+
+    rows: tuple[StoredRow, ...]
+    busy: tuple[tuple[int, float, float], ...]
+    scores: tuple[SampleScore, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -120,19 +133,19 @@ class OtherRequests:
         scores = tuple(call.scores[sample] for sample in samples) if call.episodes is not None else ()
         return OtherRows(tuple(call.rows[sample] for sample in samples), busy, scores)
 
-    def ended(self, engine: int, end: SampleEnd, row: StoredRow, turn: Response | None) -> None:
+    def ended(self, engine: int, end: SampleEnd) -> None:
         """Add the end of a response, or of a turn, which continues its episode."""
         call = self._of_sample[end.sample]
         if call.in_flight.get(engine, {}).pop(end.sample, None) is None:
             return  # it was submitted to another engine since
         call.ends[engine] = self._clock()
-        if end.complete and turn is not None:
+        if end.turn is not None:
             assert call.episodes is not None
-            call.episodes.turn_ended(end, engine, turn)
+            call.episodes.turn_ended(end.sample, engine, end.turn)
             return
         call.unended.discard(end.sample)
-        if end.complete:
-            call.rows[end.sample] = row
+        if end.row is not None:
+            call.rows[end.sample] = end.row
         elif end.error is not None:
             call.errors.append(end.error)
 

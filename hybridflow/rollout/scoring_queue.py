@@ -36,7 +36,7 @@ class ScoringQueue:
     ) -> None:
         self._scorers, self._at_once, self._scored, self._spawn = scorers, at_once, scored, spawn
         self._batches = [0] * len(scorers)
-        self._waiting: dict[int, tuple[SampleEnd, StoredRow, int]] = {}
+        self._waiting: dict[int, tuple[SampleEnd, int]] = {}
         self._dealing = False
         self._being_scored = 0
 
@@ -48,9 +48,9 @@ class ScoringQueue:
         """True if samples are scored."""
         return bool(self._scorers)
 
-    def add(self, end: SampleEnd, row: StoredRow, prompt: int) -> None:
+    def add(self, end: SampleEnd, prompt: int) -> None:
         """Queue a sample for scoring: a response to the prompt of this index."""
-        self._waiting[end.sample] = end, row, prompt
+        self._waiting[end.sample] = end, prompt
         if not self._dealing:  # together with what is added at the same time
             self._dealing = True
             self._spawn(self._deal_added())
@@ -76,9 +76,10 @@ class ScoringQueue:
                 self._being_scored += count
                 self._spawn(self._score(scorer, taken))
 
-    async def _score(self, scorer: int, taken: Sequence[tuple[SampleEnd, StoredRow, int]]) -> None:
-        scores = await self._scorers[scorer].score([row for _, row, _ in taken], [prompt for *_, prompt in taken])
+    async def _score(self, scorer: int, taken: Sequence[tuple[SampleEnd, int]]) -> None:
+        rows = [end.row for end, _ in taken if end.row is not None]
+        scores = await self._scorers[scorer].score(rows, [prompt for _, prompt in taken])
         self._batches[scorer] -= 1
         self._being_scored -= len(taken)
         self._deal()
-        await self._scored([end for end, *_ in taken], scores)
+        await self._scored([end for end, _ in taken], scores)

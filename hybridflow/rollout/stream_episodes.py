@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from engine3d.rollout.requests import Response
-from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
+from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.rollout.episodes import EndedEpisode, Episodes, EpisodeSetup
-from hybridflow.rollout.other_requests import OtherRequests
+from hybridflow.rollout.other_requests import OtherRequests, OtherRows
 from hybridflow.rollout.stream.engines import StreamTasks
-from hybridflow.rollout.stream.types import OtherRows
 
 
 class EpisodesOfGroups(Protocol):
@@ -20,7 +19,7 @@ class EpisodesOfGroups(Protocol):
     def submit_turn(self, request: StreamRequest, continues: bool) -> None:
         """Request a turn of a group's episode. `continues`: it has had one before."""
 
-    def add_episode(self, end: SampleEnd, row: StoredRow, episode: EndedEpisode) -> None:
+    def add_episode(self, end: SampleEnd, episode: EndedEpisode) -> None:
         """Add a group's episode that is over."""
 
     def feed(self) -> None:
@@ -77,10 +76,10 @@ class StreamEpisodes:
         if self._episodes is not None:
             self._episodes.sent(sample)
 
-    def turn_ended(self, end: SampleEnd, engine: int, response: Response) -> int:
+    def turn_ended(self, sample: int, engine: int, response: Response) -> int:
         """Send a turn to its environment, as `Episodes.turn_ended` does."""
         assert self._episodes is not None
-        return self._episodes.turn_ended(end, engine, response)
+        return self._episodes.turn_ended(sample, engine, response)
 
     def forget(self, samples: Iterable[int]) -> None:
         """Give up episodes."""
@@ -112,4 +111,4 @@ class StreamEpisodes:
             if episode.request.sample in self._others:
                 self._others.episode_ended(episode, row)
             else:
-                self._groups.add_episode(episode.end(version), row, episode)
+                self._groups.add_episode(episode.end(version, row), episode)

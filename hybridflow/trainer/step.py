@@ -33,7 +33,6 @@ from hybridflow.rollout.source import RolloutSource
 from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.event_log import trained_event
-from hybridflow.trainer.operations.correcting import Corrected, corrected, log_empty
 from hybridflow.trainer.operations.model_columns import ModelColumns, old_logprobs
 from hybridflow.trainer.operations.scoring import SampleScoring, StepScores
 from hybridflow.trainer.operations.settings import StepSettings
@@ -41,9 +40,12 @@ from hybridflow.trainer.operations.traces import StepTraces
 from hybridflow.trainer.operations.updates import (
     CRITICS,
     ActorUpdate,
+    Corrected,
     ModelUpdates,
     Reports,
     UpdatePlan,
+    corrected,
+    log_empty,
     refused_updates,
 )
 from hybridflow.trainer.samples.given_responses import GivenSource

@@ -23,22 +23,18 @@ from hybridflow.cluster.processes.termination import Abandoned, termination
 from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.run import TrainerConfig
-from hybridflow.data.sampler import PromptOrder
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.metrics.timeline import timeline
 from hybridflow.planning.data.prompts import prompt_order
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
-from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
-from hybridflow.rollout.stream.plan import stream_plan
-from hybridflow.rollout.stream.source import StreamSource
+from hybridflow.rollout.source import RolloutSnapshot
 from hybridflow.rundir.file_names import EVALUATIONS, EXPORT, TIMELINE
 from hybridflow.rundir.samples.evaluation_texts import forget_after
 from hybridflow.rundir.status.lock import move_aside
 from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
-from hybridflow.trainer.engine_restarts import EngineRestarts
 from hybridflow.trainer.evaluation.evaluations import Evaluations
 from hybridflow.trainer.evaluation.of_set import SetMeasurer, set_identities
 from hybridflow.trainer.event_log import Event, EventLog
@@ -48,6 +44,7 @@ from hybridflow.trainer.resume import resumed_draws
 from hybridflow.trainer.samples.given_responses import GivenSource, PairMeasurer
 from hybridflow.trainer.samples.store import SampleStore
 from hybridflow.trainer.startup.role_startup import Roles, wait_for
+from hybridflow.trainer.startup.rollout_source import rollout_source
 from hybridflow.trainer.startup.run_setup import Run
 from hybridflow.trainer.startup.sft_warmup import warm_up
 from hybridflow.trainer.step import TrainerStep
@@ -74,23 +71,6 @@ def _steps_sentence(algorithm: AlgorithmSettings, trainer: TrainerConfig, sample
     if not algorithm.needs_engines:
         return f"{name}: {steps} {trainer.prompts_per_step:,} examples"
     return f"{name}: {steps} {trainer.prompts_per_step:,} prompts x {samples:,} samples"
-
-
-def rollout_source(
-    recipe: Recipe, run: Run, roles: Roles, weights: WeightSync | NoEngines, order: PromptOrder
-) -> RolloutSource:
-    """The source of a run's rollouts, as the recipe has it."""
-    functions, limits = recipe.functions, recipe.limits
-    if roles.rollout is None:
-        return StreamSource(stream_plan(recipe, run.train, 0), functions, limits, run.train, order, None)
-    restarts = None
-    if recipe.rollout.engine_restarts:
-        assert isinstance(weights, WeightSync)
-        restarts = EngineRestarts(roles.rollout, weights)
-    handles = roles.engine_handles(weights.before_generation)
-    lease = roles.lease(recipe.rollout.lease_after_s)
-    plan = stream_plan(recipe, run.train, len(handles.actors), lease)
-    return StreamSource(plan, functions, limits, run.train, order, handles, lease, restarts)
 
 
 class Trainer:

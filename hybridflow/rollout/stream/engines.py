@@ -1,15 +1,202 @@
-"""Calls of a stream's engines: their tasks, the first failure of one, and engines that are lost."""
+"""Calls of a stream's engines and scorers by their handles, the first failure of one, and engines that are lost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
 
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import Response
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StreamEngine
+from engine3d.rollout.config import Sampling, SamplingConfig
+from engine3d.rollout.requests import Request, Response
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StoredRows, StreamRequest
+from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.data.tasks import Example
+from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage
+from hybridflow.errors.rank_failure import Failure
+
+_WAIT_S = 2.0
+"""Seconds that an engine's rank waits for a response to end before it reports none."""
+
+
+class StreamEngine(Protocol):
+    """An engine as the controller sees it.
+
+    Each call raises the engine's error: EngineLostError if it can be restarted.
+    """
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        """Begin responses."""
+
+    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
+        """Begin responses to other prompts than those of training, together. Each has its context and sampling."""
+
+    async def ended(self) -> SampleEnds:
+        """Responses that have ended since the last call; waits until one has, but not for ever: it may be none."""
+
+    async def abort(self, samples: Sequence[int]) -> None:
+        """Abort responses; each ends."""
+
+    async def in_flight(self) -> Mapping[int, Response]:
+        """The responses in flight that have a token, by sample."""
+
+
+class _RemoteRank:
+    """A rank by its handle.
+
+    Args:
+        name: of it in errors.
+        actor: of the rank.
+        threads: Ray's name of the threads that take calls besides those of the group.
+        answers_s: that it has for a call.
+        failed: raised for an error of the worker that is not the user's.
+    """
+
+    def __init__(
+        self, name: str, actor: Any, threads: str, answers_s: float, failed: type[EngineError] = EngineError
+    ) -> None:
+        self._name, self._actor, self._threads, self._failed = name, actor, threads, failed
+        self._answers_s = answers_s
+
+    async def call(self, method: str, results: int, *arguments: Any, what: str = "") -> Any:
+        """Call a method. Returns its result; of several results the first, and references to the others."""
+        calling = self._actor.call_concurrently.options(concurrency_group=self._threads, num_returns=results)
+        refs = calling.remote(method, results, *arguments)
+        first, *others = refs if results > 1 else [refs]
+        try:
+            value = await asyncio.wait_for(first, self._answers_s)
+        except TimeoutError:
+            raise EngineError(f"{self._name}, {what or method}: no answer within {self._answers_s:g} s") from None
+        except RayError as error:
+            raise EngineError(f"{self._name}, {what or method}: {' '.join(str(error).split())}") from None
+        if isinstance(value, Failure):  # the rank answers with the error of its worker
+            raise value.exception(self._failed, what or method)
+        return (value, *others) if results > 1 else value
+
+
+class RemoteScorer:
+    """A rank of the reward functions.
+
+    Args:
+        actor: of the rank.
+        threads: Ray's name of its threads.
+        examples: that the indices of prompts count.
+        answers_s: that it has for a call.
+    """
+
+    def __init__(self, actor: Any, threads: str, examples: Sequence[Example], answers_s: float) -> None:
+        self._rank, self._examples = _RemoteRank("reward rank", actor, threads, answers_s), examples
+
+    async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> Sequence[Any]:
+        examples = {prompt: self._examples[prompt] for prompt in dict.fromkeys(prompts)}
+        scores: Sequence[Any] = await self._rank.call("score_rows", 1, list(rows), examples)
+        return scores
+
+
+class RemoteEpisodes:
+    """Environments of a reward rank.
+
+    Args:
+        actor: of the rank.
+        threads: Ray's name of its threads.
+        answers_s: that it has for a call.
+    """
+
+    def __init__(self, actor: Any, threads: str, answers_s: float) -> None:
+        self._rank = _RemoteRank("reward rank", actor, threads, answers_s)
+
+    async def send(self, messages: Sequence[EpisodeMessage]) -> None:
+        await self._rank.call("of_environments", 1, "send", list(messages), what="send to environments")
+
+    async def answers(self) -> Sequence[EpisodeAnswer]:
+        answers: Sequence[EpisodeAnswer] = await self._rank.call(
+            "of_environments", 1, "take_answers", _WAIT_S, what="wait for environments"
+        )
+        return answers
+
+
+class RemoteEngine:
+    """An engine by the handle of its first rank.
+
+    Args:
+        number: of the engine.
+        actor: of the rank.
+        node: Ray's id of the node that it is on.
+        threads: Ray's name of the threads that take calls besides those of the group.
+        prompts: token ids of prompts, by the index that requests have.
+        sampling: of all responses.
+        answers_s: that the rank has for a call.
+        together: True if the requests of a submission end together.
+        turns: True if requests are turns of episodes.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        actor: Any,
+        node: str,
+        threads: str,
+        prompts: PackedPrompts,
+        sampling: Sampling,
+        answers_s: float,
+        together: bool,
+        turns: bool = False,
+    ) -> None:
+        self._together, self._turns = together, turns
+        self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, answers_s, EngineLostError)
+        self._node, self._prompts, self._sampling = node, prompts, sampling
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        await self._submit(requests, together=self._together, turns=self._turns)
+
+    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
+        await self._submit(requests, together=True)
+
+    async def _submit(self, requests: Sequence[StreamRequest], *, together: bool, turns: bool = False) -> None:
+        # Those of a prompt have it in common, also when they are sent.
+        of_training = {request.prompt for request in requests if request.sampling is None}
+        prompts = {prompt: self._prompts[prompt] for prompt in of_training}
+        sampling = {prompt: self._sampling.for_prompt(len(tokens)) for prompt, tokens in prompts.items()}
+        complete = [
+            Request(
+                request.sample,
+                prompts[request.prompt] if request.context is None else request.context,
+                _limited(request.sampling or sampling[request.prompt], request.limit),
+                request.group,
+                request.index,
+                request.prefix,
+                request.turn_start,
+            )
+            for request in requests
+        ]
+        await self._call("submit", 1, complete, [request.prompt for request in requests], together, turns)
+
+    async def ended(self) -> SampleEnds:
+        ends, summary, packed = await self._call("take_ended", 3, _WAIT_S)
+        stored = StoredRows(summary, packed, self._node)
+        rows = [StoredRow(stored, index) if end.is_stored else None for index, end in enumerate(ends.samples)]
+        return SampleEnds([replace(end, row=row) for end, row in zip(ends.samples, rows, strict=True)], ends.stats)
+
+    async def abort(self, samples: Sequence[int]) -> None:
+        await self._call("abort", 1, list(samples))
+
+    async def in_flight(self) -> Mapping[int, Response]:
+        responses: Mapping[int, Response] = await self._call("in_flight", 1)
+        return responses
+
+    async def _call(self, method: str, results: int, *arguments: Any) -> Any:
+        """Call a method of the engine's stream. Returns its result; of several the first, and references to others."""
+        what = "generate" if self._together else method
+        return await self._rank.call("of_stream", results, method, *arguments, what=what)
+
+
+def _limited(sampling: SamplingConfig, tokens: int | None) -> SamplingConfig:
+    """Sampling of a response of at most this many tokens."""
+    return sampling if tokens is None else sampling.model_copy(update={"max_new_tokens": tokens})
 
 
 class StreamTasks:

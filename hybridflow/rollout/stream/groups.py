@@ -14,7 +14,7 @@ from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.ledger import Group, Ledger, Taken
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
 from hybridflow.rollout.stream.engines import StreamTasks
-from hybridflow.rollout.stream.types import GroupRows, GroupState, StreamPlan, StreamState
+from hybridflow.rollout.stream.plan import StreamPlan
 
 _MOST_LOSSES = 3
 """Times that engines abort a response of one group of their own accord, after which the stream fails."""
@@ -22,7 +22,7 @@ _MOST_LOSSES = 3
 
 @dataclass(slots=True)
 class GatheredGroup:
-    """The samples of a group so far.
+    """The samples of a group so far: in flight, in a step, and over a restart.
 
     Args:
         group: the draw.
@@ -33,31 +33,68 @@ class GatheredGroup:
 
     group: Group
     samples: range
-    ends: dict[int, tuple[SampleEnd, StoredRow]] = field(default_factory=dict)
+    ends: dict[int, SampleEnd] = field(default_factory=dict)
     scores: dict[int, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of_rows(cls, rows: GroupRows) -> GatheredGroup:
-        """The group that a step had taken."""
-        ends = {end.index: (end, row) for end, row in zip(rows.ends, rows.rows, strict=True)}
-        first = rows.ends[0].sample
-        return cls(rows.group, range(first, first + len(ends)), ends, dict(enumerate(rows.scores)))
 
     def is_complete(self, *, scored: bool) -> bool:
         """True if all samples have ended. `scored`: and have a score."""
         count = len(self.samples)
         return len(self.ends) == count and (not scored or len(self.scores) == count)
 
-    def rows(self) -> GroupRows:
-        """The complete group."""
-        ends, rows = zip(*(self.ends[index] for index in range(len(self.samples))), strict=True)
-        return GroupRows(self.group, ends, rows, tuple(self.scores[index] for index in sorted(self.scores)))
+    @property
+    def ended(self) -> list[SampleEnd]:
+        """Samples that have ended, in the order of the samples."""
+        return [self.ends[index] for index in sorted(self.ends)]
 
-    def state(self, prefix: Callable[[int], Response | None]) -> GroupState:
-        """State over a restart. `prefix`: tokens of a sample that is in flight."""
-        ended = tuple(self.ends[index] for index in sorted(self.ends))
-        prefixes = {index: prefix(sample) for index, sample in enumerate(self.samples) if index not in self.ends}
-        return GroupState(self.group.number, self.samples.start, ended, prefixes, dict(self.scores))
+    @property
+    def rows(self) -> list[StoredRow]:
+        """Rows of the samples that have ended, in the order of the samples."""
+        return [end.row for end in self.ended if end.row is not None]
+
+    @property
+    def left(self) -> list[int]:
+        """Ids of the samples that have not ended."""
+        return [sample for index, sample in enumerate(self.samples) if index not in self.ends]
+
+    def copy(self) -> GatheredGroup:
+        """The group as it is now."""
+        return replace(self, ends=dict(self.ends), scores=dict(self.scores))
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Groups and metrics of a step.
+
+    Args:
+        groups: in the order of their draws, complete.
+        taken: of them, from the ledger.
+        metrics: of the stream since the last step, by name.
+        busy: engine, begin and end of the times in which one had requests in flight, by the stream's clock.
+        events: decisions since the last step, in order; see `StreamEvents`.
+    """
+
+    groups: tuple[GatheredGroup, ...]
+    taken: Taken
+    metrics: dict[str, float]
+    busy: tuple[tuple[int, float, float], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """All groups in flight or complete, over a restart.
+
+    Args:
+        ledger: `Ledger.state()`.
+        samples_drawn: ids of samples that were given out.
+        groups: by the number of their draws.
+        prefixes: tokens of the samples that have not ended and have some, by id.
+    """
+
+    ledger: dict[str, Any]
+    samples_drawn: int
+    groups: tuple[GatheredGroup, ...]
+    prefixes: Mapping[int, Response]
 
 
 class StreamGroups:
@@ -80,7 +117,7 @@ class StreamGroups:
         self._samples_per_prompt, self._tasks = plan.samples_per_prompt, tasks
         self.ledger = Ledger(plan.limits, draw)
         self.scoring = ScoringQueue(scorers, plan.scored_at_once, self._scored, tasks.spawn)
-        self.training: tuple[GroupRows, ...] = ()
+        self.training: tuple[GatheredGroup, ...] = ()
         """Groups that the current step trains on."""
         self.samples_drawn = 0
         """Count of sample ids that were given out."""
@@ -101,17 +138,17 @@ class StreamGroups:
             self.samples_drawn = gathered.samples.stop
             yield gathered
 
-    def add_end(self, end: SampleEnd, row: StoredRow) -> GatheredGroup:
+    def add_end(self, end: SampleEnd) -> GatheredGroup:
         """Add an ended sample to its group."""
         gathered = self._groups[end.group]
-        gathered.ends[end.index] = end, row
+        gathered.ends[end.index] = end
         self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
         return gathered
 
-    def score(self, end: SampleEnd, row: StoredRow) -> None:
+    def score(self, end: SampleEnd) -> None:
         """Queue an ended sample for scoring, where samples are scored."""
         if self.scoring.needed:
-            self.scoring.add(end, row, self._groups[end.group].group.prompt)
+            self.scoring.add(end, self._groups[end.group].group.prompt)
 
     async def _scored(self, ends: Sequence[SampleEnd], scores: Sequence[Any]) -> None:
         """Record the scores of samples. The group of some may be gone, or begun again."""
@@ -125,7 +162,7 @@ class StreamGroups:
     def note_if_complete(self, gathered: GatheredGroup) -> None:
         """Offer a group to steps once nothing of it is missing."""
         if gathered.is_complete(scored=self.scoring.needed):
-            oldest = min(end.oldest for end, _ in gathered.ends.values())
+            oldest = min(end.oldest for end in gathered.ends.values())
             self.ledger.completed(gathered.group.number, oldest)
 
     def lose(self, end: SampleEnd) -> Group:
@@ -158,12 +195,12 @@ class StreamGroups:
         """Give a step the groups that it has taken."""
         for group in taken.groups:
             self._losses.pop(group.number, None)
-        self.training = tuple(self._groups.pop(group.number).rows() for group in taken.groups)
+        self.training = tuple(self._groups.pop(group.number) for group in taken.groups)
 
     @property
     def samples_in_training(self) -> Iterator[int]:
         """Ids of the samples that the current step trains on."""
-        return (end.sample for group in self.training for end in group.ends)
+        return (sample for group in self.training for sample in group.samples)
 
     def trained(self) -> None:
         """End the step."""
@@ -172,7 +209,7 @@ class StreamGroups:
 
     def return_taken(self) -> None:
         """Return the groups of the current step, which will not train."""
-        self._groups |= {taken.group.number: GatheredGroup.of_rows(taken) for taken in self.training}
+        self._groups |= {gathered.group.number: gathered for gathered in self.training}
         self.training = ()
         self.ledger.return_taken()
 
@@ -180,32 +217,27 @@ class StreamGroups:
 
     def state(self, prefix: Callable[[int], Response | None]) -> StreamState:
         """State of all groups. `prefix`: tokens of a sample that is in flight."""
-        groups = tuple(self._groups[number].state(prefix) for number in sorted(self._groups))
-        return StreamState(self.ledger.state(), self.samples_drawn, groups)
+        groups = tuple(self._groups[number].copy() for number in sorted(self._groups))
+        prefixes = {sample: prefix(sample) for gathered in groups for sample in gathered.left}
+        known = {sample: response for sample, response in prefixes.items() if response is not None}
+        return StreamState(self.ledger.state(), self.samples_drawn, groups, known)
 
-    def restore(self, state: StreamState) -> Iterator[tuple[GatheredGroup, Mapping[int, Response | None]]]:
-        """Continue from `state`: each group as it is iterated, and the tokens of its samples by index in the group."""
+    def restore(self, state: StreamState) -> Iterator[GatheredGroup]:
+        """Continue from `state`: each group as it is iterated."""
         self.samples_drawn = state.samples_drawn
         unfinished = {group.number for group in self.ledger.restore(state.ledger)}
-        known = {
-            saved["number"]: Group(saved["number"], saved["prompt"], saved["attempt"])
-            for saved in state.ledger["groups"]
-        }
         for saved in state.groups:
-            ends = {end.index: (end, row) for end, row in saved.ended}
-            samples = self._samples_from(saved.first_sample)
-            gathered = GatheredGroup(known[saved.number], samples, ends, dict(saved.scores))
-            self._groups[saved.number] = gathered
-            yield gathered, saved.prefixes
-            if saved.number not in unfinished:
+            gathered = self._groups[saved.group.number] = saved.copy()
+            yield gathered
+            if saved.group.number not in unfinished:
                 continue
-            for index, (end, row) in ends.items():
+            for index, end in gathered.ends.items():
                 if index not in gathered.scores:
-                    self.score(end, row)
-            drawn = [end.oldest for end, _ in saved.ended]
-            drawn += [prefix.oldest_version for prefix in saved.prefixes.values() if prefix is not None]
+                    self.score(end)
+            drawn = [end.oldest for end in gathered.ends.values()]
+            drawn += [state.prefixes[sample].oldest_version for sample in gathered.left if sample in state.prefixes]
             if drawn:
-                self.ledger.sent(saved.number, min(drawn))
+                self.ledger.sent(saved.group.number, min(drawn))
             self.note_if_complete(gathered)  # what nothing scores any more is not waited for
 
     def _samples_from(self, first: int) -> range:
@@ -240,12 +272,12 @@ class GroupRequests:
         """True if samples of dropped groups have not ended yet."""
         return bool(self._dropped)
 
-    def add(self, gathered: GatheredGroup, prefixes: Mapping[int, Response | None]) -> None:
-        """Add the requests of a group. `prefixes`: tokens of its samples, by index in the group."""
+    def add(self, gathered: GatheredGroup, prefixes: Mapping[int, Response]) -> None:
+        """Add the requests of a group. `prefixes`: tokens of samples, by id."""
         group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)
         for index, sample in enumerate(gathered.samples):
             if index not in gathered.ends:
-                prefix = prefixes.get(index)
+                prefix = prefixes.get(sample)
                 count = tokens + _tokens_of(prefix)
                 request = StreamRequest(sample, group.number, index, group.prompt, count, prefix)
                 if self._begin is not None:

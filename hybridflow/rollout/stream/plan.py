@@ -1,72 +1,52 @@
-"""The plan of a recipe's rollouts."""
+"""The plan of a stream of rollouts: its limits, and how requests are submitted."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-
-from hybridflow.config.recipe import Recipe
-from hybridflow.data.packed_prompts import PackedPrompts
-from hybridflow.data.prompts import Prompts
-from hybridflow.environments.config import EnvironmentConfig
+from engine3d.rollout.config import Sampling
 from hybridflow.rollout.dynamic_batching import RequestBounds
-from hybridflow.rollout.engine_handles import DeviceLease
 from hybridflow.rollout.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream.types import StreamPlan
-
-_LATER_S = 60.0
 
 
-def stream_plan(recipe: Recipe, prompts: Prompts, engines: int, lease: DeviceLease | None = None) -> StreamPlan:
-    """The plan of a recipe's rollouts.
+@dataclass(frozen=True)
+class StreamPlan:
+    """Plan of a stream.
 
     Args:
-        recipe: of the run.
-        prompts: of training.
-        engines: their number.
-        lease: engines that take requests only while a step waits, if there are any.
+        limits: of its groups.
+        samples_per_prompt: responses in a group.
+        requests_per_engine: most that are in flight at each engine.
+        engines: how many there are.
+        bounds: of the requests in flight at each engine, where they follow the use of its cache; always
+            `requests_per_engine` if None.
+        leased: engines that take requests only from `lease` to `reclaim`.
+        restarts: how often a lost engine may be restarted.
+        scored_at_once: batches of samples that each scorer may have at a time.
+        engine_answers_s, scorer_answers_s: that a rank has to answer a call.
+        sampling: distribution that tokens are drawn from.
+        routes: True if samples have routes.
+        episodes: limits of episodes; None if a sample is one turn.
+        together: True if the prompts of a step are submitted together, to end together: a share to each engine.
     """
-    rollout, trainer, stream = recipe.rollout, recipe.trainer, recipe.rollout.stream
-    # A rank says itself what hangs below it.
-    common: dict[str, Any] = {
-        "samples_per_prompt": rollout.samples_per_prompt,
-        "requests_per_engine": rollout.engine.max_running_requests,
-        "engines": engines,
-        "engine_answers_s": rollout.engine.request_timeout_s + _LATER_S,
-        "scorer_answers_s": recipe.limits.call_s,
-        "sampling": rollout.sampling_table,
-        "routes": recipe.has_routes,
-    }
-    if stream is None:
-        limits = StreamLimits(trainer.prompts_per_step, trainer.max_staleness)
-        return StreamPlan(limits, together=True, **common)
-    bounds = None
-    if stream.dynamic_batching:
-        lengths = np.unique(PackedPrompts.of(prompts.tokens).lengths())
-        longest = max(map(rollout.sampling_table.sequence_tokens, lengths.tolist()))
-        bounds = RequestBounds(rollout.engine.max_running_requests, longest, stream.cache_target)
-    limits = StreamLimits(
-        trainer.prompts_per_step,
-        trainer.max_staleness,
-        extra=recipe.extra_groups,
-        late=stream.late,
-        queue=stream.queue,
-        excess=stream.left_over,
-    )
-    environment = recipe.environment
-    return StreamPlan(
-        limits,
-        bounds=bounds,
-        episodes=None if environment is None else _episode_plan(environment),
-        leased=lease.engines if lease is not None else (),
-        restarts=stream.engine_restarts,
-        scored_at_once=min((config.batches_at_once for config in recipe.functions.values()), default=1),
-        **common,
-    )
 
+    limits: StreamLimits
+    samples_per_prompt: int
+    requests_per_engine: int
+    engines: int
+    bounds: RequestBounds | None = None
+    leased: tuple[int, ...] = ()
+    restarts: int = 0
+    scored_at_once: int = 1
+    engine_answers_s: float = 660.0
+    scorer_answers_s: float = 1800.0
+    sampling: Sampling | None = None
+    routes: bool = False
+    episodes: EpisodePlan | None = None
+    together: bool = False
 
-def _episode_plan(environment: EnvironmentConfig) -> EpisodePlan:
-    discount = environment.turn_discount if environment.credit == "turn" else None
-    return EpisodePlan(environment.max_turns, environment.max_turn_tokens, discount)
+    @property
+    def one_ahead(self) -> bool:
+        """True if the next step's prompts are submitted together once a step has its groups."""
+        return self.together and self.limits.max_staleness > 0

@@ -32,8 +32,10 @@ from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
 from hybridflow.rollout.buffered_groups import BufferedGroups, buffered_groups, stream_state
 from hybridflow.rollout.controller import ControllerPrompts, start_controller
 from hybridflow.rollout.engine_handles import DeviceLease, EngineHandles, Restarts
+from hybridflow.rollout.other_requests import OtherRows
 from hybridflow.rollout.source import Responses, Rollout, RolloutSnapshot, RolloutSource, drawn_event
-from hybridflow.rollout.stream.types import OtherRows, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream.groups import StepRows, StreamState
+from hybridflow.rollout.stream.plan import StreamPlan
 
 _LOOK_S = 0.2
 _RECOVERY_S = 1.0
@@ -179,8 +181,7 @@ class StreamSource(RolloutSource):
         with self._leased(taking, times):
             rows: StepRows = self._get(taking, of_step=True, together=self._plan.together)
         batch = gathered([row for group in rows.groups for row in group.rows])
-        ends = ((end, score) for group in rows.groups for end, score in zip(group.ends, group.scores, strict=False))
-        self._scores = {end.sample: score for end, score in ends}
+        self._scores = {group.samples[index]: score for group in rows.groups for index, score in group.scores.items()}
         self._record(rows.busy, "generate" if self._plan.together else "stream")
         draw = self._draw_of([(group.group.number, group.group.prompt) for group in rows.groups])
         if not self._plan.together:

@@ -20,8 +20,6 @@ from hybridflow.batch.stream_requests import (
     EngineLostError,
     SampleEnd,
     SampleEnds,
-    StoredRow,
-    StreamEngine,
     StreamRequest,
 )
 from hybridflow.environments.environment import Task
@@ -30,13 +28,13 @@ from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
 from hybridflow.rollout.episodes import EndedEpisode, EpisodeSetup
 from hybridflow.rollout.ledger import Group, Taken
-from hybridflow.rollout.other_requests import OtherRequests, Share
+from hybridflow.rollout.other_requests import OtherRequests, OtherRows, Share
 from hybridflow.rollout.scoring_queue import Scorer
-from hybridflow.rollout.stream.engines import StreamEngines, StreamTasks
+from hybridflow.rollout.stream.engines import StreamEngine, StreamEngines, StreamTasks
 from hybridflow.rollout.stream.events import StreamEvents
-from hybridflow.rollout.stream.groups import GatheredGroup, GroupRequests, StreamGroups
+from hybridflow.rollout.stream.groups import GatheredGroup, GroupRequests, StepRows, StreamGroups, StreamState
 from hybridflow.rollout.stream.metrics import BusyTimes, StreamMetrics
-from hybridflow.rollout.stream.types import OtherRows, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream_episodes import StreamEpisodes
 
 _FIRST_GUESS = 256.0
@@ -338,8 +336,8 @@ class RolloutStream:
 
     def restore(self, state: StreamState) -> None:
         """Continue from `state`, before `open`."""
-        for gathered, prefixes in self.groups.restore(state):
-            self._requests.add(gathered, prefixes)
+        for gathered in self.groups.restore(state):
+            self._requests.add(gathered, state.prefixes)
 
     # What happens
 
@@ -347,11 +345,11 @@ class RolloutStream:
         """See what ends at an engine."""
         if ended.stats is not None:
             self._update_stats(number, ended.stats, [end for end in ended.samples if end.sample not in self._others])
-        for row, end in enumerate(ended.samples):
+        for end in ended.samples:
             if end.sample in self._others:
-                self._others.ended(number, end, StoredRow(ended.rows, row), ended.turns.get(end.sample))
+                self._others.ended(number, end)
             elif not self._dispatcher.have_ended((end.sample,)):  # else nobody waits for it any more
-                self._ended(number, end, StoredRow(ended.rows, row), ended.turns.get(end.sample))
+                self._ended(number, end)
         if ended.samples:
             self.feed()
             if not self._dispatcher.in_flight(number)[0]:
@@ -368,7 +366,7 @@ class RolloutStream:
             if not ended:
                 self.feed()
 
-    def _ended(self, number: int, end: SampleEnd, row: StoredRow, turn: Response | None) -> None:
+    def _ended(self, number: int, end: SampleEnd) -> None:
         if self._requests.ended(end) != "ended":
             return
         if not end.complete:
@@ -376,22 +374,22 @@ class RolloutStream:
             self._drop((group,), "lost")
             self.ledger.lost(group.number)
             return
-        if turn is not None:
-            self._count_length(self._episodes.turn_ended(end, number, turn))
+        if end.turn is not None:
+            self._count_length(self._episodes.turn_ended(end.sample, number, end.turn))
             return
         self._count_length(end.tokens)
         self.metrics.ended(end.sample, end.tokens)
-        gathered = self._add_end(end, row)
-        self.groups.score(end, row)
+        gathered = self._add_end(end)
+        self.groups.score(end)
         self.groups.note_if_complete(gathered)
 
     def _count_length(self, tokens: int) -> None:
         """Add tokens that an engine has drawn for a request to the mean of their number."""
         self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * tokens
 
-    def _add_end(self, end: SampleEnd, row: StoredRow) -> GatheredGroup:
+    def _add_end(self, end: SampleEnd) -> GatheredGroup:
         """Add an ended sample to its group. Returns the group."""
-        gathered = self.groups.add_end(end, row)
+        gathered = self.groups.add_end(end)
         if gathered.is_complete(scored=False):
             self._dispatcher.forget(end.group)
         return gathered
@@ -407,11 +405,11 @@ class RolloutStream:
         """Request a turn: before all that waits where it continues an episode."""
         self._requests.submit(request, first=continues)
 
-    def add_episode(self, end: SampleEnd, row: StoredRow, episode: EndedEpisode) -> None:
+    def add_episode(self, end: SampleEnd, episode: EndedEpisode) -> None:
         """Add an episode that is over to its group, with its score."""
         self.groups[end.group].scores[end.index] = {"reward": episode.score}
         self.metrics.ended(end.sample, episode.drawn)
-        self.groups.note_if_complete(self._add_end(end, row))
+        self.groups.note_if_complete(self._add_end(end))
 
     def _taken(self, version: int) -> Taken | None:
         # A completed group may be older than was known.

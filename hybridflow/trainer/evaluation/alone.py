@@ -22,13 +22,13 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.planning.data.evaluation_plan import EvaluationPlan
 from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.rollout.stream.plan import stream_plan
 from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import EVALUATIONS, RECIPE
 from hybridflow.rundir.status.lock import claim
 from hybridflow.trainer.evaluation.of_set import SetMeasurer, set_identities
 from hybridflow.trainer.startup.role_startup import engine_handles, start_serving, wait_for
+from hybridflow.trainer.startup.rollout_source import stream_plan
 from hybridflow.trainer.startup.run_setup import Run
 
 RESULT = "evaluation.json"

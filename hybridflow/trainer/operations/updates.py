@@ -1,4 +1,4 @@
-"""Optimizer steps of an experience, of the actor and of every critic."""
+"""Updates of a step: correction and mini-batches of its samples, and optimizer steps of the actor and every critic."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridflow.algorithms.advantages.whitening import Moments
-from hybridflow.algorithms.base import ValueKind
+from hybridflow.algorithms.base import Step, ValueKind
 from hybridflow.algorithms.config import load
+from hybridflow.algorithms.corrections.metrics import KEPT, correction_columns, correction_metrics
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.load_balance import even_ranges
@@ -18,7 +19,6 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.groups import PolicyGroup, ValueGroup
 from hybridflow.roles.model import Update
-from hybridflow.trainer.operations.correcting import Corrected
 from hybridflow.workers.future import Future
 
 CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
@@ -26,6 +26,54 @@ CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
 
 type Reports = list[list[Update]]
 """Reports of each rank on each optimizer step."""
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Samples with the weights of a correction.
+
+    Args:
+        batch: the samples, with the column `correction_weights` if the recipe has a correction.
+        left: ids of the samples of which a token has a weight; None without a correction.
+    """
+
+    batch: RemoteBatch
+    left: frozenset[int] | None = None
+
+    def has_weight(self, mini_batch: RemoteBatch) -> bool:
+        """True if the correction leaves anything of a mini-batch to train on."""
+        return self.left is None or not self.left.isdisjoint(mini_batch.per_sample["sample_ids"].tolist())
+
+
+def corrected[C: AlgorithmSettings](step: Step[C], batch: RemoteBatch) -> Corrected:
+    """The samples as `algorithm.correction` has them; its metrics go to those of the step."""
+    settings = step.config.correction
+    if settings is None or not settings.needs_proximal:
+        return Corrected(batch)
+    columns = step.apply(batch, correction_columns)
+    per_sample = columns.per_sample()
+    step.values |= correction_metrics(per_sample, settings)
+    left = batch.per_sample["sample_ids"][per_sample[KEPT] > 0]
+    return Corrected(batch.with_columns(columns), frozenset(left.tolist()))
+
+
+def log_empty[C: AlgorithmSettings](step: Step[C], empty: int, count: int) -> None:
+    """Log the number of mini-batches of which a correction leaves nothing, and a line if there are any.
+
+    Args:
+        step: whose metrics get it.
+        empty: updates of the actor that are left out.
+        count: of all.
+    """
+    settings = step.config.correction
+    if settings is None or not settings.leaves_out:
+        return
+    step.values[metrics.CORRECTION_EMPTY_UPDATES] = empty
+    if empty:
+        log.warning(
+            f"step {step.number}: algorithm.correction leaves no token in the mini-batches of {empty} of {count} "
+            "updates, which the actor skips"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.planning.data.prompts import prompt_order
-from hybridflow.rollout.stream.plan import stream_plan
 from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
@@ -35,6 +34,7 @@ from hybridflow.trainer.replaying.plan import Original, ReplayPlan
 from hybridflow.trainer.replaying.step import ReplayedStep
 from hybridflow.trainer.replaying.stored_step import StoredStep, all_learned
 from hybridflow.trainer.startup.role_startup import Roles, start_roles, wait_for
+from hybridflow.trainer.startup.rollout_source import stream_plan
 from hybridflow.trainer.startup.run_setup import Run, open_run
 from hybridflow.trainer.weight_sync import NoEngines
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
-from engine3d.rollout.host import responses as responses_module
+from engine3d.rollout.host import process as process_module
 from tests.support.checkpoint_sender import CheckpointSender
 from tests.support.engine_processes import cpu_s, processes_of
 from tests.support.engine_responses import begun, responses_of, versions_of
@@ -153,7 +153,7 @@ def wait_of_the_client(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -
         monotonic=lambda: time.monotonic() + passed_s,
         **{name: getattr(time, name) for name in ("time", "strftime", "localtime")},
     )
-    monkeypatch.setattr(responses_module, "time", clock)
+    monkeypatch.setattr(process_module, "time", clock)
 
     def wait(limits: float) -> None:
         nonlocal passed_s

@@ -13,7 +13,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.models.experts.routes import RouteFormat
 from engine3d.rollout import Request, Response, SamplingConfig
 from engine3d.rollout.host.generation import drawn, sampling_parameters, submission_order
-from engine3d.rollout.host.responses import PendingResponses
+from engine3d.rollout.host.process import PendingResponses
 from engine3d.rollout.scheduler.routes import ROUTES
 from engine3d.rollout.scheduler.versions import VERSIONS
 

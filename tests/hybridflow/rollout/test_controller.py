@@ -36,7 +36,8 @@ from hybridflow.rollout.controller import (
 )
 from hybridflow.rollout.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream.types import StepRows, StreamPlan
+from hybridflow.rollout.stream.groups import StepRows
+from hybridflow.rollout.stream.plan import StreamPlan
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLES, GROUPS, STEPS, TOKENS = 4, 4, 4, 250_000
@@ -138,9 +139,12 @@ class _Player(_Rank):
         if not submitted:
             time.sleep(0.05)
         ends = [
-            SampleEnd(request.sample, request.group, request.index, 0, 0, complete=True) for request, _ in submitted
+            SampleEnd(
+                request.sample, request.group, request.index, 0, 0, complete=True, turn=self._turns.pop(request.sample)
+            )
+            for request, _ in submitted
         ]
-        return SampleEnds(ends, turns={end.sample: self._turns.pop(end.sample) for end in ends}), None, None
+        return SampleEnds(ends), None, None
 
 
 CHARACTERS = "123+-?"
@@ -180,7 +184,9 @@ def test_neither_the_controller_nor_the_driver_holds_tokens() -> None:
     batch = gathered([row for rows in steps for group in rows.groups for row in group.rows])
     assert int(batch.lengths.sum()) >= (count := GROUPS * STEPS * SAMPLES) * TOKENS
     assert len(set(batch.per_sample["sample_ids"].tolist())) == count
-    assert all(score["reward"].total == TOKENS for rows in steps for group in rows.groups for score in group.scores)
+    assert all(
+        score["reward"].total == TOKENS for rows in steps for group in rows.groups for score in group.scores.values()
+    )
     taken = (STEPS - 1) * GROUPS * SAMPLES * TOKENS
     assert all(growth < taken / 2 for growth in grown), grown  # of which each alone has 4 bytes of its own at least
     handle.close()
@@ -204,7 +210,7 @@ def test_episodes_are_stored_with_what_the_policy_wrote_and_what_it_read(tmp_pat
     drawn = [token != higher for tokens in batch.responses() for token in tokens]
     assert batch.response_mask.tolist() == drawn and set(batch.prompt_indices.tolist()) == {0, 1}
     assert batch.finish_reasons.tolist() == [0] * GROUPS * SAMPLES
-    scores = [score["reward"] for group in rows.groups for score in group.scores]
+    scores = [score["reward"] for group in rows.groups for score in group.scores.values()]
     assert {score.total for score in scores} == {1.0} and not any(score.dropped for score in scores)
     assert {score.metrics["environment/turns"] for score in scores} == {1.0, 3.0}
     handle.close()

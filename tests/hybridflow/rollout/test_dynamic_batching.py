@@ -14,8 +14,8 @@ from engine3d.engine_stats import EngineStats
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.rollout.dynamic_batching import SWING, DynamicBatching, EngineReport, RequestBounds, next_limit
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
-from hybridflow.rollout.stream.types import StreamPlan
 
 BOUNDS = RequestBounds(most=64, sequence_tokens=100, target=0.8)
 
@@ -90,7 +90,7 @@ def _steps(cache_tokens: int, *, dynamic: bool, length: int = 200, staleness: in
             if version == 4:
                 began = loop.time()
             if version > 4:
-                made += sum(end.tokens for group in rows.groups for end in group.ends)
+                made += sum(end.tokens for group in rows.groups for end in group.ended)
                 sums = {name: sums.get(name, 0.0) + value for name, value in rows.metrics.items()}
         stream.close()
         return _Made(made / (loop.time() - began), sums)

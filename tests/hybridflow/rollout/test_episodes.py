@@ -15,13 +15,14 @@ from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.requests import BEGINS, GIVEN
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StreamRequest
+from hybridflow.batch.stream_requests import EngineLostError, SampleEnd, SampleEnds, StoredRow, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage, EpisodeTurn
 from hybridflow.rollout.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.groups import GatheredGroup, StepRows
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
-from hybridflow.rollout.stream.types import StepRows, StreamPlan
 
 SAMPLES, GROUPS, TURN = 2, 4, 5
 type Answer = Callable[[EpisodeMessage, int], EpisodeAnswer]
@@ -91,6 +92,11 @@ class _Setup:
         return rows
 
 
+def _scored(group: GatheredGroup) -> list[tuple[SampleEnd, Any]]:
+    """Samples of a complete group, with their scores."""
+    return [(end, group.scores[end.index]) for end in group.ended]
+
+
 def _episodes(rows: StepRows) -> list[EndedEpisode]:
     return [row.rows for group in rows.groups for row in group.rows]
 
@@ -110,8 +116,8 @@ def test_an_episode_is_one_list_of_tokens_with_a_reward() -> None:
             rows = await setup.step()
             assert len(rows.groups) == GROUPS
             for group in rows.groups:
-                assert [end.index for end in group.ends] == [0, 1] and all(end.complete for end in group.ends)
-                for end, score in zip(group.ends, group.scores, strict=True):
+                assert [end.index for end in group.ended] == [0, 1] and all(end.complete for end in group.ended)
+                for end, score in _scored(group):
                     assert end.tokens == 1 + 3 * TURN + 2 * 2
                     assert score["reward"].total == 1.5 and not score["reward"].dropped
                     assert score["reward"].counts["environment/calls"] == 3
@@ -250,7 +256,7 @@ def test_limits_end_an_episode_with_the_rewards_that_it_has(plan: dict[str, int]
         setup.stream.open(0)
         rows = await setup.step()
         for group in rows.groups:
-            for end, score in zip(group.ends, group.scores, strict=True):
+            for end, score in _scored(group):
                 assert end.tokens == tokens
                 assert score["reward"].total == score["reward"].metrics["environment/turns"]
         assert {episode.response.finish_reason for episode in _episodes(rows)} == {"length"}
@@ -272,14 +278,10 @@ def test_a_failed_environment_drops_its_sample_and_keeps_its_group() -> None:
         for step in range(3):
             rows = await setup.step()
             assert not rows.taken.evicted and set(rows.taken.staleness) == {0}
-            scores = [score["reward"] for group in rows.groups for score in group.scores]
+            scores = [score["reward"] for group in rows.groups for _, score in _scored(group)]
             assert [score.dropped for score in scores] == [False, True] * GROUPS
             assert all(math.isnan(score.total) for score in scores if score.dropped)
-            by_sample = {
-                end.sample: (end, score)
-                for group in rows.groups
-                for end, score in zip(group.ends, group.scores, strict=True)
-            }
+            by_sample = {end.sample: (end, score) for group in rows.groups for end, score in _scored(group)}
             for sample, (end, score) in by_sample.items():
                 if sample % 4 == 1:
                     assert score["reward"].counts["environment/failed_timeout"] == 1
@@ -385,13 +387,13 @@ def test_a_restart_keeps_what_has_ended_and_begins_the_others_again() -> None:
         state = await setup.stream.state()
         await asyncio.gather(*setup.stream.close(), return_exceptions=True)
         assert [len(group.ended) for group in state.groups] == [1] * len(state.groups)
-        assert all(prefix is None for group in state.groups for prefix in group.prefixes.values())
+        assert not state.prefixes
         again = setup.stream = setup.another()
         again.restore(state)
         again.open(0)
         rows = await setup.step()
         for group in rows.groups:
-            assert [score["reward"].total for score in group.scores] == [1.5, 9.0]
+            assert [score["reward"].total for _, score in _scored(group)] == [1.5, 9.0]
 
     run(play())
 
@@ -412,6 +414,6 @@ def test_turns_return_to_the_engine_that_has_their_prefix() -> None:
         setup.stream.open(0)
         rows = await setup.step()
         for group in rows.groups:
-            assert all(len(sent[end.sample]) == 1 for end in group.ends)
+            assert all(len(sent[end.sample]) == 1 for end in group.ended)
 
     run(play())

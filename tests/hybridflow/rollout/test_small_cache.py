@@ -17,8 +17,8 @@ from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.roles.rollout_stream import EngineStream
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
-from hybridflow.rollout.stream.types import StreamPlan
 from tests.support.engine_responses import responses_of
 from tests.support.reference_routes import by_layer, reference_routes
 from tests.support.tiny_rollout import TINY_ROLLOUT, WITH_ROUTES
@@ -85,7 +85,7 @@ async def _steps(engine: RolloutEngine, bounds: RequestBounds | None, first_samp
     steps = []
     for _ in range(3):
         rows = await stream.take(0)
-        assert all(end.tokens == RESPONSE and end.complete for group in rows.groups for end in group.ends)
+        assert all(end.tokens == RESPONSE and end.complete for group in rows.groups for end in group.ended)
         stream.trained(0)
         steps.append(rows.metrics)
     stream.close()

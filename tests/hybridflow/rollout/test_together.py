@@ -19,9 +19,10 @@ from hybridflow.data.prompts import Draw
 from hybridflow.rollout import controller
 from hybridflow.rollout.engine_handles import EngineHandles
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.other_requests import OtherRows
 from hybridflow.rollout.stream import source as stream_source
+from hybridflow.rollout.stream.groups import StepRows
 from hybridflow.rollout.stream.source import StreamSource
-from hybridflow.rollout.stream.types import OtherRows, StepRows
 from tests.hybridflow.rollout.stream.test_source import make_source
 from tests.hybridflow.rollout.stream.test_stream import SAMPLES, _check, _Named, _Setup
 
@@ -103,8 +104,9 @@ class _Failing(_Recorded):
 
     async def ended(self) -> SampleEnds:
         ended = await super().ended()
-        samples = [end if end.complete else replace(end, error="ValueError: too long") for end in ended.samples]
-        return SampleEnds(samples, [end.sample for end in samples])
+        return SampleEnds(
+            [end if end.complete else replace(end, error="ValueError: too long") for end in ended.samples]
+        )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -198,7 +200,7 @@ def test_an_abandoned_step_is_as_if_it_had_not_begun(max_staleness: int, message
         with pytest.raises(EngineError, match=message):
             await responding
         state = await setup.stream.state()
-        return setup, kept, {group.number for group in state.groups if len(group.ended) == SAMPLES}
+        return setup, kept, {group.group.number for group in state.groups if len(group.ended) == SAMPLES}
 
     (setup, kept, complete), _ = run(learn())
     assert kept == complete == set(range(5, 5 + 5 * max_staleness))
@@ -250,12 +252,12 @@ def test_a_checkpoint_waits_for_what_runs_ahead() -> None:
         setup.stream.open(0)
         await setup.step(train_s=0.0)
         state = await setup.stream.state()
-        assert all(len(group.ended) == SAMPLES and not group.prefixes for group in state.groups)
+        assert all(len(group.ended) == SAMPLES and not state.prefixes for group in state.groups)
         setup.stream.close()
         setup.stream = setup.another()
         setup.stream.restore(state)
         setup.stream.open(setup.version)
-        return [group.number for group in state.groups], [await setup.step() for _ in range(2)]
+        return [group.group.number for group in state.groups], [await setup.step() for _ in range(2)]
 
     (saved, steps), _ = run(learn())
     assert [[group.group.number for group in rows.groups] for rows in steps] == [saved, list(range(10, 15))]

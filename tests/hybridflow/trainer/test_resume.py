@@ -18,10 +18,10 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.rollout.buffered_groups import BufferedGroups
 from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
-from hybridflow.rollout.stream.plan import stream_plan
 from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.resume import _OF_SAMPLES, ResumedDraws, _changed, resumed_draws
+from hybridflow.trainer.startup.rollout_source import stream_plan
 from tests.hybridflow.checkpoint.test_driver_state import a_state
 from tests.support.local_step import make_samples
 from tests.support.resumable import a_recipe

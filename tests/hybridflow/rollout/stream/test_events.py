@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.virtual_clock import run
 from hybridflow.rollout.ledger import Group, StreamLimits
 from hybridflow.rollout.stream.events import StreamEvents
-from hybridflow.rollout.stream.types import StepRows
+from hybridflow.rollout.stream.groups import StepRows
 from tests.hybridflow.rollout.stream.test_stream import SAMPLES, _Setup
 
 
@@ -42,14 +42,14 @@ def test_every_sample_that_is_learned_from_was_admitted_and_sent_before() -> Non
         assert took["groups"] == [group.group.number for group in rows.groups]
         assert took["staleness"] == list(rows.taken.staleness) and took["carried"] == rows.taken.carried
         for group in rows.groups:
-            assert firsts[group.group.number] == group.ends[0].sample
-            for end in group.ends:
+            assert firsts[group.group.number] == group.ended[0].sample
+            for end in group.ended:
                 engine, version = sent[end.sample]
                 assert engine in (0, 1) and version <= end.oldest
     groups = {group[0] for event in _all(steps, "admitted") for group in event["groups"] if group[2]}
     assert groups <= set(returned) and returned  # attempts after the first are of what went back
     aborted = set(chain.from_iterable(event["samples"] for event in _all(steps, "aborted")))
-    trained = {end.sample for rows in steps for group in rows.groups for end in group.ends}
+    trained = {end.sample for rows in steps for group in rows.groups for end in group.ended}
     assert aborted and not aborted & trained
     # No line for each token or sample: what is decided in a row shares one.
     assert sum(len(rows.events) for rows in steps) < len(sent) + len(firsts)

@@ -12,8 +12,8 @@ from engine3d.engine_stats import EngineStats
 from engine3d.rollout import Response
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
-from hybridflow.rollout.stream.types import StreamPlan
 
 
 class _Scripted:

@@ -19,8 +19,8 @@ from hybridflow.errors.rank_failure import Failure
 from hybridflow.rollout.controller import RolloutController
 from hybridflow.rollout.engine_handles import EngineHandles
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.source import StreamSource
-from hybridflow.rollout.stream.types import StreamPlan
 
 
 def make_source(handles: EngineHandles, max_staleness: int = 0) -> StreamSource:

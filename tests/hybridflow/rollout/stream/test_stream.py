@@ -9,6 +9,7 @@ import math
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from engine3d.errors import EngineError
 from engine3d.rollout import Response, SamplingConfig
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StreamRequest
 from hybridflow.rollout.ledger import Queue, StreamLimits
+from hybridflow.rollout.stream.groups import StepRows, StreamState
+from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
-from hybridflow.rollout.stream.types import StepRows, StreamPlan, StreamState
 
 SAMPLES = 2
 
@@ -31,7 +33,7 @@ class _Named(StandInEngine):
 
     async def ended(self) -> SampleEnds:
         samples = (await super().ended()).samples
-        return SampleEnds(samples, [end.sample for end in samples])
+        return SampleEnds([replace(end, row=StoredRow([end.sample], 0)) if end.complete else end for end in samples])
 
 
 class _Scorer:
@@ -118,9 +120,9 @@ class _Setup:
 def _check(rows: StepRows, groups: int, staleness: int) -> None:
     assert len(rows.groups) == groups
     for group in rows.groups:
-        assert [end.index for end in group.ends] == list(range(SAMPLES))
-        assert {end.group for end in group.ends} == {group.group.number}
-        for end, row in zip(group.ends, group.rows, strict=True):
+        assert [end.index for end in group.ended] == list(range(SAMPLES))
+        assert {end.group for end in group.ended} == {group.group.number}
+        for end, row in zip(group.ended, group.rows, strict=True):
             assert row.rows[row.index] == end.sample and end.complete
     assert max(rows.taken.staleness) <= staleness
 
@@ -171,7 +173,7 @@ def test_each_prompt_is_learned_from_once_and_sample_ids_are_never_used_again(st
     for rows in steps:
         _check(rows, 4, staleness)
     groups = [group.group.number for rows in steps for group in rows.groups]
-    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ended]
     assert len(set(groups)) == len(groups) and len(set(samples)) == len(samples)
     if not staleness:
         assert groups == list(range(80))
@@ -241,7 +243,7 @@ def test_a_stream_goes_on_where_its_state_was_taken() -> None:
 
     steps, state = run(learn())[0]
     groups = [group.group.number for rows in steps for group in rows.groups]
-    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ended]
     assert len(set(groups)) == len(groups) and len(set(samples)) == len(samples)
     assert any(group.ended and len(group.ended) < SAMPLES for group in state.groups) or any(
         len(group.ended) == SAMPLES for group in state.groups
@@ -377,7 +379,7 @@ def test_engines_of_two_versions_make_nothing_that_is_too_old(limits: StreamLimi
         if limits == StreamLimits(8, 1):  # no more was begun than steps can learn from
             assert rows.metrics["stream/evicted_groups"] == 0
         for group, staleness in zip(rows.groups, rows.taken.staleness, strict=True):
-            drawn = min(end.oldest for end in group.ends)
+            drawn = min(end.oldest for end in group.ended)
             assert staleness == serving - drawn and 0 <= staleness <= limits.max_staleness
     groups = [group.group.number for _, rows in steps for group in rows.groups]
     assert len(set(groups)) == len(groups)
@@ -535,7 +537,7 @@ def test_each_sample_is_scored_once_and_its_group_waits_for_that(scored_at_once:
     for rows in steps:
         _check(rows, 4, 1)
         for group in rows.groups:
-            assert group.scores == tuple(end.sample for end in group.ends)
+            assert group.scores == {end.index: end.sample for end in group.ended}
     assert sum(len(rows.taken.dropped) for rows in steps)
     every = [sample for scorer in scorers for sample in scorer.scored]
     assert len(set(every)) == len(every) and all(scorer.scored for scorer in scorers)
@@ -559,12 +561,12 @@ def test_what_was_scored_before_a_restart_is_not_scored_again() -> None:
         setup.stream.open(setup.version)
         for _ in range(5):
             rows = await setup.step()
-            assert all(group.scores == tuple(end.sample for end in group.ends) for group in rows.groups)
+            assert all(group.scores == {end.index: end.sample for end in group.ended} for group in rows.groups)
         return before.scored, after.scored, state
 
     before, after, state = run(learn())[0]
-    kept = [group.first_sample + index for group in state.groups for index in group.scores]
-    unscored = [end.sample for group in state.groups for end, _ in group.ended if end.index not in group.scores]
+    kept = [group.samples[index] for group in state.groups for index in group.scores]
+    unscored = [end.sample for group in state.groups for end in group.ended if end.index not in group.scores]
     assert kept and unscored
     assert set(kept) <= set(before) and not set(kept) & set(after) and set(unscored) <= set(after)
 
@@ -584,7 +586,7 @@ def test_what_was_not_scored_before_a_restart_is_not_waited_for_where_nothing_sc
         return state, [await setup.step() for _ in range(4)]
 
     state, steps = run(learn())[0]
-    unscored = {group.number for group in state.groups if len(group.ended) == SAMPLES}
+    unscored = {group.group.number for group in state.groups if len(group.ended) == SAMPLES}
     assert unscored and unscored <= {group.group.number for rows in steps for group in rows.groups}
 
 
@@ -651,7 +653,7 @@ def test_a_reclaimed_engine_has_no_requests_while_a_step_learns_and_they_continu
         assert 0 <= rows.metrics["stream/engines_busy_share"] <= 1
     groups = {group.group.number for rows in steps for group in rows.groups}
     assert len(groups) == 80
-    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ended]
     assert len(set(samples)) == len(samples)
     assert all(setup.engines[engine].busy_s > 0 for engine in leased)
     if not staleness:
@@ -659,7 +661,7 @@ def test_a_reclaimed_engine_has_no_requests_while_a_step_learns_and_they_continu
         return
     assert reclaimed > 10
     # What was reclaimed is not drawn again: all tokens are of responses that were learned from, or go on.
-    trained = sum(end.tokens for rows in steps for group in rows.groups for end in group.ends)
+    trained = sum(end.tokens for rows in steps for group in rows.groups for end in group.ended)
     left = sum(length for (group, _), length in setup.lengths.items() if group not in groups)
     assert trained <= sum(engine.tokens for engine in setup.engines) <= trained + left + reclaimed
 
@@ -672,12 +674,7 @@ def test_reclaimed_requests_that_wait_are_in_the_state() -> None:
             await setup.step()
         _check_tokens(setup.stream)
         state = pickle.loads(pickle.dumps(await setup.stream.state()))
-        has = {
-            group.first_sample + index: len(prefix.token_ids)
-            for group in state.groups
-            for index, prefix in group.prefixes.items()
-            if prefix is not None
-        }
+        has = {sample: len(prefix.token_ids) for sample, prefix in state.prefixes.items()}
         setup.stream.close()
         setup.stream = setup.another()
         setup.stream.restore(state)
@@ -686,7 +683,7 @@ def test_reclaimed_requests_that_wait_are_in_the_state() -> None:
 
     (has, steps), _ = run(learn())
     assert has and all(has.values())
-    ended = {end.sample: end for rows in steps for group in rows.groups for end in group.ends}
+    ended = {end.sample: end for rows in steps for group in rows.groups for end in group.ended}
     assert set(has) & set(ended)
     assert all(ended[sample].tokens >= tokens for sample, tokens in has.items() if sample in ended)
     for rows in steps:
@@ -762,11 +759,11 @@ def test_an_engine_that_is_lost_is_started_again_and_what_it_had_is_made_elsewhe
         _check(rows, 4, 2)
     assert sum(rows.metrics["stream/lost_engines"] for rows in steps) == 4
     groups = [group.group.number for rows in steps for group in rows.groups]
-    samples = [end.sample for rows in steps for group in rows.groups for end in group.ends]
+    samples = [end.sample for rows in steps for group in rows.groups for end in group.ended]
     assert len(groups) == len(set(groups)) == 96 and len(samples) == len(set(samples))
     for rows in steps:
         for group in rows.groups:
-            for end in group.ends:
+            for end in group.ended:
                 assert end.tokens == setup.lengths[end.group, end.index]
     lost = [event for rows in steps for event in rows.events if event["event"] == "lost_engine"]
     assert len(lost) == 4 and any(event["samples"] for event in lost)

@@ -12,7 +12,7 @@ from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.worker_output import joined_per_sample
 from hybridflow.metrics import names as metrics
-from hybridflow.trainer.operations.correcting import corrected, log_empty
+from hybridflow.trainer.operations.updates import corrected, log_empty
 from tests.hybridflow.algorithms.corrections.test_metrics import samples
 
 LOST = {"mask": "token", "mask_low": 0.5, "mask_high": 2.0}
