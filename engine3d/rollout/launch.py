@@ -116,14 +116,8 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         UserError: names a setting that this platform cannot have.
     """
     requests, groups = config.most_requests, config.attention_dp
-    untried = (
-        (groups > 1, f"attention_dp={groups}", "1"),
-        (model.adapters is not None, "lora.engine=adapter", "merged"),
-        *((True, f"{name}={value}", "null") for name, value in config.altered_policy.items()),
-    )
-    for used, setting, expected in untried:
-        if used and shard.count > 1:
-            raise UserError(f"{setting} was not tried with an engine on {shard.count} hosts, expected {expected}")
+    if shard.count > 1:
+        _check_several_hosts(config, model, shard.count)
     arguments: dict[str, Any] = {
         "model_path": str(model.directory),
         "skip_tokenizer_init": True,
@@ -179,6 +173,18 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
     given = config.max_total_tokens
     arguments["max_total_tokens"] = needed if given is None else -(-given // groups)
     return arguments | config.server_args
+
+
+def _check_several_hosts(config: RolloutConfig, model: ModelDirectory, hosts: int) -> None:
+    """Refuse settings that were not tried with an engine on several hosts."""
+    untried = (
+        (config.attention_dp > 1, f"attention_dp={config.attention_dp}", "1"),
+        (model.adapters is not None, "lora.engine=adapter", "merged"),
+        *((True, f"{name}={value}", "null") for name, value in config.altered_policy.items()),
+    )
+    for used, setting, expected in untried:
+        if used:
+            raise UserError(f"{setting} was not tried with an engine on {hosts} hosts, expected {expected}")
 
 
 def _adapter_arguments(model: ModelDirectory, adapters: LoraConfig) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
     _check_architecture(spec)
     if spec.directory is not None and config.server_args.get("load_format", "dummy") != "dummy":
         check_files(spec.directory)
-    sizes, tp, ep = spec.sizes, config.tp, config.ep
+    sizes, tp = spec.sizes, config.tp
     if config.attention_dp > 1 and not sizes.experts:
         raise UserError(
             f"rollout.engine.attention_dp={config.attention_dp}: expected 1, because {spec.family.architecture} has no "
@@ -51,14 +51,8 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
     if sizes.delta is not None:
         _check_delta_nets(spec, config)
         _divides("tp", tp, "key heads of gated delta nets (linear_num_key_heads)", sizes.delta.key_heads)
-    if config.routes and not sizes.experts:
-        raise UserError(
-            f"rollout.engine.routes=true: expected false, because {spec.family.architecture} has no experts"
-        )
-    if config.routes and spec.family.name == "mixtral":
-        raise UserError(
-            f"rollout.engine.routes=true: expected false: SGLang records no routes of {spec.family.architecture}"
-        )
+    if config.routes:
+        _check_routes(spec)
     if config.kv_cache_dtype is not None and sizes.latent is not None:
         raise UserError(
             f"rollout.engine.kv_cache_dtype={config.kv_cache_dtype}: expected null, because "
@@ -83,25 +77,44 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         _divides("tp", tp, "intermediate size of a dense MLP (intermediate_size)", sizes.ffn)
     _divides("tp", tp, "intermediate size of the shared expert", sizes.shared_ffn)
     if sizes.experts:
-        if sizes.expert_biases and ep > 1:
-            raise UserError(
-                f"rollout.engine.ep={ep}: expected 1: SGLang loads all experts of {spec.family.architecture} on every "
-                "rank; tp cuts each of them"
-            )
-        _divides("ep", ep, "experts", sizes.experts)
-        if config.local_experts_only and sizes.experts_per_token < LEAST_EXPERTS:
-            raise UserError(
-                f"rollout.engine.local_experts_only=true: expected false with {sizes.experts_per_token} experts of a "
-                f"token (num_experts_per_tok), which SGLang adds up otherwise than {LEAST_EXPERTS} and more"
-            )
-        if sizes.expert_ffn % (tp // ep):
-            raise UserError(
-                f"rollout.engine.tp={tp} ep={ep}: tp/ep = {tp // ep} does not divide the experts' intermediate size "
-                f"{sizes.expert_ffn} (moe_intermediate_size)"
-            )
-    elif ep > 1:
+        _check_experts(spec, config)
+    elif config.ep > 1:
         raise UserError(
-            f"rollout.engine.ep={ep}: expected 1, because {spec.family.architecture} has no experts to cut over ranks"
+            f"rollout.engine.ep={config.ep}: expected 1, because {spec.family.architecture} has no experts to cut over "
+            "ranks"
+        )
+
+
+def _check_routes(spec: ModelSpec) -> None:
+    """Refuse routes of a model of which SGLang records none."""
+    if not spec.sizes.experts:
+        raise UserError(
+            f"rollout.engine.routes=true: expected false, because {spec.family.architecture} has no experts"
+        )
+    if spec.family.name == "mixtral":
+        raise UserError(
+            f"rollout.engine.routes=true: expected false: SGLang records no routes of {spec.family.architecture}"
+        )
+
+
+def _check_experts(spec: ModelSpec, config: RolloutConfig) -> None:
+    """Refuse an expert-parallel layout that does not divide the experts, or that SGLang does not serve."""
+    sizes, tp, ep = spec.sizes, config.tp, config.ep
+    if sizes.expert_biases and ep > 1:
+        raise UserError(
+            f"rollout.engine.ep={ep}: expected 1: SGLang loads all experts of {spec.family.architecture} on every "
+            "rank; tp cuts each of them"
+        )
+    _divides("ep", ep, "experts", sizes.experts)
+    if config.local_experts_only and sizes.experts_per_token < LEAST_EXPERTS:
+        raise UserError(
+            f"rollout.engine.local_experts_only=true: expected false with {sizes.experts_per_token} experts of a "
+            f"token (num_experts_per_tok), which SGLang adds up otherwise than {LEAST_EXPERTS} and more"
+        )
+    if sizes.expert_ffn % (tp // ep):
+        raise UserError(
+            f"rollout.engine.tp={tp} ep={ep}: tp/ep = {tp // ep} does not divide the experts' intermediate size "
+            f"{sizes.expert_ffn} (moe_intermediate_size)"
         )
 
 

@@ -56,19 +56,7 @@ class BuiltModel:
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._cp_group = parallel_state.get_context_parallel_group()
-        with platform.shareable_memory():  # of buffers that engines read
-            module = build_model(
-                self.spec,
-                layout,
-                self.dtype,
-                overrides=megatron_settings(config, self.spec, layout),
-                fused_experts=config.has_fused_experts(spec.sizes, layout),
-                fused_query_key=config.fused_query_key,
-                precision=config.precision,
-                copy_engine_timeout_s=config.timeout_s
-                if config.has_copy_engine_dispatcher(spec.sizes, layout)
-                else None,
-            )
+        module = self._build(spec)
         if load or (config.lora is not None and trainable):  # no checkpoint has the weights under adapters
             load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
         self.trained: ModelSpec = self.spec
@@ -91,6 +79,22 @@ class BuiltModel:
         """Megatron-Core's configuration of the model, which all chunks have in common."""
         self.optimizer: Any = None
         self.scheduler: Any = None
+
+    def _build(self, spec: ModelSpec) -> Any:
+        """Build the rank's part of the model. `spec`: of the model as its files have it."""
+        config, layout = self.config, self.layout
+        copies = config.has_copy_engine_dispatcher(spec.sizes, layout)
+        with platform.shareable_memory():  # of buffers that engines read
+            return build_model(
+                self.spec,
+                layout,
+                self.dtype,
+                overrides=megatron_settings(config, self.spec, layout),
+                fused_experts=config.has_fused_experts(spec.sizes, layout),
+                fused_query_key=config.fused_query_key,
+                precision=config.precision,
+                copy_engine_timeout_s=config.timeout_s if copies else None,
+            )
 
     def onload(self) -> None:
         """Bring offloaded weights and optimizer back to the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from engine3d.errors import UserError
@@ -102,6 +103,24 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
             f"routing_replay={config.routing_replay} with megatron.moe_router_fusion=true, whose kernel takes no "
             "routes; expected none, or false"
         )
+    _check_dispatchers(config, spec, layout, transformer_engine=transformer_engine)
+    for name, value in options.items():
+        option = BY_NAME[name]
+        if option.needs_gpu and value != option.plain and not transformer_engine:
+            plain = str(option.plain).lower()
+            raise UserError(f"megatron.{name}={value} needs Transformer Engine; expected {plain} on a CPU")
+    if config.has_flash_attention:
+        check_flash_attention(spec, dtype=config.dtype, packing=config.packing, deterministic=config.deterministic)
+    if options.get("moe_token_dispatcher_type") == "allgather":
+        _check_allgather(config, layout)
+    scores = spec.family.megatron(spec.sizes).get("moe_router_score_function", "softmax")
+    if options.get("moe_router_fusion") and scores != "softmax":
+        raise UserError("megatron.moe_router_fusion=true was tried with a softmax over experts alone; expected false")
+    _check_load_balancing(options)
+
+
+def _check_dispatchers(config: TrainConfig, spec: ModelSpec, layout: Layout, *, transformer_engine: bool) -> None:
+    """Refuse our own dispatch of experts' tokens where it does not apply, or was not tried."""
     for setting in ("copy_engine_dispatcher", "predicted_expert_capacity"):
         if not getattr(config, setting) or not spec.sizes.experts:
             continue
@@ -116,25 +135,22 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     if config.has_predicted_capacity(spec.sizes, layout) and (config.deterministic or layout.pp > 1):
         setting = "deterministic=true" if config.deterministic else f"pp={layout.pp}"
         raise UserError(f"predicted_expert_capacity=true was not tried with {setting}; expected false")
-    for name, value in options.items():
-        option = BY_NAME[name]
-        if option.needs_gpu and value != option.plain and not transformer_engine:
-            plain = str(option.plain).lower()
-            raise UserError(f"megatron.{name}={value} needs Transformer Engine; expected {plain} on a CPU")
-    if config.has_flash_attention:
-        check_flash_attention(spec, dtype=config.dtype, packing=config.packing, deterministic=config.deterministic)
-    if options.get("moe_token_dispatcher_type") == "allgather":
-        gathers = "megatron.moe_token_dispatcher_type=allgather"
-        if not config.packing:
-            raise UserError(f"{gathers} needs packing=true, found false")
-        if layout.pp > 1:
-            raise UserError(
-                f"{gathers} with pp={layout.pp}: expected pp=1, or alltoall, because Megatron-Core gathers no tokens "
-                "where stages pass micro-batches of several lengths"
-            )
-    scores = spec.family.megatron(spec.sizes).get("moe_router_score_function", "softmax")
-    if options.get("moe_router_fusion") and scores != "softmax":
-        raise UserError("megatron.moe_router_fusion=true was tried with a softmax over experts alone; expected false")
+
+
+def _check_allgather(config: TrainConfig, layout: Layout) -> None:
+    """Refuse settings with which Megatron-Core does not gather tokens for their experts."""
+    gathers = "megatron.moe_token_dispatcher_type=allgather"
+    if not config.packing:
+        raise UserError(f"{gathers} needs packing=true, found false")
+    if layout.pp > 1:
+        raise UserError(
+            f"{gathers} with pp={layout.pp}: expected pp=1, or alltoall, because Megatron-Core gathers no tokens "
+            "where stages pass micro-batches of several lengths"
+        )
+
+
+def _check_load_balancing(options: Mapping[str, Any]) -> None:
+    """Refuse losses of load balancing that contradict their coefficients."""
     kinds, coefficients = options.get("moe_router_load_balancing_type"), options.get("moe_aux_loss_coeff", 0.0)
     lists = isinstance(kinds, list), isinstance(coefficients, list)
     if lists[0] != lists[1] or (all(lists) and len(kinds or ()) != len(coefficients)):

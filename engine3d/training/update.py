@@ -154,16 +154,7 @@ class TrainedModel(ForwardModel):
             self.restart_schedule()
         applied = math.isfinite(grad_norm) and not refused
         if applied:
-            self.optimizer.step()
-            self.scheduler.step(1)
-            if self._balance is not None and self._bias_rate > 0:
-                self._balance.move_biases(self._bias_rate)
-        if applied and not self._settled:
-            # Objects of the first update stay. Python's collector would traverse them, for half a second, after every
-            # few dozen micro-batches, on each rank at another time, and all would wait for it.
-            gc.collect()
-            gc.freeze()
-            self._settled = True
+            self._step()
         positions = sum(batch.positions for batch in batches)
         tokens, memory = sequences.tokens.numel(), self._peak_memory()
         seconds = time.perf_counter() - began  # the values above have waited for the device
@@ -183,6 +174,20 @@ class TrainedModel(ForwardModel):
             self.layout.bubble(len(batches)) if self.layout.pp > 1 else None,
             sum(batch.split for batch in batches) / len(batches) if self.layout.cp > 1 else None,
         )
+
+    def _step(self) -> None:
+        """Apply the gradient to the weights, and move the schedule and the experts' biases."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+        self.scheduler.step(1)
+        if self._balance is not None and self._bias_rate > 0:
+            self._balance.move_biases(self._bias_rate)
+        if not self._settled:
+            # Objects of the first update stay. Python's collector would traverse them, for half a second, after every
+            # few dozen micro-batches, on each rank at another time, and all would wait for it.
+            gc.collect()
+            gc.freeze()
+            self._settled = True
 
     def _peak_memory(self) -> tuple[int, int]:
         """Peak memory over all ranks: stages have different shards of the model."""

@@ -159,30 +159,23 @@ class SampleBatch(SampleFields):
         `engine` is the number of the one that drew all of them, and `times` are when each was requested and complete.
         Raises ValueError naming the sample whose lists do not fit together.
         """
-        for name, rows in (
-            ("responses", responses),
-            ("logprobs", logprobs),
-            ("sample_ids", sample_ids),
-            ("group_ids", group_ids),
-            ("prompt_indices", prompt_indices),
-            ("policy_versions", policy_versions),
-            ("finish_reasons", finish_reasons),
-            ("response_masks", prompts if response_masks is None else response_masks),
-            ("token_versions", prompts if token_versions is None else token_versions),
-            ("routes", prompts if routes is None else routes),
-            ("times", prompts if times is None else times),
-        ):
-            if len(rows) != len(prompts):
-                raise ValueError(f"samples: {len(rows)} entries of {name} for {len(prompts)} prompts")
+        _check_entries(
+            len(prompts),
+            responses=responses,
+            logprobs=logprobs,
+            sample_ids=sample_ids,
+            group_ids=group_ids,
+            prompt_indices=prompt_indices,
+            policy_versions=policy_versions,
+            finish_reasons=finish_reasons,
+            response_masks=response_masks,
+            token_versions=token_versions,
+            routes=routes,
+            times=times,
+        )
         masks = responses if response_masks is None else response_masks
         versions = responses if token_versions is None else token_versions
-        for sample_id, response, *rows in zip(sample_ids, responses, logprobs, masks, versions, strict=True):
-            row, mask, version = map(len, rows)
-            if {row, mask, version} != {len(response)}:
-                raise ValueError(
-                    f"samples: sample {sample_id} has {len(response)} response tokens, {row} log-probs, "
-                    f"{mask} mask entries and {version} versions, expected as many of each"
-                )
+        _check_tokens(sample_ids, responses, logprobs, masks, versions)
         response_lengths = _int64([len(response) for response in responses])
         batch = cls(
             tokens=_end_to_end((tokens for pair in zip(prompts, responses, strict=True) for tokens in pair), "q"),
@@ -200,31 +193,24 @@ class SampleBatch(SampleFields):
             token_versions=None if token_versions is None else _end_to_end(token_versions, "q"),
             turns=None if turns is None else _end_to_end(turns, "q"),
             turn_returns=None if turn_returns is None else _end_to_end(turn_returns, "f"),
-            newest_versions=None
-            if token_versions is None
-            else _int64(
-                [
-                    max(sample_versions, default=oldest)
-                    for sample_versions, oldest in zip(versions, policy_versions, strict=True)
-                ]
-            ),
-            routes=None
-            if routes is None
-            else _token_routes(
-                [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)], routes
-            ),
+            newest_versions=None if token_versions is None else _newest(token_versions, policy_versions),
+            routes=None if routes is None else _token_routes(prompts, responses, routes),
             engines=None if engine is None else torch.full((len(prompts),), engine),
             began=None if times is None else _float64([began for began, _ in times]),
             ended=None if times is None else _float64([ended for _, ended in times]),
         )
-        bad = (~batch.logprobs.isfinite()).nonzero()
+        batch._check_logprobs()
+        return batch
+
+    def _check_logprobs(self) -> None:
+        """Raise ValueError for a log-prob that is not finite, naming its sample."""
+        bad = (~self.logprobs.isfinite()).nonzero()
         if len(bad):
-            sample, token = batch.place_of(int(bad[0]))
+            sample, token = self.place_of(int(bad[0]))
             raise ValueError(
-                f"samples: sample {int(batch.sample_ids[sample])} has log-prob {float(batch.logprobs[bad[0]])} at "
+                f"samples: sample {int(self.sample_ids[sample])} has log-prob {float(self.logprobs[bad[0]])} at "
                 f"response token {token}, expected a finite number"
             )
-        return batch
 
     @classmethod
     def from_padded(cls, columns: Mapping[str, Tensor]) -> SampleBatch:
@@ -306,16 +292,27 @@ class SampleBatch(SampleFields):
         return self.tokens.split(self.sequence_lengths.tolist())
 
 
-def _token_routes(lengths: Sequence[int], routes: Sequence[np.ndarray[Any, Any] | None]) -> Tensor | None:
-    """Join the routes of samples of these lengths, and fill up the rows that are missing; None where none has any."""
+def _newest(token_versions: Sequence[Sequence[int]], policy_versions: Sequence[int]) -> Tensor:
+    """(B,) newest version of each sample's tokens; that of its policy without any."""
+    pairs = zip(token_versions, policy_versions, strict=True)
+    return _int64([max(versions, default=oldest) for versions, oldest in pairs])
+
+
+def _token_routes(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    routes: Sequence[np.ndarray[Any, Any] | None],
+) -> Tensor | None:
+    """Join the routes of samples, and fill up the rows that are missing; None where none has any."""
     from engine3d.models.experts.routes import missing
 
     known = [rows for rows in routes if rows is not None]
     if not known:
         return None
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     of_tokens = torch.from_numpy(np.empty((sum(lengths), *known[0].shape[1:]), known[0].dtype))
     of_tokens.fill_(missing(of_tokens.dtype))
-    for rows, of_sample in zip(routes, of_tokens.split(list(lengths)), strict=True):
+    for rows, of_sample in zip(routes, of_tokens.split(lengths), strict=True):
         if rows is not None:
             of_sample[: len(rows)] = torch.from_numpy(np.array(rows))
     return of_tokens
@@ -327,6 +324,26 @@ def _int64(values: Sequence[int]) -> Tensor:
 
 def _float64(values: Sequence[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64)
+
+
+def _check_entries(prompts: int, **columns: Sequence[Any] | None) -> None:
+    """Raise ValueError for a list, by its name, with another number of entries than there are prompts."""
+    for name, rows in columns.items():
+        if rows is not None and len(rows) != prompts:
+            raise ValueError(f"samples: {len(rows)} entries of {name} for {prompts} prompts")
+
+
+def _check_tokens(
+    sample_ids: Sequence[int], responses: Sequence[Sequence[int]], *columns: Sequence[Sequence[Any]]
+) -> None:
+    """Raise ValueError for a sample that has not as many log-probs, mask entries and versions as response tokens."""
+    for sample_id, response, *rows in zip(sample_ids, responses, *columns, strict=True):
+        row, mask, version = map(len, rows)
+        if {row, mask, version} != {len(response)}:
+            raise ValueError(
+                f"samples: sample {sample_id} has {len(response)} response tokens, {row} log-probs, "
+                f"{mask} mask entries and {version} versions, expected as many of each"
+            )
 
 
 def _end_to_end(rows: Iterable[Sequence[Any]], code: str) -> Tensor:

@@ -85,20 +85,16 @@ def encode_pairs(
         prompt = _prompt(tokenizer, template, pair)
         chosen, rejected = (_response(tokenizer, template, pair, response) for response in (pair.chosen, pair.rejected))
         if chosen is not None and chosen == rejected:
-            if same == "refuse":
-                raise UserError(
-                    f"{pair.location}: the better and the worse response are the same; expected two that differ, or "
-                    "data.pairs.same_responses=drop"
-                )
-            alike.append(pair.location)
+            alike.append(_dropped_as_alike(pair, same))
             continue
         there = [response for response in (chosen, rejected) if response is not None]
-        capacity = context - max(map(len, there))
+        longest = max(map(len, there))
+        capacity = context - longest
         if len(prompt) > max(capacity, 0):
             if policy == "refuse" or (capacity < 1 and policy != "drop"):
                 raise UserError(
-                    f"{pair.location}: the prompt has {len(prompt)} tokens and its longest response "
-                    f"{max(map(len, there))}, expected at most {context} together"
+                    f"{pair.location}: the prompt has {len(prompt)} tokens and its longest response {longest}, "
+                    f"expected at most {context} together"
                 )
             overlong += 1
             if policy == "drop":
@@ -106,35 +102,52 @@ def encode_pairs(
             prompt = _cut(tokenizer, template, pair, prompt, capacity, policy)
         remarks.add(number, _remarks(tokenizer, pair, prompt, there))
         text = pair.prompt if isinstance(pair.prompt, str) else str(tokenizer.decode(prompt))
-        if not unpaired:
-            kept.append(
-                _Encoded(Example(text, [pair.chosen, pair.rejected]), prompt, tuple(there), True, pair.location)
-            )
-            continue
-        for response, given, good in ((chosen, pair.chosen, True), (rejected, pair.rejected, False)):
-            if response is not None:
-                answer = {"response": given, "desirable": good}
-                kept.append(_Encoded(Example(text, answer), prompt, (response,), good, pair.location))
+        if unpaired:
+            kept += _examples_of(pair, text, prompt, chosen, rejected)
+        else:
+            example = Example(text, [pair.chosen, pair.rejected])
+            kept.append(_Encoded(example, prompt, tuple(there), True, pair.location))
     if not kept and alike:
         raise UserError(
             f"{alike[0]}: the better and the worse response are the same, as in all {len(alike):,} pairs; expected "
             "some that differ"
         )
-    others = _responses_to_others(kept) if unpaired else []
+    if unpaired:
+        responses = [
+            (encoded.responses[0], other[: context - len(encoded.prompt)])
+            for encoded, other in zip(kept, _responses_to_others(kept), strict=True)
+        ]
+    else:
+        responses = [(encoded.responses[0], encoded.responses[1]) for encoded in kept]
     return GivenResponses(
         [encoded.example for encoded in kept],
         [encoded.prompt for encoded in kept],
         overlong,
-        responses=[
-            (encoded.responses[0], other[: context - len(encoded.prompt)])
-            for encoded, other in zip(kept, others, strict=True)
-        ]
-        if unpaired
-        else [(encoded.responses[0], encoded.responses[1]) for encoded in kept],
+        responses=responses,
         rewards=[(1.0 if encoded.good else 0.0, 0.0) for encoded in kept],
         alike=alike,
         remarks=located(remarks.counts, lambda number: pairs[number].location),
     )
+
+
+def _dropped_as_alike(pair: Pair, same: SameResponses) -> str:
+    """Location of a pair whose responses are the same. Raises UserError where such pairs are refused."""
+    if same == "refuse":
+        raise UserError(
+            f"{pair.location}: the better and the worse response are the same; expected two that differ, or "
+            "data.pairs.same_responses=drop"
+        )
+    return pair.location
+
+
+def _examples_of(
+    pair: Pair, text: str, prompt: list[int], chosen: list[int] | None, rejected: list[int] | None
+) -> Iterator[_Encoded]:
+    """Each response of a pair as an example of its own."""
+    for response, given, good in ((chosen, pair.chosen, True), (rejected, pair.rejected, False)):
+        if response is not None:
+            answer = {"response": given, "desirable": good}
+            yield _Encoded(Example(text, answer), prompt, (response,), good, pair.location)
 
 
 def _remarks(

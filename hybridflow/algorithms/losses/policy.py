@@ -179,10 +179,7 @@ def policy_gradient_loss(
     if rollout_logprobs is not None:
         difference = (masked("rollout_logprobs", rollout_logprobs) - old_logprobs).abs()
         means[metrics.MISMATCH_LOGPROB_MEAN] = difference
-        # -inf without a loss token: `max` of an empty tensor is an error, and 0 would be a claim.
-        maxima[metrics.MISMATCH_LOGPROB_MAX] = torch.cat(
-            [difference.detach().where(loss_mask, -torch.inf).flatten(), difference.new_full((1,), -torch.inf)]
-        ).max()
+        maxima[metrics.MISMATCH_LOGPROB_MAX] = _maximum(difference.detach(), loss_mask)
     loss = (token_loss * weights).sum()
     sums[metrics.TRAIN_LOSS] = total(loss)
     return loss, Statistics(
@@ -190,3 +187,9 @@ def policy_gradient_loss(
         {name: (total(column), count) for name, column in means.items()},
         {name: value.to(torch.float64) for name, value in maxima.items()},
     )
+
+
+def _maximum(column: Tensor, mask: Tensor) -> Tensor:
+    """Largest value of a column where the mask is True; -inf where it never is, since 0 would be a claim."""
+    none = column.new_full((1,), -torch.inf)  # `max` of an empty tensor is an error
+    return torch.cat([column.where(mask, -torch.inf).flatten(), none]).max()

@@ -55,6 +55,28 @@ def episode_errors(
         yield "environment is set with rollout.lease=true, which was not tried; expected false"
     if has_routes:
         yield "environment is set, and routes of its tokens were not tried; expected engine.routes=false and no replay"
+    yield from _algorithm_errors(environment, algorithm)
+    if environment.agent is not None and cp:
+        yield (
+            f"environment.agent is set with {cp[0]}, which was not tried with several sequences of a sample; expected 1"
+        )
+    if environment.agent is not None and max_staleness:
+        yield f"environment.agent is set with trainer.max_staleness={max_staleness}, which was not tried; expected 0"
+    if environment.tools is not None:
+        yield from _tool_errors(data, sets.values())
+    for name in scored:
+        yield f"{name} is set with environment, which gives the reward; expected none of it"
+    for planned in sets.values():
+        yield from _set_errors(planned, rollout)
+    if environment.max_turn_tokens is not None and environment.max_turn_tokens > rollout.sampling.max_new_tokens:
+        yield (
+            f"environment.max_turn_tokens={environment.max_turn_tokens} with rollout.sampling.max_new_tokens="
+            f"{rollout.sampling.max_new_tokens} of all turns and observations of an episode; expected no more"
+        )
+
+
+def _algorithm_errors(environment: EnvironmentConfig, algorithm: AlgorithmSettings) -> Iterator[str]:
+    """Yield a line for each setting of the algorithm that does not go with episodes."""
     for name in _OF_LENGTHS:
         if value := getattr(algorithm, name, None):
             yield f"environment is set with algorithm.{name}={value}, which was not tried; expected none"
@@ -79,23 +101,6 @@ def episode_errors(
         yield (
             "environment.credit=turn is set with algorithm.kl_in=reward, whose penalty is of a complete response; "
             "expected kl_in=loss"
-        )
-    if environment.agent is not None and cp:
-        yield (
-            f"environment.agent is set with {cp[0]}, which was not tried with several sequences of a sample; expected 1"
-        )
-    if environment.agent is not None and max_staleness:
-        yield f"environment.agent is set with trainer.max_staleness={max_staleness}, which was not tried; expected 0"
-    if environment.tools is not None:
-        yield from _tool_errors(data, sets.values())
-    for name in scored:
-        yield f"{name} is set with environment, which gives the reward; expected none of it"
-    for planned in sets.values():
-        yield from _set_errors(planned, rollout)
-    if environment.max_turn_tokens is not None and environment.max_turn_tokens > rollout.sampling.max_new_tokens:
-        yield (
-            f"environment.max_turn_tokens={environment.max_turn_tokens} with rollout.sampling.max_new_tokens="
-            f"{rollout.sampling.max_new_tokens} of all turns and observations of an episode; expected no more"
         )
 
 
