@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 TOPS = ("launch", "benchmarks", "hybridflow", "engine3d")
 
 ORDERS = {
-    "hybridflow": "cli > api > trainer > planning > checkpoint > roles | rollout > workers | config "
+    "hybridflow": "cli > api > trainer > planning > checkpoint > config > roles | rollout > workers "
     "> algorithms | cluster | report > batch | metrics | environments > endpoint > rewards | data | rundir > sandbox "
     "> remote > errors",
     "engine3d": "checkpoint | memory | serving > training | rollout > reshard > models > platform > startup",

@@ -41,13 +41,13 @@ from hybridflow.planning.checks.model import (
     check_model_files,
     check_teacher_engine,
 )
+from hybridflow.planning.checks.offload import check_offload
 from hybridflow.planning.checks.placement import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.checks.prompt import EncodedPrompts, encoded_prompts
 from hybridflow.planning.checks.reward import check_rewards, check_set_rewards
 from hybridflow.planning.memory.estimate import foresee, recipe_ledger
 from hybridflow.planning.memory.ledger import MemoryLedger
 from hybridflow.planning.memory.samples import check_kept_routes, check_replay, store_notes
-from hybridflow.roles.offload import check_offload
 
 
 def check_recipe(

@@ -23,6 +23,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.planning.checks.model import check_judge_devices
+from hybridflow.planning.checks.offload import check_offload
 from hybridflow.planning.checks.placement import check_apart, check_reward_devices, leased_engines
 from hybridflow.planning.step_prediction import record_prediction
 from hybridflow.rewards.config import JudgeServers
@@ -38,7 +39,6 @@ from hybridflow.roles.groups import (
 )
 from hybridflow.roles.judge import KEY_VARIABLE
 from hybridflow.roles.model import CheckpointFailure
-from hybridflow.roles.offload import check_offload
 from hybridflow.rollout.engine_handles import DeviceLease, EngineHandles
 from hybridflow.rundir.status.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
 from hybridflow.trainer.startup.role_specs import RoleGroup, RoleSpec, role_specs

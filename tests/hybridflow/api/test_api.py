@@ -28,10 +28,10 @@ from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
 from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.roles import StreamConfig
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
+from hybridflow.rollout.stream.config import StreamConfig
 from hybridflow.trainer.startup.run_setup import OpenRun, prepare
 from tests.support.resumable import make_checkpoint
 

@@ -13,8 +13,8 @@ import torch
 from engine3d.errors import UserError
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
-from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.roles.rollout_stream import EngineStream
+from hybridflow.rollout.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.plan import StreamPlan

@@ -8,13 +8,13 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.rollout import SamplingConfig
-from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.planning.data.prompts import prompt_limit, training_limit
 from hybridflow.planning.memory.samples import Lengths
+from hybridflow.rollout.adaptive_sampling import PromptSampling, SamplingTable
 
 DEMO = Path(__file__).parents[3] / "launch" / "recipes" / "demo.yaml"
 REST = SamplingConfig(max_new_tokens=128, temperature=0.9, stop=("\n",))

@@ -9,8 +9,9 @@ from hybridflow.cluster.devices.device_map import DeviceMap, Node
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.planning.checks.offload import check_offload, check_overlap
 from hybridflow.planning.checks.placement import planned_devices
-from hybridflow.roles.offload import begin_in_turn, check_offload, check_overlap
+from hybridflow.roles.offload import begin_in_turn
 from tests.support.runs import DEMO, ROOT
 
 PPO = ROOT / "launch/recipes/ppo.yaml"
