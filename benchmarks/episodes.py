@@ -33,7 +33,7 @@ from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage
 from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens
-from hybridflow.rollout.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
+from hybridflow.rollout.episodes.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream

@@ -26,8 +26,8 @@ from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.data.sampler import PromptOrder
 from hybridflow.data.tasks import Example
 from hybridflow.environments.environment import Task
-from hybridflow.rollout.episode_store import RayEpisodeStore
-from hybridflow.rollout.episodes import EpisodeSetup
+from hybridflow.rollout.episodes.episode_store import RayEpisodeStore
+from hybridflow.rollout.episodes.episodes import EpisodeSetup
 from hybridflow.rollout.other_requests import OtherRows
 from hybridflow.rollout.stream.engines import RemoteEngine, RemoteEpisodes, RemoteScorer
 from hybridflow.rollout.stream.groups import StepRows, StreamState

@@ -12,7 +12,7 @@ from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.rewards.result import SampleScore
-from hybridflow.rollout.episodes import EndedEpisode, Episodes
+from hybridflow.rollout.episodes.episodes import EndedEpisode, Episodes
 from hybridflow.rollout.stream.engines import StreamEngine, StreamEngines, StreamTasks
 
 type Share = Sequence[StreamRequest]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine3d.rollout.config import Sampling
 from hybridflow.rollout.dynamic_batching import RequestBounds
-from hybridflow.rollout.episodes import EpisodePlan
+from hybridflow.rollout.episodes.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
 
 

@@ -26,7 +26,8 @@ from hybridflow.environments.environment import Task
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
-from hybridflow.rollout.episodes import EndedEpisode, EpisodeSetup
+from hybridflow.rollout.episodes.episodes import EndedEpisode, EpisodeSetup
+from hybridflow.rollout.episodes.stream_episodes import StreamEpisodes
 from hybridflow.rollout.ledger import Group, Taken
 from hybridflow.rollout.other_requests import OtherRequests, OtherRows, Share
 from hybridflow.rollout.scoring_queue import Scorer
@@ -35,7 +36,6 @@ from hybridflow.rollout.stream.events import StreamEvents
 from hybridflow.rollout.stream.groups import GatheredGroup, GroupRequests, StepRows, StreamGroups, StreamState
 from hybridflow.rollout.stream.metrics import BusyTimes, StreamMetrics
 from hybridflow.rollout.stream.plan import StreamPlan
-from hybridflow.rollout.stream_episodes import StreamEpisodes
 
 _FIRST_GUESS = 256.0
 """Tokens that a response is expected to have before any has ended."""

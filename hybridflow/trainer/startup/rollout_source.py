@@ -13,7 +13,7 @@ from hybridflow.data.sampler import PromptOrder
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.engine_handles import DeviceLease
-from hybridflow.rollout.episodes import EpisodePlan
+from hybridflow.rollout.episodes.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.source import RolloutSource
 from hybridflow.rollout.stream.plan import StreamPlan

@@ -34,7 +34,7 @@ from hybridflow.rollout.controller import (
     RolloutController,
     start_controller,
 )
-from hybridflow.rollout.episodes import EpisodePlan
+from hybridflow.rollout.episodes.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.groups import StepRows
 from hybridflow.rollout.stream.plan import StreamPlan

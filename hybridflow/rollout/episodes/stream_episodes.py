@@ -8,7 +8,7 @@ from typing import Protocol
 from engine3d.rollout.requests import Response
 from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
 from hybridflow.environments.environment import Task
-from hybridflow.rollout.episodes import EndedEpisode, Episodes, EpisodeSetup
+from hybridflow.rollout.episodes.episodes import EndedEpisode, Episodes, EpisodeSetup
 from hybridflow.rollout.other_requests import OtherRequests, OtherRows
 from hybridflow.rollout.stream.engines import StreamTasks
 

@@ -13,7 +13,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stream_requests import StoredRow, StoredRows
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
-from hybridflow.rollout.episodes import EndedEpisode
+from hybridflow.rollout.episodes.episodes import EndedEpisode
 
 
 def episode_batch(

@@ -12,8 +12,8 @@ from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.rewards.result import SampleScore
-from hybridflow.rollout.episode_store import episode_batch
-from hybridflow.rollout.episodes import EndedEpisode
+from hybridflow.rollout.episodes.episode_store import episode_batch
+from hybridflow.rollout.episodes.episodes import EndedEpisode
 
 
 def _episode(sample: int, response: Response, engine: int) -> EndedEpisode:

@@ -18,7 +18,7 @@ from engine3d.rollout.requests import BEGINS, GIVEN
 from hybridflow.batch.stream_requests import EngineLostError, SampleEnd, SampleEnds, StoredRow, StreamRequest
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage, EpisodeTurn
-from hybridflow.rollout.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
+from hybridflow.rollout.episodes.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.groups import GatheredGroup, StepRows
 from hybridflow.rollout.stream.plan import StreamPlan

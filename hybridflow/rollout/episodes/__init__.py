@@ -1,0 +1,1 @@
+"""Episodes: several turns of the policy and its environment, whose tokens are one sample."""
