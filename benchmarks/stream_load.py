@@ -292,7 +292,7 @@ async def _all(engine: StandInEngine, groups: Sequence[int], samples: int) -> in
 async def take(
     stream: RolloutStream, version: int, leased: Sequence[int], after_s: float = 0.0, turn_s: float = 0.0
 ) -> StepRows:
-    """The groups of the step from `version`, while these engines are leased if it waits, as `StreamSource` has them.
+    """The groups of the step from `version`, while these engines are leased if it waits, as `RolloutSource` has them.
 
     Args:
         stream: of the engines.

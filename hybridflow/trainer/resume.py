@@ -11,7 +11,8 @@ from hybridflow.checkpoint.resume import Resumption
 from hybridflow.data.sampler import PromptSampler, unpacked_returned
 from hybridflow.environments.config import OF_EPISODES
 from hybridflow.rollout.buffered_groups import BufferedGroups
-from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
+from hybridflow.rollout.rollouts import RolloutSnapshot
+from hybridflow.rollout.source import RolloutSource
 
 _OF_SAMPLES = (
     "rollout.sampling",

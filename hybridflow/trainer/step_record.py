@@ -20,7 +20,7 @@ from hybridflow.metrics.expert_loads import ExpertLoads
 from hybridflow.metrics.sample_file import SampleText
 from hybridflow.rewards.result import RewardResult, join_results, reward_metrics
 from hybridflow.roles.model import Update, routings
-from hybridflow.rollout.source import Rollout
+from hybridflow.rollout.rollouts import Rollout
 from hybridflow.trainer.event_log import Event
 from hybridflow.trainer.samples.store import TrainedSamples
 from hybridflow.trainer.samples.texts import answer_texts

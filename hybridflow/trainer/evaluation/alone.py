@@ -22,7 +22,7 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.planning.data.evaluation_plan import EvaluationPlan
 from hybridflow.planning.data.evaluation_sets import encode_sets
-from hybridflow.rollout.stream.source import StreamSource
+from hybridflow.rollout.source import RolloutSource
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import EVALUATIONS, RECIPE
 from hybridflow.rundir.status.lock import claim
@@ -61,7 +61,7 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
         wait_for(serving, *serving.starting)
         handles = engine_handles(serving.rollout, serving.functions, serving.judge)
         plan_of_stream = stream_plan(recipe, run.train, len(handles.actors))
-        source = StreamSource(plan_of_stream, recipe.all_functions, recipe.limits, run.train, None, handles)
+        source = RolloutSource(plan_of_stream, recipe.all_functions, recipe.limits, run.train, None, handles)
         source.open(0, steps_left=0)
         stack.callback(source.close)
         measurer = SetMeasurer(

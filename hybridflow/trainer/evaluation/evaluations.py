@@ -17,7 +17,7 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.rollout import LONGEST_ROLLOUT_S
-from hybridflow.rollout.source import Responses
+from hybridflow.rollout.rollouts import Responses
 from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.evaluation.of_set import SetMeasurer
 from hybridflow.trainer.samples.given_responses import PairMeasurer

@@ -31,7 +31,7 @@ from hybridflow.rewards.result import RewardResult, function_metrics, reward_met
 from hybridflow.rewards.votes import NO_VOTE
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
-from hybridflow.rollout.source import Responses, Samples
+from hybridflow.rollout.rollouts import Responses, Samples
 from hybridflow.rundir.file_names import EVALUATIONS
 from hybridflow.rundir.samples.evaluation_texts import EvaluationText, text_file, write_texts
 from hybridflow.trainer.operations.scoring import log_failures

@@ -18,7 +18,7 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.planning.data.prompts import prompt_order
-from hybridflow.rollout.stream.source import StreamSource
+from hybridflow.rollout.source import RolloutSource
 from hybridflow.rundir.status.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.operations.scoring import SampleScoring
@@ -152,7 +152,7 @@ class ReplayedRun:
         self.contract = Contract.of(recipe.trainer)
         order = prompt_order(recipe.data, recipe.order_seed, recipe.trainer.prompts_per_step, run.train)
         self.settings = StepSettings.of(recipe)
-        self.source = StreamSource(stream_plan(recipe, run.train, 0), {}, recipe.limits, run.train, order, None)
+        self.source = RolloutSource(stream_plan(recipe, run.train, 0), {}, recipe.limits, run.train, order, None)
 
     def step(self, number: int, version: int) -> ReplayedStep:
         """The step of this number, which makes the weights of `version`."""

@@ -11,7 +11,7 @@ from engine3d.errors import UserError
 from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.config import load
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.rollout.source import Rollout
+from hybridflow.rollout.rollouts import Rollout
 from hybridflow.trainer.replaying.stored_step import StoredStep
 from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.step_record import Scores, rollout_metrics

@@ -17,7 +17,6 @@ from hybridflow.rollout.episodes.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.source import RolloutSource
 from hybridflow.rollout.stream.plan import StreamPlan
-from hybridflow.rollout.stream.source import StreamSource
 from hybridflow.trainer.engine_restarts import EngineRestarts
 from hybridflow.trainer.startup.role_startup import Roles
 from hybridflow.trainer.startup.run_setup import Run
@@ -32,7 +31,7 @@ def rollout_source(
     """The source of a run's rollouts, as the recipe has it."""
     functions, limits = recipe.functions, recipe.limits
     if roles.rollout is None:
-        return StreamSource(stream_plan(recipe, run.train, 0), functions, limits, run.train, order, None)
+        return RolloutSource(stream_plan(recipe, run.train, 0), functions, limits, run.train, order, None)
     restarts = None
     if recipe.rollout.engine_restarts:
         assert isinstance(weights, WeightSync)
@@ -40,7 +39,7 @@ def rollout_source(
     handles = roles.engine_handles(weights.before_generation)
     lease = roles.lease(recipe.rollout.lease_after_s)
     plan = stream_plan(recipe, run.train, len(handles.actors), lease)
-    return StreamSource(plan, functions, limits, run.train, order, handles, lease, restarts)
+    return RolloutSource(plan, functions, limits, run.train, order, handles, lease, restarts)
 
 
 def stream_plan(recipe: Recipe, prompts: Prompts, engines: int, lease: DeviceLease | None = None) -> StreamPlan:

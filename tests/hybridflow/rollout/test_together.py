@@ -17,14 +17,14 @@ from engine3d.rollout.config import SamplingConfig
 from hybridflow.batch.stream_requests import SampleEnds, StreamRequest
 from hybridflow.data.prompts import Draw
 from hybridflow.rollout import controller
+from hybridflow.rollout import source as source_module
 from hybridflow.rollout.engine_handles import EngineHandles
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.other_requests import OtherRows
-from hybridflow.rollout.stream import source as stream_source
+from hybridflow.rollout.source import RolloutSource
 from hybridflow.rollout.stream.groups import StepRows
-from hybridflow.rollout.stream.source import StreamSource
-from tests.hybridflow.rollout.stream.test_source import make_source
 from tests.hybridflow.rollout.stream.test_stream import SAMPLES, _check, _Named, _Setup
+from tests.hybridflow.rollout.test_source import make_source
 
 
 class _Recorded(_Named):
@@ -264,21 +264,21 @@ def test_a_checkpoint_waits_for_what_runs_ahead() -> None:
 
 
 @pytest.fixture
-def open_source(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], StreamSource]:
+def open_source(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], RolloutSource]:
     """Opens the driver's end of a stream with this `max_staleness`: four prompts a step, two stand-in engines."""
 
-    def opened(max_staleness: int) -> StreamSource:
+    def opened(max_staleness: int) -> RolloutSource:
         source = make_source(EngineHandles(actors=[None, None], nodes=["", ""]), max_staleness)
         source.open(0, steps_left=9)
         return source
 
     monkeypatch.setattr(controller, "RemoteEngine", lambda *_: _Named(4, lambda n: 0.001, lambda request: 5))
-    monkeypatch.setattr(stream_source, "gathered", list)
-    monkeypatch.setattr(StreamSource, "_open_engine", lambda *_: EngineStats(1))
+    monkeypatch.setattr(source_module, "gathered", list)
+    monkeypatch.setattr(RolloutSource, "_open_engine", lambda *_: EngineStats(1))
     return opened
 
 
-def test_a_step_may_generate_only_some_of_its_prompts(open_source: Callable[[int], StreamSource]) -> None:
+def test_a_step_may_generate_only_some_of_its_prompts(open_source: Callable[[int], RolloutSource]) -> None:
     with closing(open_source(0)) as source:
         drawn = source.draw()
         for half in (slice(0, 2), slice(2, 4)):
@@ -293,7 +293,7 @@ def test_a_step_may_generate_only_some_of_its_prompts(open_source: Callable[[int
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_prompts_that_a_step_drew_and_did_not_generate_are_used(
-    max_staleness: int, open_source: Callable[[int], StreamSource]
+    max_staleness: int, open_source: Callable[[int], RolloutSource]
 ) -> None:
     with closing(open_source(max_staleness)) as source:
         assert source.draw().groups == [0, 1, 2, 3]
@@ -304,7 +304,7 @@ def test_prompts_that_a_step_drew_and_did_not_generate_are_used(
         assert len(source.rollout(drawn, 2).batch) == 4 * SAMPLES
 
 
-def test_a_step_has_one_rollout_where_rollouts_run_ahead(open_source: Callable[[int], StreamSource]) -> None:
+def test_a_step_has_one_rollout_where_rollouts_run_ahead(open_source: Callable[[int], RolloutSource]) -> None:
     with closing(open_source(1)) as source:
         source.rollout(source.draw(), 1)
         with pytest.raises(UserError, match="expected one rollout for each update"):

@@ -17,8 +17,8 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.rollout.buffered_groups import BufferedGroups
-from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
-from hybridflow.rollout.stream.source import StreamSource
+from hybridflow.rollout.rollouts import RolloutSnapshot
+from hybridflow.rollout.source import RolloutSource
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.resume import _OF_SAMPLES, ResumedDraws, _changed, resumed_draws
 from hybridflow.trainer.startup.rollout_source import stream_plan
@@ -69,7 +69,7 @@ def resumed(
 
 def source_of(recipe: Recipe) -> RolloutSource:
     """The source of a recipe's rollouts; of a stream only what is asked of it here, since another needs engines."""
-    source = StreamSource.__new__(StreamSource)
+    source = RolloutSource.__new__(RolloutSource)
     source._plan = stream_plan(recipe, Prompts([], []), 0)
     source.scored_as_they_end = not source._plan.together
     return source

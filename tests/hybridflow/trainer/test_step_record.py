@@ -13,7 +13,7 @@ from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
 from hybridflow.rewards.result import RewardFailure, RewardResult, join_results
-from hybridflow.rollout.source import Rollout
+from hybridflow.rollout.rollouts import Rollout
 from hybridflow.trainer.step_record import RewardsBySource, Scores, StepRecord, rollout_metrics
 from tests.support.steps import NumberedStep
 

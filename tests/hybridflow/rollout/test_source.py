@@ -19,16 +19,16 @@ from hybridflow.errors.rank_failure import Failure
 from hybridflow.rollout.controller import RolloutController
 from hybridflow.rollout.engine_handles import EngineHandles
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.source import RolloutSource
 from hybridflow.rollout.stream.plan import StreamPlan
-from hybridflow.rollout.stream.source import StreamSource
 
 
-def make_source(handles: EngineHandles, max_staleness: int = 0) -> StreamSource:
+def make_source(handles: EngineHandles, max_staleness: int = 0) -> RolloutSource:
     """The driver's end of a stream over these engines: four prompts a step, two samples of each."""
     limits = StreamLimits(4, max_staleness)
     plan = StreamPlan(limits, 2, 8, len(handles.actors), sampling=SamplingConfig(), together=True)
     prompts = Prompts([Example("question", "answer")] * 16, [[1, 2]] * 16)
-    return StreamSource(plan, {}, LimitsConfig(), prompts, PromptOrder(16, 0), handles)
+    return RolloutSource(plan, {}, LimitsConfig(), prompts, PromptOrder(16, 0), handles)
 
 
 class _Rank:
