@@ -254,4 +254,5 @@ def test_verl_takes_the_changes(tmp_path: Path) -> None:
         "sampling": {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 7},
         "bert_padding": "verl.utils.attention_utils",
         "mismatch": 0.5,
+        "mismatch in bypass mode": 0.5,
     }

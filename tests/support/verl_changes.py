@@ -31,7 +31,7 @@ async def main(directory: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
-    from verl.trainer.ppo import rollout_corr_helper
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     server = AnsweringServer()
@@ -58,6 +58,14 @@ async def main(directory: str) -> dict[str, Any]:
         rollout_log_prob=torch.tensor([[-1.5, -9.0]]),
         response_mask=torch.tensor([[1, 0]]),
     )
+    clip: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {}}
+    _, losses = core_algos.get_policy_loss_fn("vanilla")(
+        old_log_prob=torch.tensor([[-1.5, -9.0]]),
+        log_prob=torch.tensor([[-1.0, -2.0]], requires_grad=True),
+        advantages=torch.ones(1, 2),
+        response_mask=torch.tensor([[1, 0]]),
+        config=OmegaConf.create(clip),
+    )
     assert sum(output.response_mask) == len(output.response_logprobs)
     return {
         "prompt": len(output.prompt_ids),
@@ -65,6 +73,7 @@ async def main(directory: str) -> dict[str, Any]:
         "sampling": server.sampling,
         "bert_padding": unpad_input.__module__,
         "mismatch": differences["logprob_abs_diff"],
+        "mismatch in bypass mode": losses["rollout_corr/logprob_abs_diff"],
     }
 
 
