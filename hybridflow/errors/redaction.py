@@ -26,7 +26,7 @@ _SECRET = re.compile(
 # As a string these are words of a vocabulary, or columns and files by name.
 _NO_SECRET = re.compile(
     r"(.*_)?((bos|eos|pad|unk|sep|cls|mask|image|stop|think|prompt|answer|column|group|sort"
-    r"|input|label|metadata|reward_fn|tool|chosen|rejected)_)(token|key)"
+    r"|input|label|metadata|fused_query|reward_fn|tool|chosen|rejected)_)(token|key)"
 )
 # Linear in the length of the text: a run of these characters is looked at once.
 _INNER_KEYS = re.compile(r"(?<![A-Za-z0-9_-])([A-Za-z0-9_-]++)[\"']?\s*+:")

@@ -36,7 +36,7 @@ def test_names_of_secrets(name: str) -> None:
     "name",
     ["max_new_tokens", "max_total_tokens", "eos_token", "pad_token", "bos_token_id", "stop_token_ids", "tokenizer",
      "num_key_value_heads", "skip_tokenizer_init", "micro_batch_tokens", "ssl_keyfile", "prompt_key", "token_level",
-     "loss_aggregation", "keep_last", "input_key", "reward_fn_key", "metadata_key"],
+     "loss_aggregation", "keep_last", "input_key", "reward_fn_key", "metadata_key", "fused_query_key"],
 )  # fmt: skip
 def test_names_that_only_sound_like_it(name: str) -> None:
     assert not is_secret(name)
