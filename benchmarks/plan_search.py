@@ -28,12 +28,13 @@ from hybridflow.planning.search.role_choices import SearchSettings
 from hybridflow.planning.time.hardware import load_profile
 from hybridflow.planning.time.workload import Workload
 
-RECIPES = ("qwen3-30b-a3b-4xh200", "h200-1gpu", "qwen3-235b-a22b-128k-64xh200")
+RECIPES = {"qwen3-30b-a3b-4xh200": 1024, "h200-1gpu": 8, "qwen3-235b-a22b-128k-64xh200": 1024}
+"""Tokens of the prompts of each recipe."""
 
 
-def workload(recipe: Recipe, algorithm: str) -> Workload:
+def workload(recipe: Recipe, algorithm: str, prompt_tokens: int) -> Workload:
     """The work of a recipe's step; with PPO also of a critic, a reference and a reward model of the actor's sizes."""
-    work = recipe_work(recipe, recipe_specs(recipe.model, recipe.models), prompt_tokens=1024)
+    work = recipe_work(recipe, recipe_specs(recipe.model, recipe.models), prompt_tokens=prompt_tokens)
     if algorithm == "grpo":
         return work
     actor = work.actor
@@ -65,7 +66,7 @@ def main() -> int:
             Path("launch/recipes") / f"{name}.yaml", [f"trainer.prompts_per_step={options.prompts}"]
         )
         for gpus in map(int, options.gpus.split(",")):
-            work = workload(recipe, algorithm)
+            work = workload(recipe, algorithm, RECIPES[name])
             search = PlacementSearch(work, load_profile("h200"), settings(recipe))
             started, clock = time.process_time(), time.perf_counter()
             best = search.best(gpus, 3)[0]

@@ -41,7 +41,8 @@ from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, engine_workspa
 from engine3d.memory.serving import absorbed_weights, cache_of_a_token
 from engine3d.models import ModelSpec
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from hybridflow.planning.search.layouts import USED_SHARE, LayoutSearch, Proposal, StageMemory
+from hybridflow.planning.search.layout_memory import USED_SHARE, StageMemory
+from hybridflow.planning.search.layouts import LayoutSearch, Proposal
 from hybridflow.planning.time.hardware import Hardware, load_profile
 from hybridflow.planning.time.training import Batch
 
@@ -158,7 +159,7 @@ def _given(search: LayoutSearch, config: TrainConfig, batch: Batch, gpus: int, t
     if layout.world_size != gpus:
         raise UserError(f"--train: {layout} has {layout.world_size} ranks, expected the trainer's {gpus} GPUs")
     cost = search.costs.update(layout, config, batch)
-    return Proposal(layout, config, batch, cost, search.heaviest(layout, config, batch))
+    return Proposal(layout, config, batch, cost, search.memory.heaviest(layout, config, batch))
 
 
 def _engines(spec: ModelSpec, gpus: int, hardware: Hardware) -> Rollout:
@@ -189,7 +190,7 @@ def _update(search: LayoutSearch, proposal: Proposal) -> dict[str, Any]:
 def _memory(search: LayoutSearch, proposal: Proposal, hardware: Hardware) -> dict[str, Any]:
     """Count the bytes of a rank of each stage at the peak of an update, and of a node's memory."""
     layout = proposal.layout
-    stages = [search.memory(layout, stage, proposal.config, proposal.batch) for stage in range(layout.pp)]
+    stages = [search.memory.stage(layout, stage, proposal.config, proposal.batch) for stage in range(layout.pp)]
     heaviest = max(stages, key=lambda stage: stage.total)
     return {
         "heaviest_stage": heaviest.stage,

@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from engine3d.dtypes import ITEMSIZES
 from engine3d.errors import UserError, amount
 from engine3d.layout import Layout
-from engine3d.memory import (
-    CopiedBytes,
-    ResidentBytes,
-    WorkingBytes,
-    copied_by_rank,
-    inference_peak,
-    resident_by_rank,
-    update_peak,
-)
-from engine3d.memory.overhead import device_overhead, model_overhead
+from engine3d.memory.overhead import device_overhead
 from engine3d.models import ModelSpec
 from engine3d.models.precision import Precision
 from engine3d.training.config import TrainConfig
-from engine3d.training.optimizer import ElementBytes, element_bytes
+from hybridflow.planning.search.layout_bounds import LayoutBounds
+from hybridflow.planning.search.layout_memory import LayoutMemory, StageMemory
 from hybridflow.planning.time.hardware import Hardware
-from hybridflow.planning.time.training import Batch, CostModel, UpdateCost, distinct_stages
+from hybridflow.planning.time.training import Batch, CostModel, UpdateCost
 
-USED_SHARE = 0.93
-"""Share of a GPU's memory that may be planned: predictions are up to 7 % too low."""
-
-_PADDING = 0.97
 _MOST_CONTEXT_RANKS = 64
 _MOST_VIRTUAL_STAGES = 8
 _MOST_TOGETHER = 32 * 1024
 """Tokens of a micro-batch of several sequences."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """Memory of a rank of a pipeline stage at the peak of an update, in bytes.
-
-    Args:
-        stage: its number.
-        resident: weights, gradients and optimizer state.
-        copies: of weights and tokens.
-        working: activations, logits, the largest layer.
-        overhead: of processes, libraries and communicators, the driver's not among them.
-    """
-
-    stage: int
-    resident: ResidentBytes
-    copies: CopiedBytes
-    working: WorkingBytes
-    overhead: int
-
-    @property
-    def staying(self) -> int:
-        """Bytes between updates: gradients are released."""
-        return self.resident.on_device - self.resident.gradients + self.copies.total + self.overhead
-
-    @property
-    def total(self) -> int:
-        working = max(self.working.peak, self.resident.staged)
-        return self.resident.on_device + self.copies.total + working + self.overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +77,13 @@ class LayoutFront:
     Memory is predicted as far as a limit needs it, and once.
 
     Args:
-        search: that has the candidates.
+        memory: of the model.
         candidates: the fastest first.
     """
 
-    def __init__(self, search: LayoutSearch, candidates: Sequence[_Candidate]) -> None:
-        self._search = search
-        self._candidates = iter(candidates)
+    def __init__(self, memory: LayoutMemory, candidates: Iterator[_Candidate]) -> None:
+        self._memory = memory
+        self._candidates = candidates
         self._proposals: list[Proposal] = []
         self._smallest = math.inf
         self.least = math.inf
@@ -141,11 +100,11 @@ class LayoutFront:
                 return proposal
         for candidate in self._candidates:
             layout, config, batch = candidate.layout, candidate.config, candidate.batch
-            bound = self._search.least_memory(layout, config, batch)
+            bound = self._memory.least(layout, config, batch)
             self.least = min(self.least, bound)
-            if bound >= min(self._smallest, self._search.limit(0)):
+            if bound >= min(self._smallest, self._memory.limit(0)):
                 continue
-            heaviest = self._search.heaviest(layout, config, batch)
+            heaviest = self._memory.heaviest(layout, config, batch)
             if heaviest.total < self._smallest:
                 self._smallest = heaviest.total
                 proposal = Proposal(layout, _with_tokens(config, batch), batch, candidate.cost, heaviest)
@@ -203,22 +162,28 @@ class LayoutSearch:
         self.spec = spec
         self.hardware = hardware
         self._config = config
-        self._longest = longest
         self._accepts = accepts
         self._trained = trained
         self._with_etp = expert_tensor_parallel
         self._keeps = keeps_settings
-        self._serves = serves
-        self._engine_precision = engine_precision
         self._gpus = gpus
         self._refusal: UserError | None = None
         self._misfit: UserError | None = None
         self._configs = self._searched_configs(offloads and trained and not keeps_settings)
-        self._ranked: dict[tuple[int, Batch], list[_Candidate]] = {}
-        self._residents: dict[tuple[Layout, int, bool], ResidentBytes] = {}
-        self._copies: dict[tuple[Layout, int, int], CopiedBytes] = {}
-        self._stages: dict[Layout, list[int]] = {}
+        self._layouts_of: dict[tuple[int, Batch], list[tuple[Layout, float]]] = {}
+        self._candidates_of: dict[tuple[Layout, Batch], list[_Candidate]] = {}
         self.costs = CostModel(spec, hardware)
+        self.memory = LayoutMemory(
+            spec,
+            hardware,
+            self.costs,
+            longest=longest,
+            trained=trained,
+            serves=serves,
+            engine_precision=engine_precision,
+            gpus=gpus,
+        )
+        self._bounds = LayoutBounds(self.costs, self._configs[0], trained=trained)
 
     def _searched_configs(self, offloads: bool) -> list[TrainConfig]:
         kinds = ("none", "selective", "full") if self._trained else ("none",)
@@ -245,14 +210,10 @@ class LayoutSearch:
             UserError: none fits into `USED_SHARE` of the memory.
         """
         front = self.front(gpus, batch)
-        proposal = front.fastest(self.limit(beside))
+        proposal = front.fastest(self.memory.limit(beside))
         if proposal is None:
             raise UserError(self.refusal(front, gpus, batch, beside))
         return proposal
-
-    def limit(self, beside: int) -> float:
-        """Bytes of a GPU that a model may take next to others."""
-        return self.hardware.memory * USED_SHARE - beside - device_overhead(on_gpu=self._gpus)
 
     def refusal(self, front: LayoutFront, gpus: int, batch: Batch, beside: int) -> str:
         """The line that says that no layout of a front fits."""
@@ -273,108 +234,70 @@ class LayoutSearch:
             batch: sequences of an update.
             accepts: layouts to keep.
         """
+        return LayoutFront(self.memory, self._ranked(gpus, batch, accepts))
+
+    def _ranked(self, gpus: int, batch: Batch, accepts: Callable[[Layout], bool]) -> Iterator[_Candidate]:
+        """Yield candidates, the fastest first. Those of a layout are costed once its bound is the least left."""
         key = (gpus, batch)
-        if key not in self._ranked:
-            candidates = self._costed(gpus, batch)
-            self._ranked[key] = sorted(candidates, key=lambda candidate: candidate.seconds)
-        return LayoutFront(self, [candidate for candidate in self._ranked[key] if accepts(candidate.layout)])
+        if key not in self._layouts_of:
+            self._layouts_of[key] = list(self._bounded(gpus, batch))
+        # Of equal seconds the layout that comes first, then its first candidate.
+        heap: list[tuple[float, int, int, Layout | _Candidate]] = [
+            (bound, number, -1, layout)
+            for number, (layout, bound) in enumerate(self._layouts_of[key])
+            if accepts(layout)
+        ]
+        heapq.heapify(heap)
+        while heap:
+            _, number, _, item = heapq.heappop(heap)
+            if isinstance(item, _Candidate):
+                yield item
+            else:
+                for index, candidate in enumerate(self._costed(item, batch)):
+                    heapq.heappush(heap, (candidate.seconds, number, index, candidate))
 
-    def _costed(self, gpus: int, batch: Batch) -> Iterator[_Candidate]:
-        """Yield candidates with their costs, of which those of the same kernels or optimizer are predicted once."""
-        kernels: dict[tuple[Layout, int, bool], UpdateCost] = {}
-        optimizers: dict[tuple[Layout, bool], dict[str, float]] = {}
-        for layout, config, with_micro_batches in self._candidates(gpus, batch):
-            of_kernels = (layout, with_micro_batches.together, config.recompute == "full")
-            of_optimizer = (layout, config.optimizer.offload)
-            if of_kernels not in kernels:
-                kernels[of_kernels] = self.costs.passes(layout, config, with_micro_batches, trained=self._trained)
-            if of_optimizer not in optimizers:
-                optimizers[of_optimizer] = self.costs.optimizer(layout, config) if self._trained else {}
-            yield _Candidate(layout, config, with_micro_batches, kernels[of_kernels], optimizers[of_optimizer])
+    def _bounded(self, gpus: int, batch: Batch) -> Iterator[tuple[Layout, float]]:
+        """Yield the layouts that have a sequence for each rank, with the least seconds of their candidates."""
+        for layout in self._layouts(gpus):
+            if counts := self._counts(layout, batch):
+                smallest = replace(batch, together=counts[0])
+                yield layout, self._bounds.least_seconds(layout, smallest, counts[-1])
 
-    def heaviest(self, layout: Layout, config: TrainConfig, batch: Batch) -> StageMemory:
-        """Predict the memory of the stage that takes the most."""
-        limits = [(self._bound(layout, stage, config, batch), stage) for stage in self._distinct_stages(layout)]
-        # Padding of buffers is a hundredth at most, so that a stage far below the heaviest is not the heaviest.
-        most = max(limits)[0]
-        stages = (self.memory(layout, stage, config, batch) for limit, stage in limits if limit > most * _PADDING)
-        return max(stages, key=lambda memory: memory.total)
-
-    def memory(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> StageMemory:
-        """Predict the memory of a stage."""
-        key = (layout, stage, config.optimizer.offload)
-        if key not in self._residents:
-            at = layout.coordinates(stage * layout.stage_size)
-            self._residents[key] = resident_by_rank(
-                self.spec, layout, at, config, trainable=self._trained, transformer_engine=self._gpus
-            )
-        working = self._working(layout, stage, config, batch)
-        return StageMemory(
-            stage,
-            self._residents[key],
-            self._copied(layout, stage, config, batch),
-            working,
-            model_overhead(layout, on_gpu=self._gpus),
-        )
-
-    def _copied(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> CopiedBytes:
-        tokens = self._tokens(batch)
-        key = (layout, stage, tokens)
-        if key not in self._copies:
-            self._copies[key] = copied_by_rank(
-                self.spec,
-                layout,
-                layout.coordinates(stage * layout.stage_size),
-                config,
-                tokens=tokens,
-                serves=self._serves,
-                engine_precision=self._engine_precision,
-                transformer_engine=self._gpus,
-            )
-        return self._copies[key]
-
-    def _tokens(self, batch: Batch) -> int:
-        """Tokens of the largest micro-batch."""
-        return max(batch.tokens * batch.together, self._longest or 0)
-
-    def _working(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> WorkingBytes:
-        at, tokens = layout.coordinates(stage * layout.stage_size), self._tokens(batch)
-        if not self._trained:
-            return inference_peak(self.spec, layout, at, config, tokens=tokens)
-        return update_peak(self.spec, layout, at, config, tokens=tokens, micro_batches=batch.micro_batches(layout))
-
-    def least_memory(self, layout: Layout, config: TrainConfig, batch: Batch) -> float:
-        """Count the bytes of the heaviest stage without padding of its buffers, in a hundredth of the time."""
-        return max(self._bound(layout, stage, config, batch) for stage in self._distinct_stages(layout))
-
-    def _distinct_stages(self, layout: Layout) -> list[int]:
-        if layout not in self._stages:
-            self._stages[layout] = distinct_stages(self.spec, layout)
-        return self._stages[layout]
-
-    def _bound(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> float:
-        """Count the bytes of a stage without padding of its buffers."""
-        of_element, copies = element_bytes(config), (layout.dp * layout.cp, layout.edp)
-        if not self._trained:
-            of_element = ElementBytes(0, 0, 0)
-        on_device = of_element.master + (0 if config.optimizer.offload else of_element.moments)
-        resident = sum(
-            elements * (ITEMSIZES[config.dtype] + of_element.gradient + on_device / count)
-            for elements, count in zip(self.costs.elements(layout, stage), copies, strict=True)
-        )
-        return resident + self._working(layout, stage, config, batch).peak + model_overhead(layout, on_gpu=self._gpus)
+    def _costed(self, layout: Layout, batch: Batch) -> list[_Candidate]:
+        """Predict the costs of a layout's candidates, those of the same kernels or optimizer once."""
+        if (layout, batch) not in self._candidates_of:
+            kernels: dict[tuple[int, bool], UpdateCost] = {}
+            optimizers: dict[bool, dict[str, float]] = {}
+            candidates = []
+            for config, of_together in self._accepted(layout, batch):
+                of_kernels, offload = (of_together.together, config.recompute == "full"), config.optimizer.offload
+                if of_kernels not in kernels:
+                    kernels[of_kernels] = self.costs.passes(layout, config, of_together, trained=self._trained)
+                if offload not in optimizers:
+                    optimizers[offload] = self.costs.optimizer(layout, config) if self._trained else {}
+                candidates.append(_Candidate(layout, config, of_together, kernels[of_kernels], optimizers[offload]))
+            self._candidates_of[layout, batch] = candidates
+        return self._candidates_of[layout, batch]
 
     def _candidates(self, gpus: int, batch: Batch) -> Iterator[tuple[Layout, TrainConfig, Batch]]:
         for layout in self._layouts(gpus):
-            accepted = [config for config in self._configs if self._is_accepted(layout, config)]
-            counts = _powers(max(1, _MOST_TOGETHER // batch.tokens))
-            if self._keeps:
-                share = -(-batch.sequences // layout.dp)
-                counts = [max(1, min(share, self._config.micro_batch_tokens // batch.tokens))]
-            for together in counts:
-                if layout.dp * together <= batch.sequences or (self._keeps and layout.dp <= batch.sequences):
-                    for config in accepted:
-                        yield layout, config, Batch(batch.sequences, batch.tokens, together)
+            for config, of_together in self._accepted(layout, batch):
+                yield layout, config, of_together
+
+    def _accepted(self, layout: Layout, batch: Batch) -> Iterator[tuple[TrainConfig, Batch]]:
+        """Yield the settings of a layout that may be proposed, with the sequences of a micro-batch."""
+        configs = [config for config in self._configs if self._is_accepted(layout, config)]
+        for together, config in product(self._counts(layout, batch), configs):
+            yield config, replace(batch, together=together)
+
+    def _counts(self, layout: Layout, batch: Batch) -> list[int]:
+        """List the sequences that a micro-batch may have, the fewest first."""
+        share = -(-batch.sequences // layout.dp)
+        if self._keeps:
+            count = max(1, min(share, self._config.micro_batch_tokens // batch.tokens))
+            return [count] if layout.dp <= batch.sequences else []
+        most = max(1, _MOST_TOGETHER // batch.tokens)
+        return [count for count in _powers(most) if layout.dp * count <= batch.sequences]
 
     def _is_accepted(self, layout: Layout, config: TrainConfig) -> bool:
         try:

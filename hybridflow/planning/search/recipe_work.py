@@ -238,10 +238,17 @@ class _AcceptedEngines:
         self._adapters = adapters
         self._spec = spec
         self._served: dict[tuple[int, int, int], UserError | None] = {}
+        self._known: dict[EngineShape, UserError | None] = {}
         self._gpus_per_node = gpus_per_node
         self._kind = kind
 
     def __call__(self, shape: EngineShape) -> None:
+        if shape not in self._known:
+            self._known[shape] = _refusal(lambda: self._check(shape))
+        if (refusal := self._known[shape]) is not None:
+            raise refusal
+
+    def _check(self, shape: EngineShape) -> None:
         rollout = self._rollout.model_copy(update={"engine": engine_config(self._rollout.engine, shape)})
         key = (shape.tp, shape.ep, shape.attention_dp)
         if key not in self._served:

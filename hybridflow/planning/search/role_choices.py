@@ -78,7 +78,7 @@ class RoleChoices:
         self._refusals: dict[str, int] = {}
         self._hardware = hardware
         self._settings = settings
-        self._searches = {role.role: self._search(role) for role in work.roles}
+        self._searches: dict[tuple[str, Hardware], LayoutSearch] = {}
         self._fronts: dict[tuple[str, int, int | None], LayoutFront] = {}
         self._engines: dict[tuple[int, int, Layout | None, int | None], EngineChoice | str] = {}
         self._costs: dict[tuple[str, bool, Layout, str, int, bool], UpdateCost] = {}
@@ -89,11 +89,19 @@ class RoleChoices:
         """Lines that say what did not fit, those of the most GPUs first."""
         return sorted(self._refusals, key=lambda line: -self._refusals[line])
 
-    def _search(self, work: RoleWork) -> LayoutSearch:
+    def _search(self, work: RoleWork, gpus: int) -> LayoutSearch:
+        """The layouts of a role: one search for any number of GPUs. On a CPU more ranks than cores have other rates."""
+        hardware = self._hardware.for_ranks(gpus)
+        key = (work.role, hardware)
+        if key not in self._searches:
+            self._searches[key] = self._new_search(work, hardware)
+        return self._searches[key]
+
+    def _new_search(self, work: RoleWork, hardware: Hardware) -> LayoutSearch:
         return LayoutSearch(
             work.spec,
             work.config,
-            self._hardware,
+            hardware,
             longest=self.work.longest_sequence,
             accepts=lambda layout, config: self._settings.accepts(work.role, layout, config),
             trained=work.trained,
@@ -119,7 +127,7 @@ class RoleChoices:
             expert_parallel: ep of the layout, without etp and pp; any layout if None.
         """
         key = (work.role, gpus, expert_parallel)
-        search, batch = self._searches[work.role], self._batch(work)
+        search, batch = self._search(work, gpus), self._batch(work)
         if key not in self._fronts:
             alike = (expert_parallel, 1, 1)
             self._fronts[key] = search.front(
@@ -127,7 +135,7 @@ class RoleChoices:
                 batch,
                 lambda layout: expert_parallel is None or (layout.ep, layout.etp, layout.pp) == alike,
             )
-        proposal = self._fronts[key].fastest(search.limit(beside))
+        proposal = self._fronts[key].fastest(search.memory.limit(beside))
         if proposal is None:
             line = f"{work.role}: {search.refusal(self._fronts[key], gpus, batch, beside)}"
             self._refusals.setdefault(line, gpus)

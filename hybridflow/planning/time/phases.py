@@ -63,7 +63,8 @@ def update_batch(work: Workload, layout: Layout, config: TrainConfig) -> Batch:
 
 def update_cost(work: Workload, role: RoleWork, hardware: Hardware, layout: Layout, config: TrainConfig) -> UpdateCost:
     """Predict the cost of all updates of a step."""
-    cost = CostModel(role.spec, hardware).update(layout, config, update_batch(work, layout, config))
+    costs = CostModel(role.spec, hardware.for_ranks(layout.world_size))
+    cost = costs.update(layout, config, update_batch(work, layout, config))
     return cost.scaled(work.mini_batches * work.epochs)
 
 
@@ -71,13 +72,15 @@ def scoring_cost(work: Workload, role: RoleWork, hardware: Hardware, layout: Lay
     """Predict the cost of the forward passes over all samples of a step."""
     share = -(-work.sequences // layout.dp)
     batch = Batch(work.sequences, work.tokens, max(1, min(config.micro_batch_tokens // work.tokens, share)))
-    return CostModel(role.spec, hardware).forward(layout, config, batch).scaled(role.passes)
+    costs = CostModel(role.spec, hardware.for_ranks(layout.world_size))
+    return costs.forward(layout, config, batch).scaled(role.passes)
 
 
 def rollout_costs(
     work: Workload, hardware: Hardware, engines: EngineShape, cache_tokens: float
 ) -> tuple[RolloutCost, float]:
     """Predict the cost of a rollout, and its seconds in a stream, where all slots are taken at all times."""
+    hardware = hardware.for_ranks(engines.ranks)
     model = GenerationModel(work.actor.spec, hardware)
     cost = model.rollout(engines, work.prompts, work.samples, work.prompt, work.lengths, cache_tokens)
     of_engine = -(-work.prompts // engines.engines) * work.samples
@@ -118,20 +121,19 @@ def phase_costs(
         colocated: the engines are on the actor's GPUs.
         shared: they may share its weights there.
     """
-    of_role = {role: hardware.for_ranks(ranks.layout.world_size) for role, ranks in roles.items()}
     scoring = {
-        role.role: scoring_cost(work, role, of_role[role.role], roles[role.role].layout, roles[role.role].config)
+        role.role: scoring_cost(work, role, hardware, roles[role.role].layout, roles[role.role].config)
         for role in work.roles
         if role.passes
     }
     update = {
-        role.role: update_cost(work, role, of_role[role.role], roles[role.role].layout, roles[role.role].config)
+        role.role: update_cost(work, role, hardware, roles[role.role].layout, roles[role.role].config)
         for role in work.roles
         if role.trained
     }
     rollout, stream, transfer = None, 0.0, None
     if engines is not None:
-        rollout, stream = rollout_costs(work, hardware.for_ranks(engines.ranks), engines, cache_tokens)
+        rollout, stream = rollout_costs(work, hardware, engines, cache_tokens)
         layout = roles[work.actor.role].layout
         transfer = transfer_cost(work.actor.spec, hardware, layout, engines, colocated=colocated, shared=shared)
     return PhaseCosts(rollout, stream, scoring, update, transfer, hardware.sample_s * work.sequences)

@@ -185,20 +185,30 @@ class CostModel:
 
         They depend neither on the optimizer nor on selective recomputation.
         """
-        passes = PASSES_OF_AN_UPDATE if trained else 1
-        count, itemsize = batch.micro_batches(layout), ITEMSIZES[config.dtype]
-        costs = (self._stage(layout, stage, config, batch, passes) for stage in self.stages(layout))
-        slowest = max(costs, key=lambda cost: cost.seconds)
-        # A micro-batch's hidden states are sent to the next stage and gradients back, for each model chunk.
-        ways = 1 if passes == 1 else 2
-        rank_tokens = batch.tokens * batch.together / (layout.cp * layout.tp)
-        between = ways * rank_tokens * self.spec.sizes.hidden * itemsize * layout.vpp if layout.pp > 1 else 0.0
-        messages = ways * layout.vpp if layout.pp > 1 else 0
-        sending = self.hardware.ring_s(between, layout.pp, layout.stage_size, messages)
+        count, slowest = batch.micro_batches(layout), self.micro_batch(layout, config, batch, trained=trained)
+        sending = self.sending(layout, config, batch, trained=trained)
         total = slowest.scaled(batch.fill(layout) if layout.pp == 1 else count)
         bubble = layout.bubble(count) * count * (slowest.seconds + sending)
-        call = self.hardware.update_s if trained else self.hardware.scoring_s
-        return replace(total, pipeline=count * sending, bubble=bubble, call=call)
+        return replace(total, pipeline=count * sending, bubble=bubble, call=self.call(trained=trained))
+
+    def micro_batch(self, layout: Layout, config: TrainConfig, batch: Batch, *, trained: bool) -> UpdateCost:
+        """Predict the seconds of a micro-batch on the stage that takes the longest. They do not depend on dp."""
+        passes = PASSES_OF_AN_UPDATE if trained else 1
+        costs = (self._stage(layout, stage, config, batch, passes) for stage in self.stages(layout))
+        return max(costs, key=lambda cost: cost.seconds)
+
+    def sending(self, layout: Layout, config: TrainConfig, batch: Batch, *, trained: bool) -> float:
+        """Predict the seconds in which each chunk sends a micro-batch to the next, and its gradients back."""
+        if layout.pp == 1:
+            return 0.0
+        ways = 2 if trained else 1
+        rank_tokens = batch.tokens * batch.together / (layout.cp * layout.tp)
+        nbytes = ways * rank_tokens * self.spec.sizes.hidden * ITEMSIZES[config.dtype] * layout.vpp
+        return self.hardware.ring_s(nbytes, layout.pp, layout.stage_size, ways * layout.vpp)
+
+    def call(self, *, trained: bool) -> float:
+        """Seconds of an update, or of forward passes, next to its micro-batches."""
+        return self.hardware.update_s if trained else self.hardware.scoring_s
 
     def optimizer(self, layout: Layout, config: TrainConfig) -> dict[str, float]:
         """Predict the seconds of an update after its passes: "gradients" and "optimizer" of `UpdateCost`."""
@@ -338,7 +348,8 @@ class CostModel:
         if passes > 1:  # a micro-batch's gradients are read and added to their sum
             of_element = itemsize + 2 * element_bytes(config).gradient
             trained = self if config.lora is None else self._of_adapters(config.lora)
-            nbytes += sum(trained.elements(layout, stage.stage)) * of_element / _GRADIENT_SHARE
+            of_stage = stage if config.lora is None else trained._sums(layout, stage.stage)
+            nbytes += sum(trained._elements_of(layout, of_stage)) * of_element / _GRADIENT_SHARE
         return nbytes / self.hardware.memory_rate
 
     def _optimizer(self, layout: Layout, stage: _StageSums, config: TrainConfig) -> float:

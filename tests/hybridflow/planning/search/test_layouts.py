@@ -7,7 +7,8 @@ import pytest
 from benchmarks.reshard_plan import named_model
 from engine3d.errors import UserError
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from hybridflow.planning.search.layouts import USED_SHARE, LayoutSearch
+from hybridflow.planning.search.layout_memory import USED_SHARE
+from hybridflow.planning.search.layouts import LayoutSearch
 from hybridflow.planning.time.hardware import load_profile
 from hybridflow.planning.time.training import Batch
 
@@ -21,12 +22,12 @@ def test_what_is_proposed_is_the_fastest_of_what_fits() -> None:
     batch = Batch(sequences=64, tokens=8192)
     front = SEARCH.front(8, batch, lambda layout: layout.tp == layout.cp == layout.vpp == 1)
     every = [
-        (SEARCH.costs.update(layout, config, chosen).seconds, SEARCH.heaviest(layout, config, chosen))
+        (SEARCH.costs.update(layout, config, chosen).seconds, SEARCH.memory.heaviest(layout, config, chosen))
         for layout, config, chosen in SEARCH._candidates(8, batch)
         if layout.tp == layout.cp == layout.vpp == 1
     ]
     for beside in (40, *range(0, 120, 3)):
-        limit = SEARCH.limit(beside * 10**9)
+        limit = SEARCH.memory.limit(beside * 10**9)
         seconds = min((seconds for seconds, heaviest in every if heaviest.total <= limit), default=None)
         proposal = front.fastest(limit)
         assert (seconds is None) == (proposal is None)
@@ -37,13 +38,24 @@ def test_what_is_proposed_is_the_fastest_of_what_fits() -> None:
             assert max(1, tokens) == proposal.batch.together  # a recipe of the plan has these micro-batches
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("sequences", "tokens"), [(6, 4096), (48, 24), (1024, 600)])
+def test_bounds_leave_the_order_of_all_candidates(sequences: int, tokens: int, *, trained: bool) -> None:
+    """Layouts are costed late, and yet come in the order of their seconds: few micro-batches, short and long ones."""
+    search = LayoutSearch(named_model("qwen3-30b-a3b"), CONFIG, HARDWARE, trained=trained, expert_tensor_parallel=True)
+    batch = Batch(sequences, tokens)
+    ranked = list(search._ranked(12, batch, lambda layout: True))
+    every = [candidate for layout in search._layouts(12) for candidate in search._costed(layout, batch)]
+    assert len(every) > 50 and ranked == sorted(every, key=lambda candidate: candidate.seconds)
+
+
 @pytest.mark.slow
 def test_a_sequence_that_no_rank_can_keep_is_split() -> None:
     short = SEARCH.best(16, Batch(sequences=512, tokens=4096))
     long = SEARCH.best(16, Batch(sequences=16, tokens=131072))
     assert short.layout.cp == 1 and long.layout.cp > 1
     unsplit = [
-        SEARCH.heaviest(layout, config, batch).total
+        SEARCH.memory.heaviest(layout, config, batch).total
         for layout, config, batch in SEARCH._candidates(16, Batch(16, 131072))
         if layout.cp == layout.tp == 1 and config.recompute == "selective"
     ]

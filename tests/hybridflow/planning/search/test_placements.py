@@ -20,6 +20,7 @@ from hybridflow.planning.search.role_choices import SearchSettings
 from hybridflow.planning.search.run_plan import RoleGroup, RunPlan
 from hybridflow.planning.time.generation import EngineShape
 from hybridflow.planning.time.hardware import load_profile
+from hybridflow.planning.time.phases import RoleLayout, phase_costs
 from hybridflow.planning.time.workload import RoleWork, Workload, drawn_lengths
 from tests.support.tiny_families import MOE
 
@@ -76,6 +77,20 @@ def test_the_best_plan_is_that_of_an_exhaustive_search(work: Workload) -> None:
 
 def _key(plan: RunPlan) -> tuple[object, ...]:
     return plan.groups, tuple(str(proposal.layout) for proposal in plan.roles.values()), str(plan.engines)
+
+
+@pytest.mark.parametrize("name", ["h200", "cpu"])
+def test_the_costs_of_a_plan_are_those_of_its_layouts(name: str) -> None:
+    """More ranks than cores take turns on them, in a search as in the prediction of a recipe."""
+    profile = load_profile(name).with_cluster(4)
+    search = PlacementSearch(PPO, profile, replace(SETTINGS, gpus=name != "cpu"))
+    plan = search.on_groups((RoleGroup(("actor", "critic", "reference", "rollout"), 0, 4),))
+    assert plan is not None and plan.engines is not None
+    roles = {role: RoleLayout(proposal.layout, proposal.config) for role, proposal in plan.roles.items()}
+    shape, tokens = plan.engines.shape, plan.engines.cache_tokens
+    assert plan.costs == phase_costs(PPO, profile.hardware, roles, shape, cache_tokens=tokens, colocated=True)
+    ranks = profile.hardware.for_ranks(shape.ranks)
+    assert (ranks.flops == profile.hardware.flops) == (name != "cpu")
 
 
 def test_memory_of_a_phase_counts_every_model_once() -> None:
