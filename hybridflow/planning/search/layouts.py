@@ -167,8 +167,8 @@ class LayoutSearch:
         self._with_etp = expert_tensor_parallel
         self._keeps = keeps_settings
         self._gpus = gpus
-        self._refusal: UserError | None = None
         self._misfit: UserError | None = None
+        self._first_refusals: dict[int, UserError | None] = {}
         self._configs = self._searched_configs(offloads and trained and not keeps_settings)
         self._layouts_of: dict[tuple[int, Batch], list[tuple[Layout, float]]] = {}
         self._candidates_of: dict[tuple[Layout, Batch], list[_Candidate]] = {}
@@ -217,10 +217,11 @@ class LayoutSearch:
 
     def refusal(self, front: LayoutFront, gpus: int, batch: Batch, beside: int) -> str:
         """The line that says that no layout of a front fits."""
-        refused = self._refusal or self._misfit
-        needed = "none has a sequence for each rank" if refused is None else f"such as {refused}"
         if front.least < math.inf:
             needed = f"the least is {amount(front.least + beside + device_overhead(on_gpu=self._gpus), 1)}"
+        else:
+            refused = self._first_refusal(gpus) or self._misfit
+            needed = "none has a sequence for each rank" if refused is None else f"such as {refused}"
         return (
             f"{gpus} GPUs of {amount(self.hardware.memory, 1)}: no layout fits {batch.sequences:,} sequences of "
             f"{batch.tokens:,} tokens ({needed}); expected more or larger GPUs, or shorter sequences"
@@ -286,7 +287,7 @@ class LayoutSearch:
 
     def _accepted(self, layout: Layout, batch: Batch) -> Iterator[tuple[TrainConfig, Batch]]:
         """Yield the settings of a layout that may be proposed, with the sequences of a micro-batch."""
-        configs = [config for config in self._configs if self._is_accepted(layout, config)]
+        configs = [config for config in self._configs if self._refusal(layout, config) is None]
         for together, config in product(self._counts(layout, batch), configs):
             yield config, replace(batch, together=together)
 
@@ -299,13 +300,19 @@ class LayoutSearch:
         most = max(1, _MOST_TOGETHER // batch.tokens)
         return [count for count in _powers(most) if layout.dp * count <= batch.sequences]
 
-    def _is_accepted(self, layout: Layout, config: TrainConfig) -> bool:
+    def _refusal(self, layout: Layout, config: TrainConfig) -> UserError | None:
+        """The reason for which a layout may not be proposed with some settings; None if it may."""
         try:
             self._accepts(layout, config)
         except UserError as error:
-            self._refusal = self._refusal or error
-            return False
-        return True
+            return error
+        return None
+
+    def _first_refusal(self, gpus: int) -> UserError | None:
+        if gpus not in self._first_refusals:
+            refusals = (self._refusal(layout, config) for layout in self._layouts(gpus) for config in self._configs)
+            self._first_refusals[gpus] = next(filter(None, refusals), None)
+        return self._first_refusals[gpus]
 
     def _layouts(self, gpus: int) -> Iterator[Layout]:
         experts = self.spec.sizes.experts

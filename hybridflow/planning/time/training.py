@@ -222,7 +222,13 @@ class CostModel:
 
     def _of_adapters(self, lora: LoraConfig) -> CostModel:
         """Costs of the model's adapters, as a model of their own."""
-        return CostModel(AdapterSpec.of(self.spec, lora), self.hardware)
+        if lora not in self._adapters:
+            self._adapters[lora] = CostModel(AdapterSpec.of(self.spec, lora), self.hardware)
+        return self._adapters[lora]
+
+    @cached_property
+    def _adapters(self) -> dict[LoraConfig, CostModel]:
+        return {}
 
     def elements(self, layout: Layout, stage: int) -> tuple[float, float]:
         """Count the elements of a rank's parameters without padding: of dense layers, and of experts."""
