@@ -94,9 +94,9 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     if layout.cp > 1:
         _check_context_parallel(config, spec, layout)
     if config.lora is not None:
-        _check_lora(config, config.lora, spec)
         if transformer_engine:
             check_lora_on_gpus(spec, layout)
+        _check_lora(config, config.lora, spec)
     options = config.megatron
     if config.routing_replay != "none" and options.get("moe_router_fusion"):
         raise UserError(

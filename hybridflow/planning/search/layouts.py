@@ -258,9 +258,10 @@ class LayoutSearch:
                     heapq.heappush(heap, (candidate.seconds, number, index, candidate))
 
     def _bounded(self, gpus: int, batch: Batch) -> Iterator[tuple[Layout, float]]:
-        """Yield the layouts that have a sequence for each rank, with the least seconds of their candidates."""
+        """Yield the layouts that have candidates, with the least seconds of these."""
         for layout in self._layouts(gpus):
-            if counts := self._counts(layout, batch):
+            counts = self._counts(layout, batch)
+            if counts and any(self._refusal(layout, config) is None for config in self._configs):
                 smallest = replace(batch, together=counts[0])
                 yield layout, self._bounds.least_seconds(layout, smallest, counts[-1])
 
