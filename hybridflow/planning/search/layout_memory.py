@@ -94,6 +94,7 @@ class LayoutMemory:
         self._gpus = gpus
         self._residents: dict[tuple[Layout, int, bool], ResidentBytes] = {}
         self._copies: dict[tuple[Layout, int, int], CopiedBytes] = {}
+        self._activations: dict[tuple[int | str, ...], WorkingBytes] = {}
         self._stages: dict[Layout, list[int]] = {}
 
     def limit(self, beside: int) -> float:
@@ -146,10 +147,20 @@ class LayoutMemory:
         return max(batch.tokens * batch.together, self._longest or 0)
 
     def _working(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> WorkingBytes:
-        at, tokens = layout.coordinates(stage * layout.stage_size), self._tokens(batch)
-        if not self._trained:
-            return inference_peak(self._spec, layout, at, config, tokens=tokens)
-        return update_peak(self._spec, layout, at, config, tokens=tokens, micro_batches=batch.micro_batches(layout))
+        """Predict the activations of a rank, once for all numbers of ranks and for both places of the optimizer."""
+        # No more micro-batches are in flight, however many an update has.
+        most = layout.passes_ahead(stage) + layout.virtual_stages
+        tokens, micro_batches = self._tokens(batch), min(most, batch.micro_batches(layout))
+        sizes = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp)
+        key = (*sizes, stage, config.recompute, tokens, micro_batches)
+        if key not in self._activations:
+            at = layout.coordinates(stage * layout.stage_size)
+            self._activations[key] = (
+                update_peak(self._spec, layout, at, config, tokens=tokens, micro_batches=micro_batches)
+                if self._trained
+                else inference_peak(self._spec, layout, at, config, tokens=tokens)
+            )
+        return self._activations[key]
 
     def least(self, layout: Layout, config: TrainConfig, batch: Batch) -> float:
         """Count the bytes of the heaviest stage without padding of its buffers, in a hundredth of the time."""
