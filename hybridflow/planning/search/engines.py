@@ -113,7 +113,7 @@ class EngineSearch:
         choices = [self.fitted(shape, beside) for shape in self.shapes(gpus)]
         fitting = [choice for choice in choices if choice is not None]
         if not choices and self._refusal is not None:
-            raise UserError(f"{gpus} GPUs for engines: no engine passes the checks, such as {self._refusal}")
+            raise UserError(self.refusal(gpus))
         if not fitting:
             least = min(
                 (self._model.weights(shape) for shape in self.shapes(gpus)), default=self._model.weights(self._base)
@@ -124,6 +124,11 @@ class EngineSearch:
                 f"sequences of {self._work.longest_sequence:,} tokens); expected more or larger GPUs"
             )
         return min(fitting, key=lambda choice: choice.stream if stream else choice.cost.seconds)
+
+    def refusal(self, gpus: int) -> str:
+        """The line that says that no engines may be proposed on some GPUs."""
+        reason = f"passes the checks, such as {self._refusal}" if self._refusal is not None else "has a prompt for each"
+        return f"{gpus} GPUs for engines: no engine {reason}"
 
     def least_seconds(self, gpus: int, *, stream: bool = False) -> float | None:
         """Predict the seconds of the fastest engines if their memory had no end; None if none has these ranks."""

@@ -88,6 +88,8 @@ class LayoutFront:
         self._smallest = math.inf
         self.least = math.inf
         """Bytes of the smallest candidate of those that were looked at, without padding of its buffers."""
+        self.smallest: Layout | None = None
+        """Layout of that candidate."""
 
     def fastest(self, limit: float) -> Proposal | None:
         """Return the fastest layout whose heaviest stage takes at most this many bytes; None if there is none.
@@ -101,7 +103,8 @@ class LayoutFront:
         for candidate in self._candidates:
             layout, config, batch = candidate.layout, candidate.config, candidate.batch
             bound = self._memory.least(layout, config, batch)
-            self.least = min(self.least, bound)
+            if bound < self.least:
+                self.least, self.smallest = bound, layout
             if bound >= min(self._smallest, self._memory.limit(0)):
                 continue
             heaviest = self._memory.heaviest(layout, config, batch)
@@ -218,7 +221,8 @@ class LayoutSearch:
     def refusal(self, front: LayoutFront, gpus: int, batch: Batch, beside: int) -> str:
         """The line that says that no layout of a front fits."""
         if front.least < math.inf:
-            needed = f"the least is {amount(front.least + beside + device_overhead(on_gpu=self._gpus), 1)}"
+            least = front.least + beside + device_overhead(on_gpu=self._gpus)
+            needed = f"the least is {amount(least, 1)}, with {front.smallest}"
         else:
             refused = self._first_refusal(gpus) or self._misfit
             needed = "none has a sequence for each rank" if refused is None else f"such as {refused}"

@@ -220,4 +220,7 @@ class RoleChoices:
             only=self._settings.engines,
             accepts=self._settings.accepts_engines,
         )
-        return search.least_seconds(gpus, stream=self._settings.stream)
+        seconds = search.least_seconds(gpus, stream=self._settings.stream)
+        if seconds is None:
+            self._refusals.setdefault(search.refusal(gpus), gpus)
+        return seconds

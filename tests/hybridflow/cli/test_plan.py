@@ -41,10 +41,11 @@ def test_the_large_recipe_is_what_a_search_finds(capsys: pytest.CaptureFixture[s
 
 def test_the_recipe_that_is_written_passes_the_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "planned.yaml"
-    words = ("--gpus", "cpu:2", "--count", "1", "--write", str(path), "--what-if", "staleness=1")
+    words = ("--gpus", "cpu:2", "--count", "1", "--write", str(path), "--what-if", "staleness=1", "--what-if", "fp8")
     code, out, err = _run(capsys, DEMO, *words)
     assert (code, err) == (0, "") and f"{path}: the recipe of plan 1" in out
     assert "what if staleness=1: standalone" in out and "; rollout " in out
+    assert "what if fp8: 2 GPUs for engines: no engine passes the checks, such as " in out
     assert main.main(["check", str(path)]) == 0
     code, _, err = _run(capsys, DEMO, "--gpus", "cpu:2", "--write", str(path))
     assert code == 2 and f"--write {path}: exists, expected a new file" in err
@@ -106,7 +107,7 @@ def test_auto_is_resolved_into_the_recipe_and_named(capsys: pytest.CaptureFixtur
         (["--gpus", "h200:2", "--gpu-gb", "40"], "actor: 2 GPUs of 40.0 GB: no layout fits 1,024 sequences of 2,048"),
         (
             ["--gpus", "h200:4", "--gpu-gb", "40"],
-            "2,048 tokens (the least is 39.4 GB); expected more or larger GPUs, or",
+            "2,048 tokens (the least is 39.4 GB, with ",
         ),
     ],
 )
