@@ -21,7 +21,7 @@ from engine3d.models.precision import Precision
 from engine3d.training.config import TrainConfig
 from engine3d.training.optimizer import ElementBytes, element_bytes
 from hybridflow.planning.time.hardware import Hardware
-from hybridflow.planning.time.training import Batch, CostModel, distinct_stages
+from hybridflow.planning.time.training import Batch, CostModel
 
 USED_SHARE = 0.93
 """Share of a GPU's memory that may be planned: predictions are up to 7 % too low."""
@@ -95,7 +95,6 @@ class LayoutMemory:
         self._residents: dict[tuple[Layout, int, bool], ResidentBytes] = {}
         self._copies: dict[tuple[Layout, int, int], CopiedBytes] = {}
         self._activations: dict[tuple[int | str, ...], WorkingBytes] = {}
-        self._stages: dict[Layout, list[int]] = {}
 
     def limit(self, beside: int) -> float:
         """Bytes of a GPU that a model may take next to others."""
@@ -167,9 +166,7 @@ class LayoutMemory:
         return max(self._bound(layout, stage, config, batch) for stage in self._distinct_stages(layout))
 
     def _distinct_stages(self, layout: Layout) -> list[int]:
-        if layout not in self._stages:
-            self._stages[layout] = distinct_stages(self._spec, layout)
-        return self._stages[layout]
+        return [sums.stage for sums in self._costs.stages(layout)]
 
     def _bound(self, layout: Layout, stage: int, config: TrainConfig, batch: Batch) -> float:
         """Count the bytes of a stage without padding of its buffers."""

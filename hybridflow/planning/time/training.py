@@ -232,7 +232,8 @@ class CostModel:
 
     def elements(self, layout: Layout, stage: int) -> tuple[float, float]:
         """Count the elements of a rank's parameters without padding: of dense layers, and of experts."""
-        return self._elements_of(layout, self._sums(layout, stage))
+        known = next((sums for sums in self.stages(layout) if sums.stage == stage), None)
+        return self._elements_of(layout, known or self._sums(layout, stage))
 
     def _elements_of(self, layout: Layout, sums: _StageSums) -> tuple[float, float]:
         has_vocabulary = sums.stage in (0, layout.pp - 1) and not self.spec.adapters
