@@ -33,6 +33,7 @@ from hybridflow.batch.worker_output import (
     Summary,
     joined_per_sample,
     pack,
+    send_tensors_as_arrays,
 )
 from hybridflow.errors.rank_failure import Failure
 
@@ -336,6 +337,7 @@ class RemoteBatch:
             nodes: of the ranks that get each shard.
             routes: true if they need the column `routes`, where there is one.
         """
+        send_tensors_as_arrays()
         without = () if routes else (ROUTES,)
         # A call's own routes are read where its ranks are. Only those of engines are worth a copy without them.
         cut = without if ROUTE_BYTES in self.per_sample else ()
