@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from hybridflow.cluster.limits import LimitsConfig
 
 ADDRESSES = 250
 """Values of the last byte of an address."""
@@ -91,9 +92,7 @@ async def _take_part(given: Specification) -> list[int]:
     plan = LaunchPlan(
         given.hosts,
         given.program[:1],
-        gather_s=300.0,
-        lost_s=60.0,
-        stop_s=2.0,
+        limits=LimitsConfig(gather_s=300.0, host_s=60.0, stop_s=2.0),
         program=given.program[1:],
     )
     agents = [

@@ -114,15 +114,11 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         list(launched.words),
         recipe,
         network,
-        gather_s=limits.gather_s,
-        lost_s=limits.host_s,
-        ray_start_s=limits.ray_start_s,
-        stop_s=limits.stop_s,
+        limits,
         restarts=launched.restarts,
         spares=launched.spares,
-        spare_s=limits.spare_s,
     )
-    return Agent(host, plan, token, limits).run(announce)
+    return Agent(host, plan, token).run(announce)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,13 +11,14 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.network.network_settings import Setting, as_environment
+from hybridflow.cluster.hosts.network.network_settings import as_environment
+from hybridflow.rundir.status.hosts_file import NetworkSetting
 
 DESCRIPTOR = "HYBRIDFLOW_SUPERVISOR"
 """Environment variable with the number of the socket."""
@@ -46,13 +47,11 @@ class DriverLink:
         if first is None:
             raise EngineError(_SUPERVISOR_GONE)
         self.hosts = [Host(**host) for host in first["hosts"]]
-        self.settings = [[Setting(**setting) for setting in of_host] for of_host in first["settings"]]
+        self.settings = [[NetworkSetting(**setting) for setting in of_host] for of_host in first["settings"]]
         """Variables of the network in force on each host."""
         self.is_first: bool = first["is_first"]
         """True if the command was not run before in this launch."""
         self.gcs_address: str = first["gcs_address"]
-        self.ray_variables: Mapping[str, str | None] = first["ray_variables"]
-        """Environment of processes that attach to the launch's Ray."""
         self.ray_directory = Path(first["ray_directory"])
         """Directory of the launch's Ray on this host."""
         threading.Thread(target=self._listen, name="supervisor", daemon=True).start()

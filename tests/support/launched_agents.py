@@ -14,6 +14,7 @@ from typing import Any
 from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.description import HostRole
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from hybridflow.cluster.limits import LimitsConfig
 from tests.support.warm import warm_python
 
 COMMAND = """
@@ -129,7 +130,9 @@ def launch_of(
     hosts: int,
     roles: Sequence[HostRole | None] = (),
     resume: str = "resume=none",
-    **plan: Any,
+    restarts: int = 0,
+    spares: int = 0,
+    **limits: Any,
 ) -> LaunchedAgents:
     """A launch of which the command does one thing a start: what, in which step, and with which line.
 
@@ -140,5 +143,6 @@ def launch_of(
     (directory / "command.py").write_text(COMMAND)
     program = [warm_python(), str(directory / "command.py"), str(directory)]
     words = ["train", "recipe.yaml", resume]
-    given = {"lost_s": 5.0, "stop_s": 0.5, "gather_s": 30.0} | plan
-    return LaunchedAgents(directory, LaunchPlan(hosts, words, recipe="one", program=program, **given), roles=roles)
+    given = LimitsConfig.model_validate({"host_s": 5.0, "stop_s": 0.5, "gather_s": 30.0} | limits)
+    plan = LaunchPlan(hosts, words, "one", limits=given, restarts=restarts, spares=spares, program=program)
+    return LaunchedAgents(directory, plan, roles=roles)

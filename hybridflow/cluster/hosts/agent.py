@@ -24,7 +24,6 @@ from hybridflow.cluster.hosts.network.interfaces import Interface, interface_wit
 from hybridflow.cluster.hosts.network.network_settings import settings_in_force
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.hosts.supervisor import BEAT_S, Supervisor, say
-from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.cluster.ray.ray_host import RayHost, check_authentication, set_ray_defaults
 from hybridflow.cluster.ray.ray_watch import RayWatch
@@ -70,12 +69,11 @@ class Agent:
         assignment: of this host in the launch.
         plan: of the launch, the same on every host.
         token: of the run.
-        limits: of the run.
     """
 
-    def __init__(self, assignment: Place, plan: LaunchPlan, token: str, limits: LimitsConfig | None = None) -> None:
+    def __init__(self, assignment: Place, plan: LaunchPlan, token: str) -> None:
         self._assignment, self._plan, self._token = assignment, plan, token
-        self._limits = limits or LimitsConfig()
+        self._limits = plan.limits
         self._channel: Channel | None = None
         self._supervisor: Supervisor | None = None
         self._ray: RayHost | None = None
@@ -168,9 +166,9 @@ class Agent:
             if self._signal is not None:
                 raise EngineError(f"{signal.Signals(self._signal).name} while waiting for {where}")
             now = time.monotonic()
-            if now - begin > self._plan.gather_s:
+            if now - begin > self._limits.gather_s:
                 through = "" if local is None else f" from {self._assignment.address} ({self._assignment.interface})"
-                raise EngineError(f"{where} was not reached{through} within {self._plan.gather_s:g} s: {why}")
+                raise EngineError(f"{where} was not reached{through} within {self._limits.gather_s:g} s: {why}")
             if now - said > _SAY_EVERY_S:
                 said = now
                 log.info(f"waiting for {where}, for {now - begin:.0f} s: {why}")

@@ -66,7 +66,7 @@ class Attempts:
     @property
     def takes_hosts(self) -> bool:
         """True if a host that comes now may still take a place."""
-        is_short = not self._attempt.is_whole and self._plan.spare_s > 0
+        is_short = not self._attempt.is_whole and self._plan.limits.spare_s > 0
         return is_short or len(self._outcomes) < self._plan.restarts
 
     def send_signal(self, number: int) -> None:
@@ -87,7 +87,7 @@ class Attempts:
         elif self._driver is not None and self._driver.is_running:
             self._driver.lose(host, line)
             if self._late is None:  # of several losses the first counts
-                limit_s = self._plan.stop_s + GRACE_S
+                limit_s = self._plan.limits.stop_s + GRACE_S
                 self._late = asyncio.get_running_loop().call_later(limit_s, self._end_late, self._driver)
         else:
             log.warning(line)
@@ -145,10 +145,10 @@ class Attempts:
 
     async def _run_driver(self, words: Sequence[str], members: Sequence[Member], ray: Message) -> CommandOutcome:
         plan = self._plan
-        driver = self._driver = DriverProcess(plan.stop_s, self._cards)
+        driver = self._driver = DriverProcess(plan.limits.stop_s, self._cards)
         code = await driver.run(
             [*plan.program, *words],
-            plan.network.port_environment,
+            ray.pop("ray_variables"),
             hosts=[asdict(host) for host in self._attempt.hosts],
             settings=[[asdict(setting) for setting in member.settings] for member in members],
             is_first=not self._outcomes,
@@ -183,7 +183,7 @@ class Attempts:
         Raises:
             EngineError: it did not start on one of them.
         """
-        limit_s = self._plan.ray_start_s + _START_S
+        limit_s = self._plan.limits.ray_start_s + _START_S
         slots = [host.cpu_slots for host in self._attempt.hosts]
         ray = await members[0].ask("start_ray", limit_s, cpus=slots[0])
         starting = [
@@ -202,7 +202,7 @@ class Attempts:
         Raises:
             EngineError: a host cannot, so that the run cannot be started again.
         """
-        limit_s = max(_STOP_S, self._plan.lost_s + _SILENT_S)
+        limit_s = max(_STOP_S, self._plan.limits.host_s + _SILENT_S)
 
         async def stop(member: Member) -> None:
             try:
@@ -221,7 +221,7 @@ class Attempts:
 
     async def _wait_for_host(self) -> Attempt | None:
         """The hosts of the next run once one has come in place of a lost one; None if none does in time."""
-        limit_s = self._plan.spare_s
+        limit_s = self._plan.limits.spare_s
         if self._attempt.is_whole or not limit_s:
             return None
         log.warning(f"the run does not fit on the hosts that are left: waiting for another, for {limit_s:g} s at most")
@@ -245,8 +245,8 @@ class Attempts:
         """The command has found that it cannot run as it was started again."""
         where = "again" if self._attempt.is_whole else "on the hosts that are left"
         waited = ""
-        if not self._attempt.is_whole and self._plan.spare_s:
-            waited = f" (no other has come within limits.spare_s={self._plan.spare_s:g})"
+        if not self._attempt.is_whole and self._plan.limits.spare_s:
+            waited = f" (no other has come within limits.spare_s={self._plan.limits.spare_s:g})"
         first = self._outcomes[-1]
         line = first_line(Exception(outcome.line))
         return Ended(1, f"the run was not started {where}{waited}: {line}\nthe failure before: {first.line}")

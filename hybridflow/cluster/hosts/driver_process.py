@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,7 +12,9 @@ from typing import Any
 
 from engine3d.errors import UserError
 from hybridflow.cluster.driver_link import DESCRIPTOR
+from hybridflow.cluster.hosts.channel import LINE_BYTES, Channel, ChannelError
 from hybridflow.cluster.hosts.description import Host
+from hybridflow.cluster.ray.ray_host import changed_environment
 from hybridflow.errors.log import log
 from hybridflow.rundir.status.first_failure import FirstFailure, keep_cause, keep_earlier
 
@@ -22,7 +22,6 @@ GRACE_S = 5.0
 """Beyond the driver's time for an orderly end."""
 
 _LAST_LINES_S = 1.0
-_LINE_BYTES = 1 << 20
 
 
 class DriverProcess:
@@ -37,7 +36,7 @@ class DriverProcess:
         self._stop_s, self._earlier = stop_s, earlier
         self._cause: tuple[str, str] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._channel: Channel | None = None
         self.directory: Path | None = None
         """Directory of the run, once it is known."""
         self.failure: tuple[str, str] | None = None
@@ -46,14 +45,14 @@ class DriverProcess:
     @property
     def is_running(self) -> bool:
         """True if it can be told something."""
-        return self._writer is not None and self._process is not None and self._process.returncode is None
+        return self._channel is not None and self._process is not None and self._process.returncode is None
 
-    async def run(self, program: Sequence[str], environment: Mapping[str, str], **first: Any) -> int:
+    async def run(self, program: Sequence[str], variables: Mapping[str, str | None], **first: Any) -> int:
         """Run the command to its end; its exit code.
 
         Args:
             program: with its arguments.
-            environment: variables beside those of this process.
+            variables: of its environment; None for those that must not be set.
             first: values that `DriverLink` has.
         """
         ours, theirs = socket.socketpair()
@@ -61,13 +60,13 @@ class DriverProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *program,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | dict(environment) | {DESCRIPTOR: str(theirs.fileno())},
+                env=changed_environment({**variables, DESCRIPTOR: str(theirs.fileno())}),
                 # Ctrl-C is for the agent, which passes it on.
                 start_new_session=True,
             )
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
-        self._send(**first)
-        reading = asyncio.create_task(self._read(reader))
+        self._channel = channel = Channel(*await asyncio.open_connection(sock=ours, limit=LINE_BYTES))
+        channel.send("launch", **first)
+        reading = asyncio.create_task(self._read(channel))
         try:
             code = await self._process.wait()
             await asyncio.wait({reading}, timeout=_LAST_LINES_S)
@@ -76,7 +75,7 @@ class DriverProcess:
             raise
         finally:
             reading.cancel()
-            self._writer.close()
+            channel.abort()
         if code < 0:
             self._cause = self._cause or (f"the driver was killed by {signal.Signals(-code).name}", _name(first))
         if code and self.failure is None and self._cause is not None:
@@ -98,7 +97,8 @@ class DriverProcess:
     def lose(self, host: Host, line: str) -> None:
         """Tell it that a host is lost, or something there that it needs: it says so and ends."""
         self._cause = self._cause or (line, str(host))
-        self._send(line=line, host=str(host))
+        if self._channel is not None:
+            self._channel.send("lost", line=line, host=str(host))
 
     async def end(self) -> None:
         """End it, in an orderly way if it does so in time."""
@@ -111,15 +111,10 @@ class DriverProcess:
             self._process.kill()
             await self._process.wait()
 
-    def _send(self, **fields: Any) -> None:
-        assert self._writer is not None
-        with contextlib.suppress(OSError, RuntimeError):
-            self._writer.write(json.dumps(fields).encode() + b"\n")
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(OSError):
-            while (line := await reader.readline()).endswith(b"\n"):
-                message = json.loads(line)
+    async def _read(self, channel: Channel) -> None:
+        with contextlib.suppress(ChannelError):
+            while True:
+                message = await channel.receive()
                 if message["kind"] == "failed":
                     self.failure = message["step"], message["line"]
                 else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
+from hybridflow.cluster.limits import LimitsConfig
 
 DOCTOR = "doctor"
 """The command that checks the hosts, and the recipe on them, without running it."""
@@ -23,13 +24,9 @@ class LaunchPlan:
         words: of the command that host 0 runs once all are there, such as `["train", "recipe.yaml"]`.
         recipe: `recipe_hash` of the recipe as this host reads it.
         network: the recipe's.
-        gather_s: until all hosts have come.
-        lost_s: without a sign of life, after which a host is lost.
-        ray_start_s: of the start of Ray on a host.
-        stop_s: of an orderly end of the driver.
+        limits: of the run.
         restarts: runs of the command with `resume=auto` after a failure that is not the user's, at most.
         spares: hosts that stand by, the last ones; each takes the place of one that is lost.
-        spare_s: for a host in place of a lost one, where the run does not fit on those that are left.
         program: that gets the words.
     """
 
@@ -37,13 +34,9 @@ class LaunchPlan:
     words: Sequence[str]
     recipe: str | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    gather_s: float = 600.0
-    lost_s: float = 30.0
-    ray_start_s: float = 180.0
-    stop_s: float = 10.0
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     restarts: int = 0
     spares: int = 0
-    spare_s: float = 0.0
     program: Sequence[str] = (sys.executable, "-m", "hybridflow")
 
     @property

@@ -13,7 +13,7 @@ from hybridflow.cluster.hosts.channel import Channel, Message
 from hybridflow.cluster.hosts.checks.comparison import Report
 from hybridflow.cluster.hosts.checks.facts import HostFacts
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.network.network_settings import Setting
+from hybridflow.rundir.status.hosts_file import NetworkSetting
 
 _GONE = "its agent is gone"
 
@@ -30,7 +30,7 @@ class Member:
         self.host = Host(**hello["host"])
         self.channel = channel
         self.words: Sequence[str] = hello["words"]
-        self.settings = [Setting(**setting) for setting in hello["settings"]]
+        self.settings = [NetworkSetting(**setting) for setting in hello["settings"]]
         """Variables of the network in force there."""
         self.report = Report(self.host, HostFacts(**hello["software"]))
         self.seen = time.monotonic()

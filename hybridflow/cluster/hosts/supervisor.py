@@ -136,8 +136,10 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             now = time.monotonic()
-            if len(self._members) < hosts and now - begin > self._plan.gather_s:
-                raise EngineError(f"{self._missing()}, after {self._plan.gather_s:g} s; none of them has connected")
+            if len(self._members) < hosts and now - begin > self._plan.limits.gather_s:
+                raise EngineError(
+                    f"{self._missing()}, after {self._plan.limits.gather_s:g} s; none of them has connected"
+                )
             if now - said >= _SAY_EVERY_S:
                 said = now
                 log.info(f"{self._missing()}, for {now - begin:.0f} s")
@@ -253,9 +255,9 @@ class Supervisor:
             now = time.monotonic()
             for member in [member for member in self._members.values() if not member.gone.is_set()]:
                 member.channel.send("beat")
-                if now - member.seen > self._plan.lost_s:
+                if now - member.seen > self._plan.limits.host_s:
                     since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - member.seen)))
-                    self._gone(member, f"no sign of life since {since} (limits.host_s={self._plan.lost_s:g})")
+                    self._gone(member, f"no sign of life since {since} (limits.host_s={self._plan.limits.host_s:g})")
             await asyncio.sleep(BEAT_S)
 
     async def _end(self, ended: Ended) -> None:

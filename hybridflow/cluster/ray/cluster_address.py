@@ -7,36 +7,47 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from engine3d.errors import UserError
+from hybridflow.cluster.ray.ray_node import LEFT_OUT
 
-LIMIT_S = 15.0
+AUTO = "auto"
+LIMIT_S = 60.0
 """Limit of Ray's answer, with the import of Ray."""
 _CONNECT_LIMIT_S = 5.0
 
 _ADDRESS = re.compile(
     r"(?P<client>ray://)?(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})", re.ASCII
 )
-# In a process of its own: Ray's client tries on in a thread of C++, and writes to stderr what it has tried.
-_ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+# `ray status`, without libraries of Ray's command that take longer than its answer.
+_STATUS = f"import sys; sys.modules.update(dict.fromkeys({LEFT_OUT})); from ray.scripts.scripts import main; main()"
 _REMEDY = "expected a running cluster, as of ray start --head; null starts Ray on this machine"
+_WRONG_TOKEN = (
+    "this host has another token than the cluster, or none; expected RAY_AUTH_MODE=token, and the cluster's in the "
+    "file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token"
+)
 
 
-def check_cluster_answers(address: str, limit_s: float = LIMIT_S) -> None:
-    """Connect to what `placement.cluster` names, and ask Ray's server for the cluster's identity.
+def check_cluster_answers(address: str, limit_s: float = LIMIT_S, *, attaches: bool = False) -> None:
+    """Connect to what `placement.cluster` names, and ask Ray's server for its status.
 
     Args:
         address: "host:6379"; "ray://host:10001", where only the connection is tried; or "auto", for which Ray looks on
             this machine unless RAY_ADDRESS says more.
         limit_s: of the answer.
+        attaches: also ask a cluster that Ray looks for, which this process attaches to.
 
     Raises:
-        UserError: it is no address, nobody listens there, or who listens does not answer as Ray does.
+        UserError: it is no address, nobody listens there, or who listens does not answer as Ray does, or not without
+            another token.
     """
-    if address == "auto":
+    if address == AUTO:
         address = os.environ.get("RAY_ADDRESS") or address
-        if address == "auto":
-            return  # Ray finds it at once, or finds that there is none
+        if address == AUTO:
+            if attaches:
+                _ask(address, limit_s)
+            return
     matched = _ADDRESS.fullmatch(address)
     if matched is None or not 0 < int(matched["port"]) < 2**16:
         raise UserError(
@@ -52,11 +63,24 @@ def check_cluster_answers(address: str, limit_s: float = LIMIT_S) -> None:
 
 
 def _ask(address: str, limit_s: float) -> None:
-    command = [sys.executable, "-I", "-c", _ASK, address]
+    command = [sys.executable, "-I", "-c", _STATUS, "status", "--address", address]
+    environment = dict(os.environ)
+    if address == AUTO and _has_token():
+        environment.setdefault("RAY_AUTH_MODE", "token")  # as `ray.init` does for it
     try:
-        answered = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        answered = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"placement.cluster={address}: no answer within {limit_s:g} s, {_REMEDY}") from None
     if answered.returncode:
         reason = (answered.stderr.strip().splitlines() or [f"exit code {answered.returncode}"])[-1]
+        if "AuthenticationError: " in reason:
+            raise UserError(f"placement.cluster={address}: {_WRONG_TOKEN}")
         raise UserError(f"placement.cluster={address}: {reason}, {_REMEDY}")
+
+
+def _has_token() -> bool:
+    """True if Ray finds a token on this host, right or wrong."""
+    named = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)]
+    return bool(named) or (Path.home() / ".ray/auth_token").exists()

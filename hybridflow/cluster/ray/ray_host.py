@@ -6,6 +6,7 @@ Imports nothing of Ray's, so that what only starts it is there at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -33,10 +34,11 @@ from hybridflow.cluster.ray import ray_node
 from hybridflow.errors.log import log
 
 AUTHENTICATION_MODE = "RAY_AUTH_MODE"
+TOKEN = "RAY_AUTH_TOKEN"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable: with 0, Ray takes the loopback address for that of its host."""
-_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_TOKEN_FILE, _ADDRESS = "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"
 # In the environment of everything that it starts, and everything that starts in turn.
 _MARKER = "HYBRIDFLOW_RAY"
 # Its name is short: the path of a socket must stay below 108 characters.
@@ -157,12 +159,18 @@ def _import_path() -> list[str]:
     return [entry or str(Path.cwd()) for entry in sys.path]
 
 
+@functools.cache
+def own_token() -> str:
+    """The token of every Ray that this process starts for itself: Ray's libraries read theirs once a process."""
+    return secrets.token_hex(32)
+
+
 class RayHost:
     """Ray on this host, until `end`: a watchdog ends it all when this process is gone, even by SIGKILL.
 
     Args:
         address: of this host, at which the others reach its servers; on the loopback interface nobody else does.
-        token: without which Ray's servers answer nobody; one is made if None.
+        token: without which Ray's servers answer nobody; this process's own if None.
         environment: more variables of what belongs to this Ray.
     """
 
@@ -174,11 +182,11 @@ class RayHost:
         self.directory = Path(name)
         path = self.directory / "token"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token or secrets.token_hex(32))
+            file.write(token or own_token())
         self.variables: dict[str, str | None] = {
             AUTHENTICATION_MODE: "token",
             _TOKEN_FILE: str(path),
-            _TOKEN: None,
+            TOKEN: None,
             LOOPBACK_VARIABLE: "0" if self.is_local else None,
             _MARKER: name,
             **(environment or {}),
@@ -199,6 +207,11 @@ class RayHost:
     def driver_variables(self) -> dict[str, str | None]:
         """Environment of a driver that ends by itself: without the mark of processes that end with this Ray."""
         return {name: value for name, value in self.variables.items() if name != _MARKER}
+
+    @property
+    def own_variables(self) -> dict[str, str | None]:
+        """Environment of this process before it attaches: `ray.init` looks for a token where no mode is set."""
+        return {**self.variables, AUTHENTICATION_MODE: None, _ADDRESS: None}
 
     @property
     def is_local(self) -> bool:
@@ -279,10 +292,10 @@ class RayHost:
 
         return retried(limit_s, attempt)
 
-    def how_ended(self, descriptor: int, pid: int) -> tuple[str, bool]:
+    def how_ended(self, pid: int) -> tuple[str, bool]:
         """Describe the end of a server, and say if it may have been requested."""
         assert self._node is not None
-        return self._node.how_ended(descriptor, pid)
+        return self._node.how_ended(pid)
 
     def tell_watchdog(self, line: str) -> None:
         """Send it a line (`hybridflow.cluster.processes.watchdog`)."""
@@ -376,11 +389,9 @@ class RayNode:
         if "name" in answer:
             how, _ = self._how(answer)
             raise ServerDied(f"{SERVERS.get(answer['name'], answer['name'])} (process {answer['pid']}) {how}")
-        if "error" in answer:
-            raise EngineError(answer["error"])
         return answer
 
-    def how_ended(self, _descriptor: int, pid: int) -> tuple[str, bool]:
+    def how_ended(self, pid: int) -> tuple[str, bool]:
         """Describe the end of a server, and say if it may have been requested."""
         deadline = time.monotonic() + _TOLD_S
         while pid not in self._ended and (answer := self._next(deadline)) is not None:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 SERVERS = ("gcs_server", "raylet")
 # Optional libraries of Ray's command. Without grpc it starts no server of Ray Client, which asks nobody for a token.
 # Imports of the others take longer than Ray's start.
-_LEFT_OUT = ("grpc", "ray.serve", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
+LEFT_OUT = ("grpc", "ray.serve", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _LOOPBACK = "127.0.0.1"
 _LOOK_EVERY_S = 0.1
@@ -150,7 +150,7 @@ def _words(settings: dict[str, Any], gcs_address: str, ports: _Ports) -> list[st
 
 def _run(words: list[str]) -> NoReturn:
     """Run Ray's command, in a process forked for it."""
-    sys.modules.update(dict.fromkeys(_LEFT_OUT))  # type: ignore[arg-type]  # None: an import raises
+    sys.modules.update(dict.fromkeys(LEFT_OUT))  # type: ignore[arg-type]  # None: an import raises
     from ray.scripts.scripts import main as ray
 
     sys.stdin.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,8 +31,7 @@ class RayWatch:
         lost: is called with one line, in another thread, when one of them is gone.
         quiet_s: how long one may be stopped before a line on stderr says so.
         limit_s: how long it may be stopped before it counts as gone.
-        how: from a descriptor and an id of a process that has ended, how it did and whether it may have been asked to;
-            without, they are children of this process.
+        how: from the id of a process that has ended, how it did and whether it may have been asked to.
     """
 
     def __init__(
@@ -43,19 +41,20 @@ class RayWatch:
         *,
         quiet_s: float,
         limit_s: float,
-        how: Callable[[int, int], tuple[str, bool]] | None = None,
+        how: Callable[[int], tuple[str, bool]],
     ) -> None:
         self.lost: str | None = None
         """One line, once a process is gone."""
         self._call, self._quiet_s, self._limit_s = lost, quiet_s, limit_s
-        self._how = how or _how_child_ended
+        self._how = how
         self._processes: dict[int, tuple[str, int]] = {}
         for name, pid in processes.items():
             with contextlib.suppress(ProcessLookupError):
                 self._processes[os.pidfd_open(pid)] = (name, pid)
         self._stopped: dict[int, float] = {}
         self._reported: set[int] = set()
-        self._closing, self._close = _pipe()
+        self._closing, closing = os.pipe()
+        self._close: int | None = closing
         self._thread = threading.Thread(target=self._watch, name="ray watch", daemon=True)
         self._thread.start()
 
@@ -86,7 +85,7 @@ class RayWatch:
     def _gone(self, descriptors: list[int]) -> str | None:
         for descriptor in descriptors:
             name, pid = self._processes[descriptor]
-            how, was_requested = self._how(descriptor, pid)
+            how, was_requested = self._how(pid)
             if was_requested:
                 time.sleep(_ASKED_S)
             return f"{name} (process {pid}) {how}, and the run cannot go on without it"
@@ -107,19 +106,3 @@ class RayWatch:
                 line = f"{name} (process {pid}) has been stopped since {since}, as by SIGSTOP; the run waits for it"
                 log.warning(f"{line} (kill -CONT {pid})")
         return None
-
-
-def _pipe() -> tuple[int, int | None]:
-    return os.pipe()
-
-
-def _how_child_ended(descriptor: int, _pid: int) -> tuple[str, bool]:
-    """Describe the end of a descriptor's child, and say if it may have been requested; others reap it."""
-    with contextlib.suppress(ChildProcessError):
-        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if result is not None and result.si_code == os.CLD_EXITED:
-            return f"ended with exit code {result.si_status}", True
-        if result is not None:
-            number = signal.Signals(result.si_status)
-            return f"was killed by {number.name}", number in (signal.SIGTERM, signal.SIGINT)
-    return "is gone", True

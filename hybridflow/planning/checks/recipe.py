@@ -17,8 +17,8 @@ from hybridflow.checkpoint.compatibility import check_accepted
 from hybridflow.checkpoint.resume import check_checkpoint_directory, find_resumption
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.devices.gpu_availability import check_gpus_free
+from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.cluster.hosts.checks.host_check import check_directories, check_room, check_writable
-from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.cluster.hosts.network.network_settings import check_used
 from hybridflow.cluster.ray.cluster_address import check_cluster_answers
 from hybridflow.cluster.ray.ray_host import check_authentication

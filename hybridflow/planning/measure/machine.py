@@ -9,7 +9,7 @@ from dataclasses import fields
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from engine3d.startup.lazy_imports import torch
-from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
+from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.planning.measure.kernels import ON_CPU, ON_GPU, measured_kernels
 from hybridflow.planning.measure.links import measured_links
 from hybridflow.planning.measure.rates import MeasuredRate

@@ -20,7 +20,7 @@ from engine3d.rollout.config import RolloutConfig
 from engine3d.startup.lazy_imports import torch
 from engine3d.training.config import LayoutConfig, TrainConfig
 from hybridflow.cluster.devices.device_map import Device, Node
-from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
+from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import JudgeModel, ModelConfig, ModelRole, RolloutRole

@@ -20,12 +20,16 @@ class NetworkSetting:
     Args:
         name: of the variable.
         value: of it.
-        origin: where that comes from, such as "preset roce" or "environment".
+        origin: where that comes from: "environment", "preset roce", "interface eth0" or "recipe".
     """
 
     name: str
     value: str
     origin: str
+
+    def __str__(self) -> str:
+        value = f'"{self.value}"' if self.value.startswith("=") else self.value  # as NCCL's exact names
+        return f"{self.name}={value} ({self.origin})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.cluster.hosts.network.network_settings import PortRange
 
 DISTRIBUTIONS = (
@@ -45,6 +44,9 @@ _GIT_S = 5.0
 _RESOLVE_S = 3.0
 _SHARED_MEMORY = Path("/dev/shm")
 _MOUNTS = Path("/proc/self/mountinfo")
+_GROUPS = Path("/sys/fs/cgroup")
+_MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Limits of control groups 2, where "max" is no limit, and 1, where more than any machine has is none."""
 _MARK_S = 3.0
 _MARK_EVERY_S = 0.1
 _MOST_PORTS = 256
@@ -193,6 +195,21 @@ def collect(
         limits={name: _limit(which) for name, which in _LIMITS.items()},
         resolved=_resolved([host_name, *([head] if head else [])]),
     )
+
+
+def machine_bytes(groups: Path = _GROUPS) -> int:
+    """Memory that this process's machine has, or its container's share of it.
+
+    Args:
+        groups: where control groups say how much they may take.
+    """
+    limits = [int(psutil.virtual_memory().total)]
+    for name in _MEMORY_LIMITS:
+        try:
+            limits.append(int((groups / name).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(limits)
 
 
 def software(recipe: str | None = None, ports: PortRange | None = None, address: str = "") -> dict[str, Any]:

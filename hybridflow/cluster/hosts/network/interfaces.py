@@ -1,9 +1,15 @@
-"""Network interfaces of this host: which one reaches an address, and which addresses one has."""
+"""Network interfaces of this host: which one reaches an address, and which addresses one has.
+
+    python -m hybridflow.cluster.hosts.network.interfaces NAME
+
+prints the address on an interface as `--head` takes it, an IPv6 address in brackets; for scripts of launchers.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
 from dataclasses import dataclass
 
 import psutil
@@ -95,3 +101,18 @@ def _is_known(address: str) -> bool:
 
 def _without_scope(address: str) -> str:
     return address.partition("%")[0]
+
+
+def main(name: str) -> int:
+    """The command; its exit code, 2 where there is no such interface."""
+    try:
+        address = named(name).address
+    except UserError as error:
+        print(f"hybridflow: {error}", file=sys.stderr)
+        return 2
+    print(f"[{address}]" if ":" in address else address)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -15,6 +15,7 @@ from engine3d.errors import UserError, shortened
 from engine3d.rendezvous import PORTS_VARIABLE
 from engine3d.settings import Settings
 from hybridflow.cluster.hosts.network.interfaces import Interface
+from hybridflow.rundir.status.hosts_file import NetworkSetting
 
 Preset = Literal["ethernet", "roce", "infiniband", "efa"]
 
@@ -207,26 +208,9 @@ class NetworkConfig(Settings):
         return self.preset in _READS_MEMORY
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """An environment variable that is in force on a host.
-
-    Args:
-        name: of the variable.
-        value: of it.
-        origin: "environment", "preset roce", "interface eth0" or "recipe".
-    """
-
-    name: str
-    value: str
-    origin: str
-
-    def __str__(self) -> str:
-        value = f'"{self.value}"' if self.value.startswith("=") else self.value  # as NCCL's exact names
-        return f"{self.name}={value} ({self.origin})"
-
-
-def settings_in_force(config: NetworkConfig, interface: Interface | None, environ: Mapping[str, str]) -> list[Setting]:
+def settings_in_force(
+    config: NetworkConfig, interface: Interface | None, environ: Mapping[str, str]
+) -> list[NetworkSetting]:
     """Every variable of the network that is in force on a host, by name, and where it comes from.
 
     A recipe's own words come before the host's environment, and that before what is derived: the preset's variables and
@@ -237,10 +221,10 @@ def settings_in_force(config: NetworkConfig, interface: Interface | None, enviro
         interface: of the cluster on this host; None where everything stays on one host.
         environ: of this host's agent.
     """
-    matched: dict[str, Setting] = {}
+    matched: dict[str, NetworkSetting] = {}
 
     def take(values: Mapping[str, str], origin: str) -> None:
-        matched.update({name: Setting(name, value, origin) for name, value in values.items()})
+        matched.update({name: NetworkSetting(name, value, origin) for name, value in values.items()})
 
     if config.preset is not None:
         take(PRESETS[config.preset], f"preset {config.preset}")
@@ -253,7 +237,7 @@ def settings_in_force(config: NetworkConfig, interface: Interface | None, enviro
     return sorted(matched.values(), key=lambda setting: setting.name)
 
 
-def as_environment(settings: Sequence[Setting]) -> dict[str, str]:
+def as_environment(settings: Sequence[NetworkSetting]) -> dict[str, str]:
     """The environment of a rank in which settings are in force."""
     return {setting.name: setting.value for setting in settings}
 

@@ -241,7 +241,7 @@ def test_a_host_that_differs_takes_no_place(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_a_host_of_which_nothing_is_heard_ends_what_it_has_of_the_run(tmp_path: Path) -> None:
-    launch = launch_of(tmp_path, [LOSE, ("hang", "", "")], hosts=3, restarts=1, spares=1, lost_s=2.0)
+    launch = launch_of(tmp_path, [LOSE, ("hang", "", "")], hosts=3, restarts=1, spares=1, host_s=2.0)
 
     async def main() -> int:
         await launch.start()
@@ -263,7 +263,7 @@ def test_a_host_of_which_nothing_is_heard_ends_what_it_has_of_the_run(tmp_path: 
 def test_a_host_that_is_back_before_its_silence_was_too_long_takes_its_place_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launch = launch_of(tmp_path, [LOSE, END], hosts=2, restarts=1, lost_s=60.0)
+    launch = launch_of(tmp_path, [LOSE, END], hosts=2, restarts=1, host_s=60.0)
 
     async def main() -> list[int]:
         await launch.start()

@@ -33,7 +33,10 @@ def _watch(server: subprocess.Popen[bytes], limit_s: float) -> tuple[RayWatch, t
         lines.append(line)
         results.set()
 
-    return RayWatch({"Ray's raylet": server.pid}, lost, quiet_s=0.1, limit_s=limit_s), results, lines
+    def how(_pid: int) -> tuple[str, bool]:
+        return f"was killed by {signal.Signals(-server.wait()).name}", False
+
+    return RayWatch({"Ray's raylet": server.pid}, lost, quiet_s=0.1, limit_s=limit_s, how=how), results, lines
 
 
 def test_a_part_that_dies_is_named(server: subprocess.Popen[bytes]) -> None:

@@ -237,7 +237,25 @@ def test_a_cluster_that_does_not_answer_is_found_soon() -> None:
 def test_a_cluster_that_answers(ray_cluster: None) -> None:
     import ray
 
-    check_cluster_answers(ray.get_runtime_context().gcs_address, limit_s=60.0)
+    check_cluster_answers(ray.get_runtime_context().gcs_address, limit_s=300.0)
+
+
+@pytest.mark.processes
+def test_a_cluster_that_has_another_token(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    line = "this host has another token than the cluster, or none; expected RAY_AUTH_MODE=token, and the cluster's in"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "c" * 64)
+    assert refusal(lambda: check_cluster_answers("auto", limit_s=300.0)).startswith(
+        f"placement.cluster={address}: {line}"
+    )
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    assert refusal(lambda: check_cluster_answers(address, limit_s=300.0)).startswith(
+        f"placement.cluster={address}: {line}"
+    )
 
 
 FP8 = "launch/recipes/fp8.yaml"

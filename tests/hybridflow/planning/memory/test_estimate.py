@@ -20,7 +20,7 @@ from engine3d.models.precision import scale_shape
 from hybridflow.cli.main import main
 from hybridflow.cli.plan import PlannedLengths, named_cluster, nodes_of, planned
 from hybridflow.cluster.devices.device_map import Device, Node
-from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
+from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.planning.checks.prompt import encoded_prompts

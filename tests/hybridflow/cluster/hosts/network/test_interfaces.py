@@ -9,7 +9,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cli import agent
 from hybridflow.cli.agent import _check_head
-from hybridflow.cluster.hosts.network import interface_address
+from hybridflow.cluster.hosts.network import interfaces
 from hybridflow.cluster.hosts.network.interfaces import Interface, all_interfaces, named
 
 
@@ -40,9 +40,9 @@ def test_host_0_is_looked_for_where_it_listens(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_scripts_ask_for_the_address_of_an_interface(capsys: pytest.CaptureFixture[str]) -> None:
-    assert interface_address.main(["lo"]) == 0
+    assert interfaces.main("lo") == 0
     assert capsys.readouterr().out == "127.0.0.1\n"
-    assert interface_address.main(["ib7"]) == 2
+    assert interfaces.main("ib7") == 2
     assert capsys.readouterr().err.startswith("hybridflow: no interface 'ib7' on this host; it has ")
 
 
