@@ -103,7 +103,7 @@ def _ledger(
     return foresee(
         recipe,
         devices,
-        recipe_specs(recipe.model, recipe.models),
+        recipe_specs(recipe),
         gpu_bytes=round(gpu_gb * 1e9),
         sequence_tokens=sequence_tokens,
         cache_tokens=cache_tokens,

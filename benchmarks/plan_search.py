@@ -34,7 +34,7 @@ RECIPES = {"qwen3-30b-a3b-4xh200": 1024, "h200-1gpu": 8, "qwen3-235b-a22b-128k-6
 
 def workload(recipe: Recipe, algorithm: str, prompt_tokens: int) -> Workload:
     """The work of a recipe's step; with PPO also of a critic, a reference and a reward model of the actor's sizes."""
-    work = recipe_work(recipe, recipe_specs(recipe.model, recipe.models), prompt_tokens=prompt_tokens)
+    work = recipe_work(recipe, recipe_specs(recipe), prompt_tokens=prompt_tokens)
     if algorithm == "grpo":
         return work
     actor = work.actor
@@ -49,7 +49,7 @@ def workload(recipe: Recipe, algorithm: str, prompt_tokens: int) -> Workload:
 
 def settings(recipe: Recipe) -> SearchSettings:
     """The settings of a search, in which every model accepts what the actor does."""
-    of_recipe = search_settings(recipe, recipe_specs(recipe.model, recipe.models))
+    of_recipe = search_settings(recipe, recipe_specs(recipe))
     return replace(of_recipe, accepts=lambda role, layout, config: of_recipe.accepts("actor", layout, config))
 
 

@@ -113,6 +113,7 @@ only other models the other, and a run may have both.
 | `resharding` | weights in rollout engines, compared with those that SGLang loads of an export |
 | `fp8` | `rollout.engine.precision=fp8`: the same, of weights that the trainer quantises |
 | `fp8_training` | `train.precision=fp8`: GEMMs of quantised operands |
+| `fp8_exceptions` | `train.fp8`: layers and shared experts that stay in `dtype` where the model is in fp8 |
 | `lora` | `train.lora`: adapters are trained, and the model stays as it is |
 
 {_MODELS}

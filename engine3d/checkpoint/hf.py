@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine3d.checkpoint.digests.chunk_checksums import ChunkChecksums
 from engine3d.checkpoint.manifest import (
@@ -31,7 +31,7 @@ from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
 from engine3d.models.multi_token import MultiTokenLayers, may_have_multi_token_layers
-from engine3d.models.precision import Precision, stored_tensors
+from engine3d.models.precision import Fp8Settings, Precision, stored_tensors
 from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
 from engine3d.models.rules import Box, HFTensor
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
@@ -86,7 +86,7 @@ def export_checkpoint(
         out: where to write; must not exist.
         role: whose weights.
         dtype: of the written tensors; that of the run if None. The model's float32 buffers stay float32.
-        precision: fp8 quantises values of that dtype, as the run's engines get them.
+        precision: fp8 quantises values of that dtype, as the run's engines get them: `train.fp8` of the run holds.
         max_shard_bytes: largest file, unless a single tensor is larger.
         verify: false exports what is there, whatever the checksums say.
         base: directory with the layers for multi-token prediction, which no checkpoint has; None for the run's model.
@@ -111,7 +111,7 @@ def export_checkpoint(
     model = model_files(checkpoint, role)
     if not model.is_dir():
         model = checkpoint / MODEL
-    spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
+    spec = _fp8_settings(manifest, role).applied(load_model_spec(model, value_head=manifest.roles[role].value_head))
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
@@ -143,6 +143,13 @@ def export_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
     of_dtype = str(written).removeprefix("torch.")
     return Exported(f"{precision} and {of_dtype}" if precision else of_dtype, sum(file.size for file in plan.files))
+
+
+def _fp8_settings(manifest: Manifest, role: str) -> Fp8Settings:
+    """`train.fp8` of the run, or of a role with settings of its own."""
+    sections = (manifest.recipe.get(role) or {}).get("train"), manifest.recipe.get("train")
+    train: dict[str, Any] = next((section for section in sections if section), {})
+    return Fp8Settings(**train.get("fp8", {}))
 
 
 def _multi_token_source(checkpoint: Path, spec: ModelSpec, base: Path | None, model: str | None) -> Path | None:

@@ -10,7 +10,7 @@ from engine3d.dtypes import ITEMSIZES
 from engine3d.models.family import ModelSpec
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.spec import target_names
-from engine3d.models.precision import served_tensors
+from engine3d.models.precision import quantisation_config, served_tensors
 from engine3d.models.sizes import Sizes
 from engine3d.reshard.describe.shards import Buffer, Location, RankShards
 from engine3d.reshard.plan.aliases import find_aliases
@@ -88,7 +88,7 @@ def serving_by_rank(
         dtype,
         config.server_args,
         config.attention_dp,
-        config.precision,
+        quantisation_config(spec) if config.precision is not None else None,
     )
     cache = cache_of_a_token(spec.sizes, config.attention_tp, config.cache_itemsize)
     prefix = prefix_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)

@@ -91,6 +91,7 @@ class ModelSpec:
         directory: where it was read from, if from a directory.
         value_head: whether a scalar head takes the place of the output layer, as in a critic or a reward model.
         expert_order: how the experts of one rank are numbered.
+        unquantised: modules (`rules.module_of`) that the model in fp8 leaves in its dtype (`Fp8Settings.applied`).
     """
 
     family: Family
@@ -100,6 +101,7 @@ class ModelSpec:
     directory: Path | None = None
     value_head: bool = False
     expert_order: ExpertOrder = "ascending"
+    unquantised: frozenset[str] = frozenset()
     adapters: ClassVar[bool] = False
     """True of a specification of a model's adapters."""
 
@@ -116,7 +118,7 @@ class ModelSpec:
     @cached_property
     def rules(self) -> ModelRules:
         """The model's weight rules, used in both directions."""
-        layers = tuple(self.family.layer(self.sizes, number) for number in range(self.sizes.layers))
+        layers = tuple(map(self._layer, range(self.sizes.layers)))
         last = blocks.head(self.sizes, self.value_head, self.value_bias)
         per_token = self.sizes.experts_per_token
         return ModelRules(
@@ -127,6 +129,10 @@ class ModelSpec:
             layer_costs=tuple(multiplications(rules, per_token) for rules in layers),
             head_cost=multiplications(last, per_token),
         )
+
+    def _layer(self, number: int) -> tuple[Rule, ...]:
+        rules = self.family.layer(self.sizes, number)
+        return tuple(rule.without_fp8(number, self.unquantised) for rule in rules) if self.unquantised else rules
 
     @property
     def hf_tensors(self) -> dict[str, HFTensor]:

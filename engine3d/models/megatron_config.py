@@ -30,7 +30,7 @@ from engine3d.models.experts.moe_layer import FusedMoELayer, SequenceMoELayer
 from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
-from engine3d.models.precision import Precision
+from engine3d.models.precision import Precision, is_quantised_layer, quantises_shared_experts
 from engine3d.models.quantised_linear import with_quantised_linears
 from engine3d.models.sizes import Delta, Latent, Sizes
 from engine3d.platform import platform
@@ -214,6 +214,7 @@ def layer_spec(
         vp_stage=vp_stage,
     )
     layers = block.layer_specs
+    first = get_transformer_layer_offset(config, vp_stage)
     if fused_query_key:
         check_fused_query_key(spec, tp=config.tensor_model_parallel_size)
     if spec.sizes.latent is not None:
@@ -231,12 +232,15 @@ def layer_spec(
         if spec.sizes.expert_biases:
             layers = [_with_biased_experts(layer) for layer in layers]
         if precision is not None:
-            layers = [with_quantised_linears(layer) for layer in layers]
+            left_out = () if quantises_shared_experts(spec) else ("shared_experts",)
+            layers = [
+                with_quantised_linears(layer, left_out) if is_quantised_layer(spec, number) else layer
+                for number, layer in enumerate(layers, first)
+            ]
         block = replace(block, layer_norm=RMSNorm)
     if spec.sizes.output_bias and not config.add_bias_linear:
         layers = [_with_output_bias(layer) for layer in layers]
     if spec.sizes.delta is not None:
-        first = get_transformer_layer_offset(config, vp_stage)
         layers = [
             _with_delta_net(layer, spec.sizes.delta) if spec.sizes.is_linear(number) else layer
             for number, layer in enumerate(layers, first)

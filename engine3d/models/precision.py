@@ -5,7 +5,9 @@ ones smaller. The tensor NAME_scale_inv next to it has one float32 a block, by w
 
 Weight rules say which tensors are quantised (`HFTensor.fp8`): the matrices of attention and of all MLPs. Routers,
 norms, biases, embedding and output layer keep their precision, and so does latent attention's kv_b_proj, which SGLang
-would quantise once more by its own rule. Nothing depends on a layout, so that one export serves every engine.
+would quantise once more by its own rule. `Fp8Settings` leave out first and last layers and shared experts too: a model
+specification with them applied has `HFTensor.fp8` false there, and everyone asks that. Nothing depends on a layout, so
+that one export serves every engine.
 
 Scales are powers of two. Four significant bits times a power of two are exact in bfloat16: what is trained after a
 dequantisation is what was published, and quantising it again changes no value.
@@ -14,12 +16,16 @@ dequantisation is what was published, and quantising it again changes no value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
+
+from pydantic import Field
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
-from engine3d.models.rules import Box, Cut, ExpertNumbering, HFTensor, Segment, Shard, TensorSlice
+from engine3d.models.rules import Box, Cut, ExpertNumbering, HFTensor, Rule, Segment, Shard, TensorSlice, module_of
+from engine3d.settings import Settings
 from engine3d.startup.lazy_imports import torch
 
 Precision = Literal["fp8"]
@@ -46,6 +52,68 @@ QUANTISATION_CONFIG: Mapping[str, Any] = {
 """The `quantization_config` of a config.json by which SGLang and transformers read the format."""
 
 
+class Fp8Settings(Settings):
+    """Matrices that stay in `dtype` where a model is in fp8: in training, engines and exports alike."""
+
+    num_layers_at_start_in_bf16: int = Field(
+        0, ge=0, description="first layers whose matrices stay in dtype where the model is in fp8"
+    )
+    num_layers_at_end_in_bf16: int = Field(
+        0, ge=0, description="last layers whose matrices stay in dtype where the model is in fp8"
+    )
+    shared_experts_in_bf16: bool = Field(False, description="leave shared experts in dtype where the model is in fp8")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Settings that leave something out."""
+        return {name: value for name, value in self.model_dump().items() if value}
+
+    def applied(self, spec: ModelSpec) -> ModelSpec:
+        """The model with these matrices left in its dtype.
+
+        Raises:
+            UserError: names the setting. The model has too few layers, or no shared experts.
+        """
+        layers, first = spec.sizes.layers, self.num_layers_at_start_in_bf16
+        last = layers - self.num_layers_at_end_in_bf16
+        if first >= last:
+            raise UserError(
+                f"fp8.num_layers_at_start_in_bf16={first} and num_layers_at_end_in_bf16={layers - last}: expected "
+                f"fewer than num_hidden_layers={layers} together, so that a layer is in fp8"
+            )
+        if self.shared_experts_in_bf16 and not spec.sizes.shared_ffn:
+            raise UserError(
+                f"fp8.shared_experts_in_bf16=true: {spec.family.architecture} has no shared experts; expected false"
+            )
+        modules = {
+            module_of(tensor.name).format(layer=number)
+            for number, rules in enumerate(replace(spec, unquantised=frozenset()).rules.layers if self.given else ())
+            for rule in rules
+            for tensor in rule.cut.tensors
+            if tensor.fp8 and (not first <= number < last or (self.shared_experts_in_bf16 and is_shared(rule)))
+        }
+        return spec if modules == spec.unquantised else replace(spec, unquantised=frozenset(modules))
+
+
+NOTHING_LEFT_OUT = Fp8Settings()
+
+
+def is_shared(rule: Rule) -> bool:
+    """True of a parameter of shared experts."""
+    return ".shared_experts." in rule.name
+
+
+def is_quantised_layer(spec: ModelSpec, number: int) -> bool:
+    """True if matrices of a layer are in fp8 where the model is."""
+    return any(tensor.fp8 for rule in spec.rules.layers[number] for tensor in rule.cut.tensors)
+
+
+def quantises_shared_experts(spec: ModelSpec) -> bool:
+    """True if shared experts of the model in fp8 are, or there are none."""
+    shared = [rule for rules in spec.rules.layers for rule in rules if is_shared(rule)]
+    return not shared or any(tensor.fp8 for rule in shared for tensor in rule.cut.tensors)
+
+
 def scale_name(tensor: str) -> str:
     """Name of the scales of a quantised tensor."""
     return f"{tensor}_scale_inv"
@@ -63,12 +131,14 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def quantisation_config(spec: ModelSpec) -> dict[str, Any]:
     """The `quantization_config` of a model in fp8, with the modules of the matrices that keep their precision."""
-    kept = [
-        name.removesuffix(".weight")
-        for name, tensor in spec.hf_tensors.items()
-        if len(tensor.shape) == 2 and not tensor.fp8
-    ]
-    return {**QUANTISATION_CONFIG, "modules_to_not_convert": kept}
+    matrices = (tensor for tensor in spec.hf_tensors.values() if len(tensor.shape) == 2)
+    kept = dict.fromkeys(module_of(tensor.name) for tensor in matrices if not tensor.fp8)
+    return {**QUANTISATION_CONFIG, "modules_to_not_convert": list(kept)}
+
+
+def quantised_as(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+    """The model, quantised as its `quantization_config` says."""
+    return replace(spec, unquantised=frozenset(config["modules_to_not_convert"]))
 
 
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

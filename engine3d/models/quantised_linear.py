@@ -9,6 +9,7 @@ too, and the inputs of weight gradients along tokens.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -61,12 +62,19 @@ class QuantisedRows(RowParallelLinear):
 _QUANTISED = {ColumnParallelLinear: QuantisedColumns, RowParallelLinear: QuantisedRows}
 
 
-def with_quantised_linears(node: Any) -> Any:
-    """Replace Megatron-Core's linear layers by quantised ones in a specification of a layer or of its sub-module."""
+def with_quantised_linears(node: Any, left_out: Collection[str] = ()) -> Any:
+    """Replace Megatron-Core's linear layers by quantised ones in a specification of a layer or of its sub-module.
+
+    Args:
+        node: the specification.
+        left_out: names of sub-modules that stay as they are.
+    """
+    quantised = partial(with_quantised_linears, left_out=left_out)
     if isinstance(node, partial):
-        keywords = {name: with_quantised_linears(value) for name, value in node.keywords.items()}
-        return partial(node.func, *map(with_quantised_linears, node.args), **keywords)
+        keywords = {name: quantised(value) for name, value in node.keywords.items()}
+        return partial(node.func, *map(quantised, node.args), **keywords)
     if is_dataclass(node) and not isinstance(node, type):
         values = {field.name: getattr(node, field.name) for field in fields(node) if field.init}
-        return replace(node, **{name: with_quantised_linears(value) for name, value in values.items()})
+        values = {name: value if name in left_out else quantised(value) for name, value in values.items()}
+        return replace(node, **values)
     return _QUANTISED.get(node, node) if isinstance(node, type) else node

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -65,6 +65,12 @@ class HFTensor:
         name = self.name.format(layer=layer, expert=expert)
         shape = (self.stacked, *reversed(self.shape)) if self.stacked else self.shape
         return HFTensor(name, shape, self.init, self.optional, self.buffer, self.fp8)  # `replace` is slow
+
+
+def module_of(tensor: str) -> str:
+    """Name of the module that has a weight, as lists of unquantised modules name it: a layer's experts are one."""
+    module, experts, _ = tensor.removesuffix(".weight").partition(".experts.")
+    return module + experts.removesuffix(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +380,25 @@ class Rule:
 
     def local_cut(self, transformer_engine: bool) -> Cut:
         return self.transformer_engine_cut if transformer_engine and self.transformer_engine_cut else self.cut
+
+    def without_fp8(self, layer: int, modules: Collection[str]) -> Rule:
+        """The rule in a layer of a model that leaves some modules unquantised."""
+        cut, other = self.cut, self.transformer_engine_cut
+        return replace(
+            self,
+            cut=_without_fp8(cut, layer, modules),
+            transformer_engine_cut=None if other is None else _without_fp8(other, layer, modules),
+        )
+
+
+def _without_fp8(cut: Cut, layer: int, modules: Collection[str]) -> Cut:
+    changes = {
+        field.name: replace(tensor, fp8=False)
+        for field in fields(cut)  # type: ignore[arg-type]
+        if isinstance(tensor := getattr(cut, field.name), HFTensor)
+        and module_of(tensor.name).format(layer=layer) in modules
+    }
+    return replace(cut, **changes) if changes else cut  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from engine3d.errors import EngineError, UserError
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings
 from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig
@@ -45,6 +46,7 @@ class RolloutEngine(ResponseStreams):
         weight_sources: Sequence[Path | None] = (),
         shard: EngineShard = SINGLE_HOST,
         adapters: LoraConfig | None = None,
+        fp8: Fp8Settings = NOTHING_LEFT_OUT,
     ) -> None:
         """Check everything that can be checked without starting anything.
 
@@ -58,10 +60,11 @@ class RolloutEngine(ResponseStreams):
         `shard`: the first of an engine on several hosts, whose others are an `EngineMember` each; the start waits for
         them. Such an engine must not be asked for anything before all have been started.
         `adapters`: that SGLang adds to the weights; transfers bring them apart (`lora.engine`).
+        `fp8`: matrices that stay in `dtype` with `precision=fp8`, the trainer's too.
         """
         super().__init__(config, log_path)
         self._model = launch.read_model(
-            Path(model_dir).resolve(), weights_needed=config.loads_weights, adapters=adapters
+            Path(model_dir).resolve(), weights_needed=config.loads_weights, adapters=adapters, fp8=fp8
         )
         self._context_length = launch.context_length(config, self._model)
         self._devices = tuple(devices)

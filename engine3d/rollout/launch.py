@@ -18,7 +18,7 @@ from engine3d.models.families.qwen3_next import QWEN3_NEXT
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import peft_config
 from engine3d.models.lora.spec import target_names
-from engine3d.models.precision import quantisation_config
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, quantisation_config, quantises_shared_experts
 from engine3d.models.quantised import QUANTISATION_KEY
 from engine3d.models.safetensors_files import read_header
 from engine3d.platform import platform
@@ -70,9 +70,13 @@ class ModelDirectory:
     """Keys of the config that SGLang is to read otherwise than the file has them, and their values."""
     adapters: LoraConfig | None = None
     """Adapters that SGLang adds to the model."""
+    fp8: Fp8Settings = NOTHING_LEFT_OUT
+    """Matrices that stay in the engine's dtype where it is in fp8."""
 
 
-def read_model(directory: Path, weights_needed: bool, adapters: LoraConfig | None = None) -> ModelDirectory:
+def read_model(
+    directory: Path, weights_needed: bool, adapters: LoraConfig | None = None, fp8: Fp8Settings = NOTHING_LEFT_OUT
+) -> ModelDirectory:
     """Read a model directory's config.json and the headers of its weights. Raises UserError naming what is missing."""
     config_path = directory / "config.json"
     if not config_path.is_file():
@@ -90,7 +94,7 @@ def read_model(directory: Path, weights_needed: bool, adapters: LoraConfig | Non
     stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
     if weights_needed:
         check_unquantised(directory, stored)
-    return ModelDirectory(directory, architectures, vocab_size, max_positions, overrides, adapters)
+    return ModelDirectory(directory, architectures, vocab_size, max_positions, overrides, adapters, fp8)
 
 
 def context_length(config: RolloutConfig, model: ModelDirectory) -> int:
@@ -161,8 +165,11 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         arguments |= {"nnodes": shard.count, "node_rank": shard.index}
     overrides = dict(model.overrides)
     if config.precision is not None:
-        overrides[QUANTISATION_KEY] = quantisation_config(load_model_spec(model.directory))
+        spec = model.fp8.applied(load_model_spec(model.directory))
+        overrides[QUANTISATION_KEY] = quantisation_config(spec)
         arguments["load_format"] = "dummy"
+        if not quantises_shared_experts(spec):
+            arguments["disable_shared_experts_fusion"] = True  # DeepSeek-V3's would be one more of the routed experts
     if overrides:
         arguments["json_model_override_args"] = json.dumps(overrides)
     needed = tokens_needed(

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.precision import BLOCK
+from engine3d.models.precision import BLOCK, quantises_shared_experts
 from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
 from engine3d.models.safetensors_files import StoredTensor, TensorFiles
 from engine3d.rollout.config import RolloutConfig
@@ -329,10 +329,9 @@ def _check_blocks(spec: ModelSpec, config: RolloutConfig) -> None:
             f"{spec.family.architecture}; expected null"
         )
     queries = sizes.heads * sizes.head_dim // tp
-    lengths = {
-        "rows of gate and up of an expert (moe_intermediate_size)": sizes.expert_ffn // (tp // config.ep),
-        "rows of gate and up of the shared expert": sizes.shared_ffn // tp,
-    }
+    lengths = {"rows of gate and up of an expert (moe_intermediate_size)": sizes.expert_ffn // (tp // config.ep)}
+    if quantises_shared_experts(spec):
+        lengths["rows of gate and up of the shared expert"] = sizes.shared_ffn // tp
     if not sizes.sparse or not all(sizes.sparse):
         lengths["rows of gate and up of a dense MLP (intermediate_size)"] = sizes.ffn // tp
     if sizes.latent is None:

@@ -39,7 +39,7 @@ class BuiltModel:
         offload: bool = False,
     ) -> None:
         self.config, self.layout, self.value_head = config, layout, value_head
-        spec = load_model_spec(model_directory, value_head=value_head)
+        spec = config.fp8.applied(load_model_spec(model_directory, value_head=value_head))
         spec.check_layout(layout)
         check_options(config, spec, layout, transformer_engine=platform.has_transformer_engine)
         if trainable:

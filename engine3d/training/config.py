@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.precision import Precision
+from engine3d.models.precision import Fp8Settings, Precision
 from engine3d.models.sizes import ROW_ELEMENTS, Sizes
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 from engine3d.training.megatron_options import refusals
@@ -129,6 +129,7 @@ class TrainConfig(Settings):
         description="precision of the GEMMs of attention, MLPs and experts: fp8 quantises their operands. Weights, "
         "gradients and optimizer stay as they are; null: dtype",
     )
+    fp8: Fp8Settings = Fp8Settings()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters and leave the model as it is; null: train all weights"

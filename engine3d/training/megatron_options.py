@@ -168,6 +168,7 @@ REFUSED = (
             **_fields(
                 "recompute_granularity recompute_method recompute_modules moe_layer_recompute", "train.recompute"
             ),
+            **_fields("first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "train.fp8"),
             **_fields("params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype", "train.dtype"),
         },
     ),
@@ -219,8 +220,7 @@ REFUSED = (
         _fields(
             "fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len "
             "fp8_amax_compute_algo fp8_wgrad fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention fp4 "
-            "fp4_recipe fp4_param fp4_quantizer_factory tp_only_amax_red first_last_layers_bf16 "
-            "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention "
+            "fp4_recipe fp4_param fp4_quantizer_factory tp_only_amax_red use_kitchen use_kitchen_attention "
             "kitchen_attention_backend quant_recipe activation_func_fp8_input_store "
             "moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_dtype "
             "attention_softmax_in_fp32 disable_bf16_reduced_precision_matmul"

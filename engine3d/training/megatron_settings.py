@@ -87,6 +87,8 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         )
     if config.precision is not None:
         check_trained_blocks(spec, layout, transformer_engine=transformer_engine)
+        if config.fp8.given and transformer_engine:
+            raise UserError(f"fp8.{min(config.fp8.given)} was not tried on GPUs; expected none, or precision=null")
         if config.fused_query_key:
             raise UserError(f"fused_query_key=true was not tried with precision={config.precision}; expected false")
     if config.fused_query_key:

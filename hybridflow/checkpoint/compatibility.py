@@ -13,6 +13,7 @@ from typing import Any
 from engine3d.checkpoint.manifest import checksum
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec, load_model_spec
+from engine3d.models.precision import NOTHING_LEFT_OUT
 from engine3d.models.safetensors_files import TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, exported_config
 from hybridflow.algorithms.own_files import file_of, is_own
@@ -46,6 +47,7 @@ _SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
     "train.lora": None,
     _ADAPTERS_OF_ENGINES: "merged",
+    **{f"train.fp8.{name}": value for name, value in NOTHING_LEFT_OUT.model_dump().items()},
     "data.files": None,
     "data.pairs": None,
     **{f"data.pairs.chat.{name}": value for name, value in ChatConfig().model_dump(mode="json").items()},

@@ -204,7 +204,7 @@ def planned(
         from hybridflow.planning.memory.estimate import recipe_specs
         from hybridflow.planning.search.placements import PlacementSearch
         from hybridflow.planning.search.recipe_work import recipe_work, search_settings
-    specs = recipe_specs(recipe.model, recipe.models)
+    specs = recipe_specs(recipe)
     work = recipe_work(
         recipe,
         specs,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.precision import NOTHING_LEFT_OUT
 from engine3d.rollout.config import RolloutConfig
 from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import STATE_SETTINGS, TrainConfig
@@ -462,8 +463,11 @@ class Recipe(Settings):
         """Return the layout and training settings of a role's model."""
         if role == "actor":
             return self.train
-        # Routes are of the actor's samples and weights, adapters of the actor.
-        return self.models[role].train or self.train.model_copy(update={"routing_replay": "none", "lora": None})
+        # Routes are of the actor's samples and weights, adapters of the actor, and what engines leave in bf16 too.
+        others: dict[str, Any] = {"routing_replay": "none", "lora": None}
+        if self.train.precision is None:
+            others["fp8"] = NOTHING_LEFT_OUT
+        return self.models[role].train or self.train.model_copy(update=others)
 
     def train_setting(self, role: str) -> str:
         """The name of the setting that says so."""

@@ -66,7 +66,7 @@ def predicted_seconds(
         check_planned_for(recipe.megatron_roles.values(), recipe.served_roles, lease=recipe.rollout.lease)
         work = recipe_work(
             recipe,
-            recipe_specs(recipe.model, recipe.models),
+            recipe_specs(recipe),
             prompt_tokens=max(1, round(prompt_tokens)),
             response_tokens=response_tokens,
         )

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, cast
 from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.plan.coordinate import ReceiveOrder
@@ -71,6 +72,7 @@ class RolloutWorker:
         keeps_memory: numbers of the engines that compute next to models, and so do not offload.
         restarts: True if a lost engine is restarted, so that `begin_weights` reports the loss and does not fail.
         adapters: that every engine gets apart from the model.
+        fp8: matrices that stay in the engines' dtype where these are in fp8.
     """
 
     concurrent_threads = 4
@@ -87,6 +89,7 @@ class RolloutWorker:
         keeps_memory: Sequence[int] = (),
         restarts: bool = False,
         adapters: LoraConfig | None = None,
+        fp8: Fp8Settings = NOTHING_LEFT_OUT,
     ) -> None:
         self._restarts = restarts
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
@@ -101,7 +104,9 @@ class RolloutWorker:
         engine_shard = EngineShard(context.coordinates.tp, context.layout.tp, context.store)
         self._calls = ShardCalls(engine_shard, config.start_timeout_s)
         given = config, context.devices, log_path, weight_sources[ranks]
-        self._make_engine = functools.partial(RolloutEngine, directory, *given, shard=engine_shard, adapters=adapters)
+        self._make_engine = functools.partial(
+            RolloutEngine, directory, *given, shard=engine_shard, adapters=adapters, fp8=fp8
+        )
         self._engine_here: RolloutEngine | EngineMember = (
             EngineMember(directory, *given, shard=engine_shard) if engine_shard.index else self._make_engine()
         )

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import logprobs
+from engine3d.checkpoint.hf import export_checkpoint
+from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.models import load_model_spec
-from engine3d.models.precision import served_shapes
+from engine3d.models.precision import Fp8Settings, quantisation_config, served_shapes
 from tests.support.proves import proves
 from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
 
@@ -25,6 +27,8 @@ FEATURES = (
     "trainer.mini_batches=2",
     "rollout.engine.kv_cache_dtype=fp8_e4m3",
 )
+
+LEFT_OUT = ("train.fp8.num_layers_at_end_in_bf16=1",)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +59,20 @@ FEATURES = (
             ],
         ),
         pytest.param(
+            "fp8-training",
+            LEFT_OUT,
+            marks=[
+                proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 fp8_training fp8_exceptions"),
+                pytest.mark.release,
+            ],
+        ),
+        pytest.param(
             "fp8",
             ("train.lora={rank: 8, alpha: 16}",),
             marks=[proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 lora"), pytest.mark.release],
         ),
     ],
-    ids=["recipe", "features", "training", "adapters"],
+    ids=["recipe", "features", "training", "left out", "adapters"],
 )
 def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str, ...], tmp_path: Path) -> None:
     settings = [
@@ -78,7 +90,8 @@ def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str,
     assert "without algorithm.correction" not in outcome.stdout + outcome.stderr
     run = tmp_path / "small"
     steps = records(run, "train")
-    spec = load_model_spec(run / "model")
+    fp8 = Fp8Settings(num_layers_at_end_in_bf16=int(features == LEFT_OUT))
+    spec = fp8.applied(load_model_spec(run / "model"))
     quantised = sum(prod(tensor.shape) for tensor in spec.hf_tensors.values() if tensor.fp8)
     scales = sum(prod(shape) for name, shape in served_shapes(spec, "fp8").items() if name not in spec.hf_tensors)
     moved = quantised + 4 * scales + 2 * (spec.parameter_count() - quantised)
@@ -88,7 +101,12 @@ def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str,
         assert 0 < step["mismatch/logprob_abs_diff_max"] < 0.5
         assert step["train/gradient_norm"] > 0
         assert any(name.startswith("correction/") for name in step), json.dumps(step)
-    assert moved < 0.6 * 2 * spec.parameter_count()
+    assert moved < (0.6 if features != LEFT_OUT else 0.8) * 2 * spec.parameter_count()
+    if features == LEFT_OUT:
+        export_checkpoint(find_checkpoints(run / "checkpoints")[0][0], tmp_path / "export", precision="fp8")
+        config = json.loads((tmp_path / "export" / "config.json").read_text())
+        assert config["quantization_config"] == quantisation_config(spec)
+        assert spec.unquantised <= set(config["quantization_config"]["modules_to_not_convert"])
 
 
 STREAMED = (

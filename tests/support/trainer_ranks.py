@@ -19,7 +19,7 @@ import torch
 from engine3d.errors import EngineError
 from engine3d.layout import Layout
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.precision import Precision
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
 from engine3d.training.config import LayoutConfig, TrainConfig
@@ -118,6 +118,7 @@ class Trainer:
         model: Path | None = None,
         precision: Precision | None = None,
         lora: LoraConfig | None = None,
+        fp8: Fp8Settings = NOTHING_LEFT_OUT,
     ) -> SharedShards:
         """Build the model, or another, on a layout and share its weights."""
         from engine3d.training.engine import TrainEngine
@@ -125,7 +126,7 @@ class Trainer:
         if self._engine is not None:
             self._sender.close()
             self._engine.close()
-        config = TrainConfig(layout=LayoutConfig(**sizes), dtype=dtype, lora=lora)
+        config = TrainConfig(layout=LayoutConfig(**sizes), dtype=dtype, lora=lora, fp8=fp8)
         layout = Layout.of_world(int(os.environ["WORLD_SIZE"]), **sizes)
         self._engine = TrainEngine(model or self._model, config, layout)
         self._sender = self._engine.weight_sender(f"actor rank {self._rank}", self._rank, location, precision)

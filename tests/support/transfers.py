@@ -13,7 +13,7 @@ from typing import Any
 from engine3d.models import load_model_spec
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.spec import AdapterSpec
-from engine3d.models.precision import Precision, served_shapes
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision, served_shapes
 from engine3d.rendezvous import listen, serve, tcp_address
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
@@ -89,6 +89,7 @@ def connect(
     precision: Precision | None = None,
     adapters: LoraConfig | None = None,
     alone: bool = False,
+    fp8: Fp8Settings = NOTHING_LEFT_OUT,
     **options: Any,
 ) -> Connected:
     """Plan the transfers to the engines, and make everyone ready.
@@ -102,12 +103,13 @@ def connect(
         precision: of the engines.
         adapters: that the engines get apart from the model.
         alone: True to send these alone.
+        fp8: matrices that trainer and engines leave in their dtype.
         options: of `coordinate`.
     """
     targets: list[SharedShards] = []
     for number, (engine, its_places) in enumerate(zip(engines, engine_places, strict=True)):
         targets += engine.share_weights(f"engine {number}", len(targets), its_places)
-    spec = load_model_spec(model)
+    spec = fp8.applied(load_model_spec(model))
     tensors = {} if alone else served_shapes(spec, precision)
     if adapters is not None:
         tensors |= {name: tensor.shape for name, tensor in AdapterSpec.of(spec, adapters).hf_tensors.items()}

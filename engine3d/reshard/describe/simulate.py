@@ -27,8 +27,7 @@ import torch
 from torch import nn
 
 from engine3d.errors import UserError
-from engine3d.models import model_spec, sglang_overrides
-from engine3d.models.precision import Precision, quantisation_config
+from engine3d.models import sglang_overrides
 from engine3d.reshard.describe.same_model import check_same_model
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, trace_load
@@ -51,7 +50,7 @@ def trace_engine_layout(
     dtype: torch.dtype | None = None,
     server_args: Mapping[str, Any] = _NO_ARGUMENTS,
     attention_dp: int = 1,
-    precision: Precision | None = None,
+    quantisation: Mapping[str, Any] | None = None,
 ) -> list[LoadTrace]:
     """Trace each tp rank of an engine as `trace_load` would inside that engine, in order of rank.
 
@@ -66,12 +65,12 @@ def trace_engine_layout(
         dtype: the engine's; None for what SGLang's dtype "auto" makes of the config's.
         server_args: further arguments of SGLang's that the engine has, such as enforce_shared_experts_fusion.
         attention_dp: groups of ranks with attention of their own.
-        precision: of the engine's weights; the tensors are then those of `served_tensors`.
+        quantisation: the engine's `quantization_config`; the tensors are then those of `served_tensors`.
 
     Raises:
         UserError: SGLang refuses the layout, or the tensors are another model's.
     """
-    pattern = _Pattern.of(hf_config, tensors, dtype, precision)
+    pattern = _Pattern.of(hf_config, tensors, dtype, quantisation)
     traces = [pattern.trace(tp, ep, rank, server_args, attention_dp) for rank in range(tp)]
     check_same_model(traces, {name: shape for name, (shape, _) in tensors.items()})
     return traces
@@ -163,7 +162,7 @@ def engine_rank(
 
 
 def build_model(
-    hf_config: dict[str, Any], dtype: torch.dtype, device: str, precision: Precision | None = None
+    hf_config: dict[str, Any], dtype: torch.dtype, device: str, quantisation: Mapping[str, Any] | None = None
 ) -> nn.Module:
     """SGLang's model, its parameters not filled, for the rank of SGLang's present process groups."""
     from transformers import CONFIG_MAPPING
@@ -181,18 +180,18 @@ def build_model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return model_class(config=config, quant_config=_quant_config(hf_config, precision))
+            return model_class(config=config, quant_config=_quant_config(quantisation))
     finally:
         torch.set_default_dtype(default)
 
 
-def _quant_config(hf_config: dict[str, Any], precision: Precision | None) -> Any:
+def _quant_config(quantisation: Mapping[str, Any] | None) -> Any:
     """SGLang's configuration of a quantised model, as its loader reads it."""
-    if precision is None:
+    if quantisation is None:
         return None
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
-    return Fp8Config.from_config(quantisation_config(model_spec(hf_config)))
+    return Fp8Config.from_config(dict(quantisation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +277,7 @@ class _Pattern:
         kinds: for the first layer of each kind, all layers of the kind.
         dtype: of the engine.
         ropes: SGLang's rotary embeddings, which all ranks share.
-        precision: of the engine's weights.
+        quantisation: the engine's `quantization_config`.
     """
 
     hf_config: dict[str, Any]
@@ -286,7 +285,7 @@ class _Pattern:
     kinds: dict[int, list[int]]
     dtype: torch.dtype
     ropes: dict[Any, Any]
-    precision: Precision | None = None
+    quantisation: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -294,16 +293,16 @@ class _Pattern:
         hf_config: dict[str, Any],
         tensors: Tensors,
         dtype: torch.dtype | None,
-        precision: Precision | None = None,
+        quantisation: Mapping[str, Any] | None = None,
     ) -> _Pattern:
         kinds = _layer_kinds(hf_config, tensors)
         built = max(kinds) + 1
         few = {name: tensor for name, tensor in tensors.items() if (_layer_of(name) or 0) < built}
-        return cls(_with_layers(hf_config, built), few, kinds, dtype or auto_dtype(hf_config), {}, precision)
+        return cls(_with_layers(hf_config, built), few, kinds, dtype or auto_dtype(hf_config), {}, quantisation)
 
     def trace(self, tp: int, ep: int, rank: int, server_args: Mapping[str, Any], attention_dp: int) -> LoadTrace:
         with engine_rank(tp, ep, rank, server_args, self.ropes, attention_dp):
-            model = build_model(self.hf_config, self.dtype, "meta", self.precision)
+            model = build_model(self.hf_config, self.dtype, "meta", self.quantisation)
             return _for_all_layers(trace_load(model, self.tensors), self.kinds)
 
 

@@ -355,11 +355,14 @@ class EngineRank:
 
     def _trace_load(self) -> LoadTrace:
         from engine3d.models import load_model_spec
-        from engine3d.models.precision import served_tensors
+        from engine3d.models.precision import quantised_as, served_tensors
         from engine3d.reshard.describe.trace import trace_load
 
-        spec = load_model_spec(self._runner.model_config.model_path)
-        precision: Precision | None = "fp8" if self._runner.model_config.quantization == "fp8" else None
+        config = self._runner.model_config
+        spec = load_model_spec(config.model_path)
+        precision: Precision | None = "fp8" if config.quantization == "fp8" else None
+        if precision is not None:
+            spec = quantised_as(spec, config.hf_config.quantization_config)
         return trace_load(self._runner.model, served_tensors(spec, self._runner.dtype, precision))
 
     @property

@@ -52,6 +52,7 @@ FEATURES = (
     "resharding",
     "fp8",
     "fp8_training",
+    "fp8_exceptions",
     "lora",
 )
 ITEMS = (*FAMILIES, *LAYOUT, *FEATURES)
@@ -125,6 +126,8 @@ class RunFeatures:
             items["offload"] = f"{role}.offload=true"
         if config.precision is not None:
             items["fp8_training"] = f"{setting}.precision={config.precision}"
+        if config.fp8.given:
+            items["fp8_exceptions"] = f"{setting}.fp8.{min(config.fp8.given)}"
         if model.trained:
             items |= _of_training(config, setting, self.save_interval)
         if self.rollout is not None:

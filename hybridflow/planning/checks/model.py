@@ -63,6 +63,34 @@ def check_megatron(
         raise UserError(f"{setting}.{error}") from None
 
 
+def with_fp8_settings(
+    spec: ModelSpec | None, train: TrainConfig, setting: str, engine: RolloutConfig | None
+) -> ModelSpec | None:
+    """The model of a role with the matrices left in its dtype that `train.fp8` names; None for one that is unknown.
+
+    Args:
+        spec: of the role.
+        train: settings of the role.
+        setting: the name of `train`.
+        engine: settings of the engines that get its weights; None for none.
+
+    Raises:
+        UserError: the settings do not fit the model, or nothing is in fp8.
+    """
+    if train.fp8.given and train.precision is None and (engine is None or engine.precision is None):
+        name, value = next(iter(train.fp8.given.items()))
+        others = "" if engine is None else " or rollout.engine.precision=fp8"
+        plain = type(value)()
+        raise UserError(
+            f"{setting}.fp8.{name}={str(value).lower()} without fp8; expected {setting}.precision=fp8{others}, or "
+            f"{str(plain).lower()}"
+        )
+    try:
+        return None if spec is None else train.fp8.applied(spec)
+    except UserError as error:
+        raise UserError(f"{setting}.{error}") from None
+
+
 def check_model(
     model: ModelRole, role: str, algorithm: AlgorithmSettings, actor: ModelSpec | None
 ) -> tuple[ModelSpec | None, list[str]]:

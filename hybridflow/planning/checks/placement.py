@@ -130,6 +130,9 @@ def check_layouts(
     precision = recipe.rollout.engine.precision
     if recipe.train.lora is not None and precision is not None and devices["rollout"][0].kind == "cuda":
         raise UserError(f"train.lora with rollout.engine.precision={precision} was not tried on GPUs; expected null")
+    if recipe.train.fp8.given and precision is not None and devices["rollout"][0].kind == "cuda":
+        setting = f"train.fp8.{min(recipe.train.fp8.given)}"
+        raise UserError(f"{setting} with rollout.engine.precision={precision} was not tried on GPUs; expected none")
     if (adapters := recipe.served_adapters) is not None:
         engine = recipe.rollout.engine.model_copy(update={"routes": recipe.has_routes})
         rollout = recipe.rollout.model_copy(update={"engine": engine})

@@ -40,6 +40,7 @@ from hybridflow.planning.checks.model import (
     check_model,
     check_model_files,
     check_teacher_engine,
+    with_fp8_settings,
 )
 from hybridflow.planning.checks.offload import check_offload
 from hybridflow.planning.checks.placement import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
@@ -102,6 +103,10 @@ def check_recipe(
         specs[role], notes = attempt(check_model, model, role, recipe.algorithm, spec) or (None, [])
         warnings += notes
     devices = attempt(planned_devices, recipe.device_maps, recipe.placement, cluster)
+    for role, settings in recipe.megatron_roles.items():
+        engine = recipe.rollout.engine if role == "actor" and recipe.starts_engines else None
+        specs[role] = attempt(with_fp8_settings, specs[role], settings.train, settings.setting, engine)
+    spec = specs["actor"]
     layouts = attempt(check_layouts, recipe, devices, specs) if devices is not None else None
     if layouts is not None:
         features = RunFeatures(engines, recipe.checkpoint.save_interval, recipe.environment is not None)

@@ -23,7 +23,7 @@ from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import JudgeModel, ModelConfig, ModelRole, RolloutRole
+from hybridflow.config.roles import JudgeModel, RolloutRole
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.planning.checks.gpu import gpu_without_fused_experts
 from hybridflow.planning.checks.model import role_spec
@@ -159,7 +159,7 @@ def recipe_ledger(
         if not platform.gpus:
             raise UserError("--memory: this machine has no GPUs to go by; expected --gpu-gb, such as --gpu-gb 141")
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    specs = recipe_specs(recipe.model, recipe.models)
+    specs = recipe_specs(recipe)
     lengths = encoded_prompts(recipe, specs["actor"]).lengths
     on_engines, most = devices.get("rollout"), None
     if on_engines is not None:
@@ -180,11 +180,11 @@ def recipe_ledger(
     )
 
 
-def recipe_specs(model: ModelConfig, models: Mapping[str, ModelRole]) -> dict[str, ModelSpec]:
-    """Read the sizes of the actor's model, and of that of each role next to it."""
-    actor = initial_spec(model)
-    others = {role: role_spec(model, role, actor) for role, model in models.items()}
-    return {"actor": actor} | {role: spec for role, spec in others.items() if spec is not None}
+def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:
+    """Read the specification of the actor's model, and of that of each role next to it."""
+    actor = initial_spec(recipe.model)
+    specs = {"actor": actor} | {role: role_spec(model, role, actor) for role, model in recipe.models.items()}
+    return {role: recipe.train_config(role).fp8.applied(spec) for role, spec in specs.items() if spec is not None}
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def resolved(path: Path, overrides: Sequence[str], nodes: Sequence[Node] | None)
         raise UserError(f"{autos[0]}: auto with several actors, which was not tried; expected devices and layouts")
     recipe = build_settings(Recipe, without_autos(data), locations, str(path))
     profile, gpus = _hardware(nodes, autos[0])
-    specs = recipe_specs(recipe.model, recipe.models)
+    specs = recipe_specs(recipe)
     settings = search_settings(recipe, specs, gpus_per_node=profile.hardware.gpus_per_node, gpus=profile.gpu != "cpu")
     if "placement" in autos:
         plan = PlacementSearch(recipe_work(recipe, specs), profile, settings).best(gpus, 1)[0]

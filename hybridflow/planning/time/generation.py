@@ -15,8 +15,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.memory.serving import cache_of_a_token
@@ -127,7 +128,7 @@ class GenerationModel:
         """Count the bytes of weights of a rank."""
         experts, attention, mlps, head = self._elements
         elements = experts / shape.tp + attention / shape.attention_tp + mlps / shape.tp + 2 * head / shape.attention_tp
-        return elements * ITEMSIZES[shape.dtype] * (_FP8_WEIGHTS if shape.fp8 else 1.0)
+        return elements * ITEMSIZES[shape.dtype] * self._weights_share(shape)
 
     def cache_of_a_token(self, shape: EngineShape) -> int:
         """Count the bytes of keys and values of a token on a rank that has it."""
@@ -144,7 +145,7 @@ class GenerationModel:
         """
         hardware, sizes, itemsize = self.hardware, self.spec.sizes, ITEMSIZES[shape.dtype]
         experts, attention, mlps, head = self._elements
-        quantised = _FP8_WEIGHTS if shape.fp8 else 1.0
+        quantised = self._weights_share(shape)
         touched = 1 - (1 - sizes.experts_per_token / sizes.experts) ** requests if sizes.experts else 0.0
         read = experts * touched / shape.tp * itemsize * quantised / (hardware.memory_rate * hardware.decode_read)
         dense = attention / shape.attention_tp + mlps / shape.tp + head / shape.attention_tp
@@ -251,6 +252,19 @@ class GenerationModel:
             while running and running[0][0] <= now:
                 starts -= heapq.heappop(running)[1]
         return segments
+
+    def _weights_share(self, shape: EngineShape) -> float:
+        """Bytes of weights over those without fp8."""
+        return 1 - (1 - _FP8_WEIGHTS) * self._quantised_share if shape.fp8 else 1.0
+
+    @cached_property
+    def _quantised_share(self) -> float:
+        """Elements of matrices in fp8 over those of all that a model in fp8 has so without `train.fp8`."""
+        in_fp8, without = (
+            sum(prod(tensor.shape) for tensor in spec.hf_tensors.values() if tensor.fp8)
+            for spec in (self.spec, replace(self.spec, unquantised=frozenset()))
+        )
+        return in_fp8 / without if without else 1.0
 
     @cached_property
     def _elements(self) -> tuple[float, float, float, float]:

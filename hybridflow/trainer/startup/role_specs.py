@@ -219,6 +219,7 @@ class _Specs:
                 "keeps_memory": self._generate_throughout(layout.dp),
                 "restarts": recipe.rollout.engine_restarts > 0,
                 "adapters": recipe.served_adapters,
+                "fp8": recipe.train.fp8,
             },
             start_s=engine.start_timeout_s + _MARGIN_S,
             call_s=recipe.limits.call_s,

@@ -15,16 +15,21 @@ from safetensors.torch import load_file, save_file
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec, weight_notes
+from engine3d.models.family import ModelSpec
 from engine3d.models.precision import (
     QUANTISATION_CONFIG,
+    Fp8Settings,
     check_shards,
     dequantise,
     joined_slices,
     joined_values,
+    quantisation_config,
     quantise,
+    quantised_as,
     scale_box,
     scale_name,
     scale_shape,
+    served_shapes,
     stored_tensors,
 )
 from engine3d.models.quantised import unquantised_overrides
@@ -216,6 +221,87 @@ def test_published_models_fit_their_usual_layouts() -> None:
     check_shards(deepseek, Layout(tp=8, ep=8), transformer_engine=True)  # 576 rows of kv_a_proj, on every rank
     with pytest.raises(UserError, match=r"kv_a_proj_with_mqa\.weight within a block .* rows 0 to 288\), expected tp=1"):
         check_shards(deepseek, Layout(tp=2), transformer_engine=False)
+
+
+# Matrices that stay in the model's dtype ------------------------------------------------------------------------------
+
+
+def in_fp8(spec: ModelSpec) -> set[str]:
+    """Names of a model's tensors that are quantised, without `.weight`."""
+    return {name.removesuffix(".weight") for name, tensor in spec.hf_tensors.items() if tensor.fp8}
+
+
+@pytest.mark.parametrize("name", FP8_CONFIGS)
+def test_first_and_last_layers_stay_in_the_dtype_of_the_model(name: str) -> None:
+    spec = model_spec({**FP8_CONFIGS[name], "num_hidden_layers": 4})
+    fewer = Fp8Settings(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2).applied(spec)
+    assert in_fp8(fewer) == {tensor for tensor in in_fp8(spec) if tensor.startswith("model.layers.1.")} != set()
+    assert Fp8Settings().applied(spec) is spec and in_fp8(Fp8Settings().applied(fewer)) == in_fp8(spec)
+    shapes = served_shapes(fewer, "fp8")
+    assert {tensor for tensor in shapes if tensor.endswith("_scale_inv")} == {
+        f"{tensor}.weight_scale_inv" for tensor in in_fp8(fewer)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [("deepseek_v3", "shared_experts"), ("glm4_moe", "shared_experts"), ("qwen2_moe", "shared_expert")],
+)
+def test_shared_experts_stay_in_the_dtype_of_the_model(name: str, shared: str) -> None:
+    spec = model_spec(FP8_CONFIGS[name])
+    fewer = Fp8Settings(shared_experts_in_bf16=True).applied(spec)
+    kept = {tensor for tensor in in_fp8(spec) if f".mlp.{shared}." in tensor}
+    assert kept and in_fp8(fewer) == in_fp8(spec) - kept
+
+
+def test_engines_and_files_read_of_one_list_what_stays_in_the_dtype_of_the_model() -> None:
+    settings = Fp8Settings(num_layers_at_end_in_bf16=1, shared_experts_in_bf16=True)
+    spec = settings.applied(model_spec({**FP8_CONFIGS["deepseek_v3"], "num_hidden_layers": 3}))
+    config = quantisation_config(spec)
+    kept = config["modules_to_not_convert"]
+    assert [module for module in kept if ".1." in module] == [
+        "model.layers.1.self_attn.kv_b_proj",
+        "model.layers.1.mlp.gate",
+        *(f"model.layers.1.mlp.shared_experts.{linear}_proj" for linear in ("gate", "up", "down")),
+    ]
+    assert "model.layers.2.mlp.experts" in kept and len(kept) == len(set(kept))  # a module of all experts
+    assert quantised_as(model_spec(spec.hf_config), config).hf_tensors == spec.hf_tensors
+
+
+def test_layouts_may_divide_what_is_not_quantised() -> None:
+    spec = model_spec({**FP8_CONFIGS["qwen2_moe"], "shared_expert_intermediate_size": 192, "num_hidden_layers": 3})
+    shared = Fp8Settings(shared_experts_in_bf16=True)
+    with pytest.raises(UserError, match=r"cuts model\.layers\.0\.mlp\.shared_expert\.gate_proj\.weight within a block"):
+        check_shards(spec, Layout(tp=2), transformer_engine=False)
+    check_shards(shared.applied(spec), Layout(tp=2), transformer_engine=False)
+    config = RolloutConfig(precision="fp8", tp=2)
+    with pytest.raises(UserError, match="a rank has 96 rows of gate and up of the shared expert"):
+        check_served(spec, config)
+    check_served(shared.applied(spec), config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
+            "fp8.num_layers_at_start_in_bf16=1 and num_layers_at_end_in_bf16=1: expected fewer than "
+            "num_hidden_layers=2 together, so that a layer is in fp8",
+        ),
+        (
+            {"num_layers_at_end_in_bf16": 7},
+            "fp8.num_layers_at_start_in_bf16=0 and num_layers_at_end_in_bf16=7: expected fewer than "
+            "num_hidden_layers=2 together, so that a layer is in fp8",
+        ),
+        (
+            {"shared_experts_in_bf16": True},
+            "fp8.shared_experts_in_bf16=true: Qwen3MoeForCausalLM has no shared experts; expected false",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        Fp8Settings(**settings).applied(model_spec(FP8_CONFIGS["qwen3_moe"]))
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

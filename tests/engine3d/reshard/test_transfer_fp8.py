@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.logprobs import dequantised
 from engine3d.models import initialise_random, load_model_spec, model_spec
-from engine3d.models.precision import served_tensors
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, served_tensors
+from engine3d.models.safetensors_files import TensorFiles
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.proves import proves, runs_of
@@ -24,6 +25,7 @@ from tests.support.transfers import connect, differences, locations, started
 
 pytestmark = pytest.mark.processes
 
+NONE: Mapping[str, Fp8Settings] = {}
 ENGINES: dict[str, dict[str, Any]] = {
     "qwen3": {"tp": 2},
     "qwen3_moe": {"tp": 2, "ep": 2},
@@ -52,6 +54,15 @@ MORE_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "bfloat16", {"ep": 2}),
     ("glm4_moe", "bfloat16", {"tp": 2, "ep": 2}),
 ]
+LEFT_OUT = {
+    "qwen3_moe": Fp8Settings(num_layers_at_end_in_bf16=1),
+    "deepseek_v3": Fp8Settings(num_layers_at_start_in_bf16=1, shared_experts_in_bf16=True),
+}
+"""Matrices that stay in bfloat16 in some tests."""
+LEFT_OUT_LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"tp": 2, "etp": 2}),
+    ("deepseek_v3", {"ep": 2}),
+]
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
 
@@ -67,9 +78,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def started_in_fp8(models: dict[str, Path], sizes: dict[str, dict[str, Any]]) -> Iterator[dict[str, RolloutEngine]]:
+def started_in_fp8(
+    models: dict[str, Path], sizes: dict[str, dict[str, Any]], left_out: Mapping[str, Fp8Settings] = NONE
+) -> Iterator[dict[str, RolloutEngine]]:
     fp8 = TINY_ROLLOUT.model_copy(update={"precision": "fp8", "dtype": "bfloat16"})
-    engines = [RolloutEngine(models[name], fp8.model_copy(update=of_engine)) for name, of_engine in sizes.items()]
+    engines = [
+        RolloutEngine(models[name], fp8.model_copy(update=of_engine), fp8=left_out.get(name, NOTHING_LEFT_OUT))
+        for name, of_engine in sizes.items()
+    ]
     with started(engines):
         yield dict(zip(sizes, engines, strict=True))
 
@@ -83,6 +99,12 @@ def some_engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
 @pytest.fixture(scope="module")
 def more_engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
     with started_in_fp8(models, MORE_ENGINES) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def engines_that_leave_out(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    with started_in_fp8(models, {name: ENGINES[name] for name in LEFT_OUT}, LEFT_OUT) as engines:
         yield engines
 
 
@@ -132,6 +154,53 @@ def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
     if engine.config.tp == 1:
         served = served_tensors(load_model_spec(models[name]), torch.bfloat16, "fp8").values()
         assert connected.orders.plan.bytes_moved == sum(prod(shape) * stored.itemsize for shape, stored in served)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param(*case, marks=proves(case[0], *runs_of({2: [case[1]]}, "resharding fp8 fp8_exceptions")))
+        for case in LEFT_OUT_LAYOUTS
+    ],
+)
+def test_matrices_that_are_left_out_are_in_bfloat16_on_both_sides(
+    name: str,
+    sizes: dict[str, Any],
+    engines_that_leave_out: dict[str, RolloutEngine],
+    models: dict[str, Path],
+    trainer: TrainerRanks,
+    tmp_path: Path,
+) -> None:
+    engine, fp8 = engines_that_leave_out[name], LEFT_OUT[name]
+    dtypes = {
+        holding.tensor: shared.shards.buffers[holding.buffer].dtype
+        for shared in engine.share_weights()
+        for holding in shared.shards.holdings
+    }
+    arguments = {"sizes": sizes, "dtype": "bfloat16", "model": models[name], "precision": "fp8", "fp8": fp8}
+    sources = trainer.call("build", locations("here", 0, 1), **arguments)
+    engine_places = locations("here", 0, 1)[: engine.config.tp]
+    connected = connect(trainer, [engine], sources, [engine_places], models[name], precision="fp8", fp8=fp8)
+    version = 1 + LEFT_OUT_LAYOUTS.index((name, sizes))
+    trainer.call("change", seed=version)
+    trainer.call("export", directory=tmp_path / "export", precision="fp8")
+    assert differences([engine], tmp_path / "export")
+    connected.transfer(version)
+    assert differences([engine], tmp_path / "export") == []
+    assert versions_of(responses_of(engine, PROMPTS, GREEDY)) == {version}
+
+    spec = fp8.applied(load_model_spec(models[name]))
+    served = served_tensors(spec, torch.bfloat16, "fp8")
+    in_fp8 = {tensor for tensor, (_, dtype) in served.items() if dtype == torch.float8_e4m3fn}
+    everything = served_tensors(load_model_spec(models[name]), torch.bfloat16, "fp8")
+    assert in_fp8 and len(served) < len(everything)
+    with TensorFiles(tmp_path / "export") as files:
+        assert {tensor for tensor, stored in files.tensors.items() if stored.dtype == "F8_E4M3"} == in_fp8
+    # SGLang has chosen these dtypes, before any transfer.
+    assert {tensor for tensor, dtype in dtypes.items() if dtype == "float8_e4m3fn"} == in_fp8
+    if engine.config.tp == 1:
+        moved = sum(prod(shape) * stored.itemsize for shape, stored in served.values())
+        assert connected.orders.plan.bytes_moved == moved
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
+from engine3d.models.precision import NOTHING_LEFT_OUT
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_deterministic, check_input_blocks
 from hybridflow.cluster.devices.device_map import Device
@@ -31,6 +32,7 @@ from hybridflow.planning.checks.engine import (
 from hybridflow.planning.checks.model import check_megatron, check_model
 from hybridflow.planning.checks.placement import check_apart, leased_engines
 from hybridflow.planning.checks.recipe import check_recipe
+from hybridflow.planning.memory.estimate import recipe_specs
 from hybridflow.planning.search.recipe_work import search_settings
 from tests.support.tiny_families import CONFIGS, FP8_CONFIGS
 
@@ -309,6 +311,55 @@ def test_training_in_fp8_is_refused_where_it_was_not_tried() -> None:
 )
 def test_recipes_whose_engines_cannot_be_in_fp8(overrides: list[str], message: str) -> None:
     assert message in refusal(lambda: check_recipe(load_recipe(FP8, overrides)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (
+            DEMO,
+            ["train.fp8.num_layers_at_end_in_bf16=1"],
+            "train.fp8.num_layers_at_end_in_bf16=1 without fp8; expected train.precision=fp8 or "
+            "rollout.engine.precision=fp8, or 0",
+        ),
+        (
+            FP8,
+            ["train.fp8={num_layers_at_start_in_bf16: 1, num_layers_at_end_in_bf16: 1}"],
+            "train.fp8.num_layers_at_start_in_bf16=1 and num_layers_at_end_in_bf16=1: expected fewer than "
+            "num_hidden_layers=2 together, so that a layer is in fp8",
+        ),
+        (
+            FP8,
+            ["train.fp8.shared_experts_in_bf16=true"],
+            "train.fp8.shared_experts_in_bf16=true: Qwen3MoeForCausalLM has no shared experts; expected false",
+        ),
+        (
+            FP8,
+            [
+                "critic={train: {fp8: {num_layers_at_end_in_bf16: 1}}}",
+                "algorithm={name: ppo, correction: {weights: token}}",
+            ],
+            "critic.train.fp8.num_layers_at_end_in_bf16=1 without fp8; expected critic.train.precision=fp8, or 0",
+        ),
+        (
+            FP8,
+            ["train.fp8.num_layers_at_end_in_bf16=-1"],
+            "train.fp8.num_layers_at_end_in_bf16",
+        ),
+    ],
+)
+def test_matrices_that_no_model_can_leave_out_of_fp8(recipe: str, overrides: list[str], message: str) -> None:
+    assert message in refusal(lambda: check_recipe(load_recipe(recipe, overrides)))
+
+
+def test_models_next_to_the_actor_leave_out_of_fp8_what_it_does_where_they_are_in_fp8() -> None:
+    last = ["train.fp8.num_layers_at_end_in_bf16=1", "algorithm.kl_coef=0.1"]
+    recipe = load_recipe(FP8, last)
+    assert check_recipe(recipe) == check_recipe(load_recipe(FP8, last[1:]))
+    assert recipe_specs(recipe)["actor"].unquantised and recipe.train_config("reference").fp8 == NOTHING_LEFT_OUT
+    trained = load_recipe("launch/recipes/fp8-training.yaml", last)
+    check_recipe(trained)
+    assert trained.train_config("reference").fp8 == trained.train.fp8
 
 
 def test_kernels_of_engines_in_fp8_quantise_inputs_in_groups() -> None:

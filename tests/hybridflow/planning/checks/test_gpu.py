@@ -103,6 +103,8 @@ def test_adapters_with_engines_in_fp8_are_refused_on_gpus(capsys: pytest.Capture
     line = "train.lora with rollout.engine.precision=fp8 was not tried on GPUs; expected null"
     assert line in output_of(capsys, 2, *settings, "algorithm.correction={weights: token}")
     assert line in output_of(capsys, 2, *NODES, *settings, "algorithm.correction={weights: token}")
+    line = "train.fp8.num_layers_at_end_in_bf16 with rollout.engine.precision=fp8 was not tried on GPUs; expected none"
+    assert line in output_of(capsys, 2, *settings[1:], "train.fp8.num_layers_at_end_in_bf16=1")
     apart = "train.lora={engine: adapter, targets: [q_proj]}"
     line = "train.lora.engine=adapter was not tried on GPUs; expected merged"
     assert line in output_of(capsys, 2, apart, "warmup=null")

@@ -102,7 +102,7 @@ def foreseen(recipe: Recipe, devices: dict[str, tuple[Device, ...]]) -> str:
     ledger = foresee(
         recipe,
         devices,
-        recipe_specs(recipe.model, recipe.models),
+        recipe_specs(recipe),
         gpu_bytes=None,
         host_bytes=16 << 30,
         sequence_tokens=12,

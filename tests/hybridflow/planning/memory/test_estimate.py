@@ -59,7 +59,7 @@ def _recipe(name: str, *overrides: str) -> Recipe:
 
 def _actor(name: str) -> ModelSpec:
     recipe = _recipe(name)
-    return recipe_specs(recipe.model, recipe.models)["actor"]
+    return recipe_specs(recipe)["actor"]
 
 
 def _ledger(name: str, *overrides: str, nodes: Sequence[Node] = FOUR, gpu_gb: float = 150.0) -> MemoryLedger:
@@ -343,7 +343,7 @@ def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, m
     monkeypatch.setattr(memory_estimate, "serving_by_rank", lambda *_: pytest.fail("an engine was asked"))
     devices = planned_devices(recipe.device_maps, recipe.placement, FOUR)
     assert devices is not None
-    tokens = encoded_prompts(recipe, (specs := recipe_specs(recipe.model, recipe.models))["actor"]).lengths.sequence
+    tokens = encoded_prompts(recipe, (specs := recipe_specs(recipe))["actor"]).lengths.sequence
     models = memory_estimate.foresee(
         recipe, devices, specs, gpu_bytes=with_engines.gpu_bytes, sequence_tokens=tokens, with_engines=False
     )

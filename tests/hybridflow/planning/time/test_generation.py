@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.reshard_plan import named_model
+from engine3d.models.precision import Fp8Settings
 from hybridflow.planning.time.generation import EngineShape, GenerationModel
 from hybridflow.planning.time.hardware import load_profile
 
@@ -22,6 +23,9 @@ def test_weights_are_the_models() -> None:
     assert MODEL.weights(EngineShape(tp=4, ep=4)) == pytest.approx(one / 4)
     assert one / 4 < MODEL.weights(EngineShape(tp=4, ep=4, attention_dp=4)) < one / 3
     assert MODEL.weights(EngineShape(fp8=True)) < 0.6 * one
+    half = replace(MODEL, spec=Fp8Settings(num_layers_at_end_in_bf16=24).applied(MODEL.spec))
+    assert half.weights(EngineShape()) == one
+    assert half.weights(EngineShape(fp8=True)) == pytest.approx((one + MODEL.weights(EngineShape(fp8=True))) / 2)
 
 
 def test_requests_of_one_length_come_in_waves() -> None:
