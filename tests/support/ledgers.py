@@ -25,7 +25,7 @@ def equal_engines_once() -> Iterator[None]:
         [spec] = [value for value in inputs if isinstance(value, ModelSpec)]
         settings = [_laid_out(value, spec) for value in inputs if value is not spec]
         of_spec = (spec.hf_config, spec.sizes, spec.rope, spec.directory, spec.value_head, spec.expert_order)
-        key = repr((settings, of_spec))
+        key = repr((settings, of_spec, sorted(spec.unquantised)))
         if key not in by_inputs:
             by_inputs[key] = engines(*inputs)
         return by_inputs[key]

@@ -22,7 +22,7 @@ from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleSummary, file_
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, load_model_spec, model_spec
-from engine3d.models.precision import quantise, scale_box, scale_name
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, quantise, scale_box, scale_name
 from engine3d.models.safetensors_files import TensorFiles
 from tests.support.distributed import run_distributed
 from tests.support.tiny_families import CONFIGS, DEEPSEEK, make
@@ -35,6 +35,11 @@ CASES = {
     "llama-biases": (Layout(dp=2), "bfloat16", True),
 }
 """Layout, dtype of training, and presence of a value head, by model."""
+LEFT_OUT = {
+    "qwen3_moe": Fp8Settings(num_layers_at_start_in_bf16=1),
+    "qwen3-tied": Fp8Settings(num_layers_at_end_in_bf16=2),
+}
+"""Matrices that stay as they are in fp8."""
 
 
 # What a run saved -----------------------------------------------------------------------------------------------------
@@ -57,7 +62,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copied = copy_model_files(root / name / "model", checkpoint, "critic")
             assert {"critic-model/config.json", "critic-model/tokenizer.json"} <= {copy.path for copy in copied}
             copies += copied
-        write_manifest(checkpoint, Manifest(3, "now", {"critic": role}, {}, {}, (*entries, *copies)))
+        train = {"train": {"fp8": LEFT_OUT[name].model_dump()}} if name in LEFT_OUT else {}
+        recipe = {"train": {"fp8": {}}, "critic": train} if name == "qwen3_moe" else train
+        write_manifest(checkpoint, Manifest(3, "now", {"critic": role}, recipe, {}, (*entries, *copies)))
     return root
 
 
@@ -83,7 +90,8 @@ def _train_and_save(root: Path) -> dict[str, tuple[RoleSummary, list[FileEntry]]
 
     saved = {}
     for name, (layout, dtype, value_head) in CASES.items():
-        config = TrainConfig(dtype=dtype, optimizer=OptimizerConfig(lr=1e-2))
+        fp8 = LEFT_OUT.get(name, NOTHING_LEFT_OUT)
+        config = TrainConfig(dtype=dtype, optimizer=OptimizerConfig(lr=1e-2), fp8=fp8)
         engine = TrainEngine(root / name / "model", config, layout, value_head=value_head)
         engine.update(Sequences.of([[5, 6, 7, 8], [9, 8, 7]]), loss)
         save = EngineCheckpoint(engine)
@@ -119,7 +127,8 @@ def test_an_export_in_fp8_is_what_the_engine_exports(runs: Path, tmp_path: Path,
     exported = export_checkpoint(runs / name / "checkpoint", tmp_path / "export", role="critic", precision="fp8")
     assert exported.dtype == f"fp8 and {CASES[name][1]}"
     assert _files(tmp_path / "export") == _files(runs / name / "exported-fp8")
-    spec = load_model_spec(tmp_path / "export", value_head=CASES[name][2])
+    fp8 = LEFT_OUT.get(name, NOTHING_LEFT_OUT)
+    spec = fp8.applied(load_model_spec(tmp_path / "export", value_head=CASES[name][2]))
     plain = export_checkpoint(runs / name / "checkpoint", tmp_path / "plain", role="critic")
     assert exported.nbytes < plain.nbytes
     quantised = 0
@@ -133,7 +142,7 @@ def test_an_export_in_fp8_is_what_the_engine_exports(runs: Path, tmp_path: Path,
                 quantised += 1
             else:
                 assert torch.equal(files.stored(tensor.name, box), before.stored(tensor.name, box))
-    assert quantised >= 7 * spec.sizes.layers
+    assert quantised >= 7 * (spec.sizes.layers - sum(fp8.given.values()))
 
 
 @pytest.mark.processes

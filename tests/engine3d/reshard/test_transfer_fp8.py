@@ -63,6 +63,12 @@ LEFT_OUT_LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"tp": 2, "etp": 2}),
     ("deepseek_v3", {"ep": 2}),
 ]
+MORE_LEFT_OUT_LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"ep": 2}),
+    ("qwen3_moe", {"pp": 2}),
+    ("deepseek_v3", {"tp": 2}),
+    ("deepseek_v3", {"pp": 2, "stages": (3, 1)}),
+]
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
 
@@ -159,8 +165,9 @@ def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        pytest.param(*case, marks=proves(case[0], *runs_of({2: [case[1]]}, "resharding fp8 fp8_exceptions")))
-        for case in LEFT_OUT_LAYOUTS
+        pytest.param(*case, marks=[proves(case[0], *runs_of({2: [case[1]]}, "resharding fp8 fp8_exceptions")), *marks])
+        for cases, marks in ((LEFT_OUT_LAYOUTS, []), (MORE_LEFT_OUT_LAYOUTS, [pytest.mark.release]))
+        for case in cases
     ],
 )
 def test_matrices_that_are_left_out_are_in_bfloat16_on_both_sides(
@@ -181,7 +188,7 @@ def test_matrices_that_are_left_out_are_in_bfloat16_on_both_sides(
     sources = trainer.call("build", locations("here", 0, 1), **arguments)
     engine_places = locations("here", 0, 1)[: engine.config.tp]
     connected = connect(trainer, [engine], sources, [engine_places], models[name], precision="fp8", fp8=fp8)
-    version = 1 + LEFT_OUT_LAYOUTS.index((name, sizes))
+    version = 1 + [*LEFT_OUT_LAYOUTS, *MORE_LEFT_OUT_LAYOUTS].index((name, sizes))
     trainer.call("change", seed=version)
     trainer.call("export", directory=tmp_path / "export", precision="fp8")
     assert differences([engine], tmp_path / "export")

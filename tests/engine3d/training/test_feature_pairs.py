@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from engine3d.layout import Layout
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
 from tests.support import tiny_families
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.processes
 SETTINGS = OptimizerConfig(lr=2e-3, min_lr=1e-4, schedule="cosine", warmup_steps=1, decay_steps=8, clip_grad=0.5)
 LORA = LoraConfig(rank=4, alpha=16)
 UPDATES = 3
+LAST_LAYER = Fp8Settings(num_layers_at_end_in_bf16=1)
+SHARED = Fp8Settings(shared_experts_in_bf16=True)
 _BARE = str.maketrans({"(": None, ")": None, " ": None, ",": "+"})
 
 
@@ -38,6 +41,7 @@ class Case:
         packing: True for packed rows, False for padded ones.
         critic: True for a model with a scalar head.
         adapters: True to train low-rank adapters alone.
+        left_out: matrices that stay in float32 where the model trains in fp8.
         release: True where cases on fewer ranks or with more features show the same.
 
     A model of `BLOCK_CONFIGS` trains in fp8.
@@ -49,6 +53,7 @@ class Case:
     packing: bool
     critic: bool = False
     adapters: bool = False
+    left_out: Fp8Settings = NOTHING_LEFT_OUT
     release: bool = False
 
     @property
@@ -65,13 +70,16 @@ class Case:
     def name(self) -> str:
         """Name of the case, and of the folder of its checkpoint."""
         sizes = [f"{name}{size}".translate(_BARE) for name, size in self.sizes.items()]
-        return "-".join([self.model, *sizes, *(["critic"] * self.critic), *(["lora"] * self.adapters)])
+        return "-".join(
+            [self.model, *sizes, *(["critic"] * self.critic), *(["lora"] * self.adapters), *self.left_out.given]
+        )
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Marks of a test that runs the case."""
         features = ["packing" if self.packing else "padding", "recomputation offload optimizer_offload checkpoints"]
         features += ["critic"] * self.critic + ["fp8_training"] * (self.precision is not None)
+        features += ["fp8_exceptions"] * bool(self.left_out.given)
         features += ["lora"] * self.adapters
         proof = proves(tiny_families.family_of(self.model), run_of(self.layout, " ".join(features)))
         if self.release:
@@ -107,6 +115,9 @@ CASES = (
     Case(4, "mixtral", {"tp": 2, "ep": 2}, packing=False),
     Case(4, "mixtral", {"pp": 2, "vpp": 2, "stages": (1, 1, 1, 1), "ep": 2}, packing=True, critic=True),
     Case(2, "qwen3_moe-blocks", {"tp": 2, "ep": 2}, packing=True),
+    Case(2, "qwen3_moe-blocks", {"pp": 2}, packing=True, left_out=LAST_LAYER),
+    Case(2, "qwen2_moe-blocks", {"tp": 2, "ep": 2}, packing=False, left_out=SHARED, release=True),
+    Case(4, "qwen3_moe-blocks", {"tp": 2, "ep": 2, "etp": 2}, packing=False, left_out=LAST_LAYER),
     Case(4, "qwen3_moe-blocks", {"cp": 2, "ep": 2}, packing=True),
     Case(4, "qwen3_moe-blocks", {"pp": 2, "ep": 2}, packing=False, critic=True),
     Case(4, "qwen3-biases-blocks", {"tp": 2, "pp": 2, "vpp": 2}, packing=True),
@@ -217,6 +228,7 @@ def _plain(root: Path, cases: list[Case]) -> list[Outcome]:
             dtype="float32",
             micro_batch_tokens=10_000,
             precision=case.precision,
+            fp8=case.left_out,
             packing=False,
             optimizer=SETTINGS,
             lora=LORA if case.adapters else None,
@@ -233,6 +245,7 @@ def _together(root: Path, cases: list[Case]) -> list[Outcome]:
             dtype="float32",
             micro_batch_tokens=48,
             precision=case.precision,
+            fp8=case.left_out,
             packing=case.packing,
             recompute="full",
             lora=LORA if case.adapters else None,

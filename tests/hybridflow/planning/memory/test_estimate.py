@@ -450,6 +450,25 @@ def test_weights_in_fp8_take_a_byte_in_the_engine_and_next_to_the_actors() -> No
     assert same.items() <= after.always.items() and len(after.always) == len(before.always) + 1
 
 
+def test_layers_left_out_of_fp8_take_two_bytes_in_the_engine_and_none_next_to_the_actors() -> None:
+    settings = ("rollout.weights.share=false", "rollout.engine.precision=fp8")
+    (before,) = _ledger("h200-1gpu.yaml", *settings).gpus
+    last = "train.fp8.num_layers_at_end_in_bf16=2"
+    (after,) = _ledger("h200-1gpu.yaml", *settings, last).gpus
+    spec = _actor("h200-1gpu.yaml")
+    of_last = [
+        tensor.shape
+        for name, tensor in spec.hf_tensors.items()
+        if tensor.fp8 and int(name.split(".")[2]) >= spec.sizes.layers - 2
+    ]
+    values, scales = sum(map(prod, of_last)), 4 * sum(prod(scale_shape(shape)) for shape in of_last)
+    item = "actor weights in fp8"
+    assert before.always[item] - after.always[item] == values + scales
+    assert after.always["engine weights"] - before.always["engine weights"] == values - scales
+    (trained,) = _ledger("h200-1gpu.yaml", "train.precision=fp8", last).gpus
+    assert trained.always["actor operands in fp8"] == 2 * after.always[item]
+
+
 def test_training_in_fp8_keeps_quantised_weights_and_a_cache_in_fp8_has_half_the_bytes() -> None:
     (before,) = _ledger("h200-1gpu.yaml", "train.fused_experts=false").gpus
     (trained,) = _ledger("h200-1gpu.yaml", "train.precision=fp8").gpus
