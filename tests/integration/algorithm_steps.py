@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.algorithms.base import Experience
-from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.config.reading.yaml_loader import build_settings, read_with_bases
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole
@@ -141,9 +140,6 @@ CASES: dict[str, dict[str, Any]] = {
     "kto": {"base": "algorithms/kto", **_GIVEN, "algorithm": {"desirable_weight": 1.3}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
-RECIPE_CASES = tuple(name for name in CASES if name in ALGORITHMS and name != "grpo")
-"""One case of each algorithm; that of GRPO is among the variants, which are compared with it."""
-VARIANT_CASES = tuple(name for name in CASES if name not in RECIPE_CASES)
 
 _SPLIT: dict[str, Any] = {"layout": {"ep": 1, "tp": 1, "cp": 2}, "packing": True, "micro_batch_tokens": 16}
 """Two context-parallel ranks. Sequences of more than 8 tokens are split over them."""

@@ -26,7 +26,7 @@ VALUES = Path(__file__).parent / "reference_values"
 RECORD = "python -m tests.integration.record_reference_values"
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Tolerances of comparisons between processors."""
-_LIMIT_S = 560.0
+_LIMIT_S = 850.0
 _SHOWN = 20
 _DIGEST_CHARACTERS = 16
 
