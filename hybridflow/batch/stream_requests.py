@@ -81,6 +81,17 @@ class SampleEnd:
         """True if the response is a complete sample, which its engine stores."""
         return self.complete and self.turn is None
 
+    @property
+    def stored_row(self) -> StoredRow:
+        """The complete sample.
+
+        Raises:
+            ValueError: the response is none.
+        """
+        if self.row is None:
+            raise ValueError(f"sample {self.sample} has ended without a row, expected the row of a complete sample")
+        return self.row
+
 
 @dataclass(frozen=True, slots=True)
 class SampleEnds:

@@ -77,7 +77,7 @@ class ScoringQueue:
                 self._spawn(self._score(scorer, taken))
 
     async def _score(self, scorer: int, taken: Sequence[tuple[SampleEnd, int]]) -> None:
-        rows = [end.row for end, _ in taken if end.row is not None]
+        rows = [end.stored_row for end, _ in taken]
         scores = await self._scorers[scorer].score(rows, [prompt for _, prompt in taken])
         self._batches[scorer] -= 1
         self._being_scored -= len(taken)

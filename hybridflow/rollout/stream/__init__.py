@@ -1,1 +1,1 @@
-"""Streams of rollouts: the controller's side, the driver's end, and their messages."""
+"""The controller's side of a stream of rollouts: settings, plan, groups, engines, events and metrics."""

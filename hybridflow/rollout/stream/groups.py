@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine3d.errors import EngineError
 from engine3d.rollout.requests import Response
@@ -13,8 +13,11 @@ from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.ledger import Group, Ledger, Taken
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
-from hybridflow.rollout.stream.engines import StreamTasks
 from hybridflow.rollout.stream.plan import StreamPlan
+
+if TYPE_CHECKING:
+    # It imports Ray, which commands that read the groups of a checkpoint do without.
+    from hybridflow.rollout.stream.engines import StreamTasks
 
 _MOST_LOSSES = 3
 """Times that engines abort a response of one group of their own accord, after which the stream fails."""
@@ -49,7 +52,7 @@ class GatheredGroup:
     @property
     def rows(self) -> list[StoredRow]:
         """Rows of the samples that have ended, in the order of the samples."""
-        return [end.row for end in self.ended if end.row is not None]
+        return [end.stored_row for end in self.ended]
 
     @property
     def left(self) -> list[int]:
