@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from engine3d.errors import UserError
+from hybridflow.cluster.ray.ray_host import import_path
 from hybridflow.cluster.ray.ray_node import LEFT_OUT
 
 AUTO = "auto"
@@ -23,6 +24,8 @@ _ADDRESS = re.compile(
 # `ray status`, without libraries of Ray's command that take longer than its answer.
 _STATUS = f"import sys; sys.modules.update(dict.fromkeys({LEFT_OUT})); from ray.scripts.scripts import main; main()"
 _REMEDY = "expected a running cluster, as of ray start --head; null starts Ray on this machine"
+_UNAUTHENTICATED = re.compile("AuthenticationError: |Token authentication is enabled but")
+_STACK = "*** StackTrace"
 _WRONG_TOKEN = (
     "this host has another token than the cluster, or none; expected RAY_AUTH_MODE=token, and the cluster's in the "
     "file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token"
@@ -63,8 +66,8 @@ def check_cluster_answers(address: str, limit_s: float = LIMIT_S, *, attaches: b
 
 
 def _ask(address: str, limit_s: float) -> None:
-    command = [sys.executable, "-I", "-c", _STATUS, "status", "--address", address]
-    environment = dict(os.environ)
+    command = [sys.executable, "-P", "-c", _STATUS, "status", "--address", address]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(import_path())}
     if address == AUTO and _has_token():
         environment.setdefault("RAY_AUTH_MODE", "token")  # as `ray.init` does for it
     try:
@@ -74,9 +77,10 @@ def _ask(address: str, limit_s: float) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(f"placement.cluster={address}: no answer within {limit_s:g} s, {_REMEDY}") from None
     if answered.returncode:
-        reason = (answered.stderr.strip().splitlines() or [f"exit code {answered.returncode}"])[-1]
-        if "AuthenticationError: " in reason:
+        if _UNAUTHENTICATED.search(answered.stderr):
             raise UserError(f"placement.cluster={address}: {_WRONG_TOKEN}")
+        lines = answered.stderr.partition(_STACK)[0].strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {answered.returncode}"
         raise UserError(f"placement.cluster={address}: {reason}, {_REMEDY}")
 
 

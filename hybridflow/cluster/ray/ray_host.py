@@ -6,7 +6,6 @@ Imports nothing of Ray's, so that what only starts it is there at once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -34,11 +33,10 @@ from hybridflow.cluster.ray import ray_node
 from hybridflow.errors.log import log
 
 AUTHENTICATION_MODE = "RAY_AUTH_MODE"
-TOKEN = "RAY_AUTH_TOKEN"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable: with 0, Ray takes the loopback address for that of its host."""
-_TOKEN_FILE, _ADDRESS = "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"
+_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # In the environment of everything that it starts, and everything that starts in turn.
 _MARKER = "HYBRIDFLOW_RAY"
 # Its name is short: the path of a socket must stay below 108 characters.
@@ -154,15 +152,9 @@ class StartedServers:
     pids: Mapping[str, int]
 
 
-def _import_path() -> list[str]:
+def import_path() -> list[str]:
     """Import path of this process, for a program that starts elsewhere."""
     return [entry or str(Path.cwd()) for entry in sys.path]
-
-
-@functools.cache
-def own_token() -> str:
-    """The token of every Ray that this process starts for itself: Ray's libraries read theirs once a process."""
-    return secrets.token_hex(32)
 
 
 class RayHost:
@@ -170,7 +162,7 @@ class RayHost:
 
     Args:
         address: of this host, at which the others reach its servers; on the loopback interface nobody else does.
-        token: without which Ray's servers answer nobody; this process's own if None.
+        token: without which Ray's servers answer nobody; one is made if None.
         environment: more variables of what belongs to this Ray.
     """
 
@@ -182,11 +174,11 @@ class RayHost:
         self.directory = Path(name)
         path = self.directory / "token"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token or own_token())
+            file.write(token or secrets.token_hex(32))
         self.variables: dict[str, str | None] = {
             AUTHENTICATION_MODE: "token",
             _TOKEN_FILE: str(path),
-            TOKEN: None,
+            _TOKEN: None,
             LOOPBACK_VARIABLE: "0" if self.is_local else None,
             _MARKER: name,
             **(environment or {}),
@@ -199,7 +191,7 @@ class RayHost:
             command,
             stdin=subprocess.PIPE,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path())},
         )
         self._node: RayNode | None = None
 
@@ -207,11 +199,6 @@ class RayHost:
     def driver_variables(self) -> dict[str, str | None]:
         """Environment of a driver that ends by itself: without the mark of processes that end with this Ray."""
         return {name: value for name, value in self.variables.items() if name != _MARKER}
-
-    @property
-    def own_variables(self) -> dict[str, str | None]:
-        """Environment of this process before it attaches: `ray.init` looks for a token where no mode is set."""
-        return {**self.variables, AUTHENTICATION_MODE: None, _ADDRESS: None}
 
     @property
     def is_local(self) -> bool:
@@ -250,7 +237,7 @@ class RayHost:
         self._node = RayNode(
             self.directory,
             self.variables,
-            path=_import_path(),
+            path=import_path(),
             directory=str(self.ray_directory),
             ended=str(self.directory / watchdog.ENDED),
             address=self.address,

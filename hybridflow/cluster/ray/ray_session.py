@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 from ray.util import get_node_ip_address
 
@@ -28,13 +29,11 @@ from hybridflow.cluster.ray.cluster_address import check_cluster_answers
 from hybridflow.cluster.ray.ray_host import (
     LOOPBACK,
     LOOPBACK_VARIABLE,
-    TOKEN,
     RayHost,
     ServerDied,
     check_authentication,
     new_store_file,
     not_started,
-    own_token,
     retried,
     set_ray_defaults,
     too_late,
@@ -182,7 +181,7 @@ class RaySession:
         if is_complete:
             ray.shutdown()  # would wait for a minute for a server that is gone
         if self._environment is not None:
-            self._environment.close()
+            self._environment.close(forget=is_complete)
             self._environment = None
         if self._host is not None:
             host, self._host = self._host, None
@@ -191,6 +190,7 @@ class RaySession:
 
     def _attach(self, address: str) -> None:
         check_cluster_answers(address, attaches=True)
+        forget_token()
         try:
             # A Ray client has no workers of its own: those of its server import what that says.
             imports: dict[str, Any] = {} if address.startswith("ray://") else {"job_config": driver_imports()}
@@ -206,7 +206,7 @@ class RaySession:
         with contextlib.suppress(OSError):  # its directory is gone: so is Ray, as the next line finds
             (launch.ray_directory / watchdog.DRIVER).write_text(str(os.getpid()))
         try:
-            self._init(deadline, launch.head.address, address=launch.gcs_address)
+            self._init(launch.gcs_address, launch.head.address, deadline)
             while missing := _hosts_without_node(launch.hosts):
                 if launch.lost is not None or time.monotonic() > deadline:
                     raise EngineError(f"no node of Ray's on {listed([str(host) for host in missing])}")
@@ -223,7 +223,7 @@ class RaySession:
         termination.before_force = lambda: host.tell_watchdog(watchdog.END)
         host.tell_watchdog(f"{watchdog.WITHIN} {deadline - time.monotonic() + _GIL_S:g}")
         try:
-            self._environment = _Environment(host.own_variables)
+            self._environment = _Environment(host.variables)
             started = host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
             for name, pid in started.pids.items():
                 host.tell_watchdog(f"{pid} {name}")
@@ -231,7 +231,7 @@ class RaySession:
             self._watch = RayWatch(
                 started.pids, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=host.how_ended
             )
-            self._init(deadline, host.address, address="auto", _temp_dir=str(host.ray_directory))
+            self._init(started.gcs_address, host.address, deadline)
             host.tell_watchdog(f"{watchdog.WITHIN} 0")
             if self._run is not None:
                 host.tell_watchdog(f"{watchdog.DIRECTORY} {self._run.resolve()}")
@@ -246,13 +246,13 @@ class RaySession:
             self._stop_start()
             raise
 
-    def _init(self, deadline: float, own_address: str, **where: Any) -> None:
+    def _init(self, gcs_address: str, own_address: str, deadline: float) -> None:
         """Attach this process, within a limit: Ray lets one set no shorter one than its own."""
         timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._give_up)
         timer.daemon = True
         timer.start()
         try:
-            ray.init(_node_ip_address=own_address, job_config=driver_imports(), **where, **QUIET)
+            ray.init(address=gcs_address, _node_ip_address=own_address, job_config=driver_imports(), **QUIET)
         finally:
             timer.cancel()
 
@@ -435,6 +435,12 @@ class _Final(list[str]):
         """Ray would add the directory of the script, which is there already, and the working directory."""
 
 
+def forget_token() -> None:
+    """Forget mode and token in Ray's libraries in this process, which read them once: they read them again."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 class _Environment:
     """Environment in which this process uses a Ray with a token of its own, until `close`.
 
@@ -445,11 +451,17 @@ class _Environment:
     def __init__(self, variables: Mapping[str, str | None]) -> None:
         self._before = {name: os.environ.get(name) for name in variables}
         _set_environment(variables)
+        forget_token()
 
-    def close(self) -> None:
-        """Restore the environment. Ray's libraries keep the token, which a Ray that the program starts needs then."""
+    def close(self, *, forget: bool = True) -> None:
+        """Restore the environment.
+
+        Args:
+            forget: the token too. A Ray that was not shut down has threads in this process that still ask with it.
+        """
         _set_environment(self._before)
-        os.environ.setdefault(TOKEN, own_token())
+        if forget:
+            forget_token()
 
 
 def _set_environment(variables: Mapping[str, str | None]) -> None:

@@ -254,6 +254,11 @@ def test_a_cluster_that_has_another_token(ray_cluster: None, monkeypatch: pytest
         f"placement.cluster={address}: {line}"
     )
     monkeypatch.delenv("RAY_AUTH_TOKEN")
+    if not Path.home().joinpath(".ray/auth_token").exists():
+        monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+        assert refusal(lambda: check_cluster_answers(address, limit_s=300.0)).startswith(
+            f"placement.cluster={address}: {line}"
+        )
     monkeypatch.delenv("RAY_AUTH_MODE")
     assert refusal(lambda: check_cluster_answers(address, limit_s=300.0)).startswith(
         f"placement.cluster={address}: {line}"
