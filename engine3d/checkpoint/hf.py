@@ -111,7 +111,9 @@ def export_checkpoint(
     model = model_files(checkpoint, role)
     if not model.is_dir():
         model = checkpoint / MODEL
-    spec = _fp8_settings(manifest, role).applied(load_model_spec(model, value_head=manifest.roles[role].value_head))
+    spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
+    if precision is not None:
+        spec = _fp8_settings(manifest, role).applied(spec)
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])

@@ -141,6 +141,9 @@ def search_settings(
     """
     check_planned_for(recipe.megatron_roles.values(), recipe.served_roles, lease=recipe.rollout.lease)
     engine = recipe.rollout.engine
+    if recipe.train.fp8.given and gpus:
+        setting = f"train.fp8.{min(recipe.train.fp8.given)}"
+        raise UserError(f"plan: {setting} was not tried on GPUs; expected none")
     plain = not (engine.deterministic or engine.token_versions or engine.release_weights or engine.altered_policy)
     engines = recipe.rollout if recipe.starts_engines else None
     features = RunFeatures(engines, recipe.checkpoint.save_interval, recipe.environment is not None)

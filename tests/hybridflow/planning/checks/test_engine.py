@@ -290,6 +290,9 @@ def test_training_in_fp8_is_refused_where_it_was_not_tried() -> None:
     assert line == "train.precision=fp8 on 2 GPUs: tried on one GPU alone, expected null"
     line = refusal(lambda: search_settings(recipe, {"actor": spec}))
     assert line == "plan: train.precision=fp8 is not planned for; expected null"
+    engines = load_recipe(FP8, ["train.fp8.num_layers_at_end_in_bf16=1"])
+    line = refusal(lambda: search_settings(engines, {"actor": spec}))
+    assert line == "plan: train.fp8.num_layers_at_end_in_bf16 was not tried on GPUs; expected none"
     narrow = ["model.create.config.head_dim=64"]
     message = "train.precision=fp8: rows 0 to 64 of model.layers.0.self_attn.k_proj.weight are rows 128 to 192 of a"
     assert message in refusal(lambda: check_recipe(load_recipe("launch/recipes/fp8-training.yaml", narrow)))
