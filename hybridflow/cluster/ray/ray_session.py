@@ -195,7 +195,7 @@ class RaySession:
             # A Ray client has no workers of its own: those of its server import what that says.
             imports: dict[str, Any] = {} if address.startswith("ray://") else {"job_config": driver_imports()}
             ray.init(address=address, **imports, **QUIET)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise UserError(f"no Ray cluster at {address}: {_reason(error)}") from None
 
     def _join(self, launch: DriverLink) -> None:
