@@ -27,9 +27,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Collection
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from engine3d.startup import leave_out
@@ -67,12 +65,12 @@ _MODULES = {
         *("hybridflow.planning.checks.recipe", "hybridflow.trainer.run"),
     ),
     "head": ("ray.scripts.scripts", "ray.dashboard.agent", "ray._private.runtime_env.agent.runtime_env_agent"),
+    # Not Ray, whose library reads its environment once, nor what imports it.
     "rank": (
-        *("transformers", "jsonschema", "requests", "yaml", "ray", "pyarrow"),
+        *("transformers", "jsonschema", "requests", "yaml"),
         *("engine3d.checkpoint.writing.save", "engine3d.models.build"),
         *("engine3d.models.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
         *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
-        *("hybridflow.roles.policy", "hybridflow.roles.reward", "hybridflow.roles.rollout", "hybridflow.roles.value"),
         "hybridflow.workers.rank_process",
     ),
     "test_rank": ("tests.support.preloaded",),
@@ -101,47 +99,24 @@ def _import(kind: str) -> None:
     for name in left_out:  # its own processes leave out more
         del sys.modules[name]
     if kind == "host":
-        _hook_by_index()
+        _hook_methods_once()
 
 
-def _hook_by_index() -> None:
-    """Spare engines the search of all modules, for each function that they hook, for further names of it.
-
-    Names of this server's modules are in an index, those of methods nowhere. Modules imported later are searched.
-    """
+def _hook_methods_once() -> None:
+    """Spare engines the search of all modules for names of the methods that they hook, which none has."""
     from sglang.srt.plugins import hook_registry
 
-    propagate, indexed = hook_registry._propagate_patch, frozenset(sys.modules)
-    names: dict[int, list[tuple[ModuleType, str]]] = {}
-    for module in list(sys.modules.values()):
-        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-            if isinstance(value, FunctionType):
-                names.setdefault(id(value), []).append((module, name))
+    propagate = hook_registry._propagate_patch
 
     def of_functions(original: object, wrapped: object, source: object) -> int:
-        if isinstance(source, type):
-            return 0
-        if not isinstance(original, FunctionType):
-            return propagate(original, wrapped, source)
-        later = [(module, name) for module in _modules_but(indexed) for name in list(vars(module))]
-        count = 0
-        for module, name in (*names.get(id(original), ()), *later):
-            if module is not source and vars(module).get(name) is original:
-                setattr(module, name, wrapped)
-                count += 1
-        return count
+        return 0 if isinstance(source, type) else propagate(original, wrapped, source)
 
     hook_registry._propagate_patch = of_functions
 
 
-def _modules_but(names: Collection[str]) -> list[ModuleType]:
-    modules = [module for name, module in list(sys.modules.items()) if name not in names]
-    return [module for module in modules if isinstance(module, ModuleType)]
-
-
 def seen_by_imports(kind: str, environment: dict[str, str]) -> dict[str, str]:
     """The variables by which imports, and libraries once loaded, differ."""
-    ignored = (*_READ_LATER, _OF_RAY) if kind != "test_rank" else _READ_LATER
+    ignored = (*_READ_LATER, _OF_RAY) if kind in ("driver", "head", "host") else _READ_LATER
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT) and name not in ignored
     }
