@@ -410,7 +410,12 @@ def keep_hosts(directory: Path) -> None:
         return
     records = [
         RunHost(
-            *(host.name, host.address, host.interface, host.role, host.gpus, host.cpu_slots),
+            name=host.name,
+            address=host.address,
+            interface=host.interface,
+            role=host.role,
+            gpus=host.gpus,
+            cpu_slots=host.cpu_slots,
             settings=tuple(settings),
             shares_disk=host.index not in _state.apart,
         )

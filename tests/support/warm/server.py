@@ -327,10 +327,9 @@ def _prepare(request: dict[str, Any], received: list[int], executable: str) -> N
     if "ray._private.ray_constants" in sys.modules:  # has read it
         sys.modules["ray._private.ray_constants"].ENABLE_RAY_CLUSTER = os.environ.get(_OF_RAY, "1") == "1"  # type: ignore[attr-defined]
     if "ray._raylet" in sys.modules:
-        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+        from hybridflow.cluster.ray.ray_session import forget_token
 
-        Config.initialize("")  # which reads the environment again
-        AuthenticationTokenLoader.instance().reset_cache()
+        forget_token()  # which reads the environment again
         for _ in range(request["number"] * _IDS_OF_RAY):  # forked processes would draw the same
             sys.modules["ray"].NodeID.from_random()
 
