@@ -43,6 +43,7 @@ _READ_LATER = (
     # In an engine's start and in its groups: those of a host's shard of an engine on several.
     *("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"),
     "SGLANG_DISABLED_MODEL_ARCHS",  # when a model is loaded: no server imports one
+    "SGLANG_MAMBA_CONV_DTYPE",  # when a model's configuration is
     "TORCHINDUCTOR_CACHE_DIR",  # when something is compiled, which sets it to its default
     "TORCH_FR_DUMP_TEMP_FILE",  # at the end of an operation; it is in the directory of each run
 )
