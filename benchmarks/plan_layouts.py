@@ -37,7 +37,7 @@ from hybridflow.planning.time.hardware import load_profile, this_machine
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "launch/recipes/demo.yaml"
 MEASURED = ROOT / "benchmarks/results/plan/demo"
-STEPS = 4
+STEPS = 10
 PHASES = {
     "rollout": "rollout/time_ms",
     "scoring": "inference/time_ms",

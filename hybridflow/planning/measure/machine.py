@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from engine3d.startup.lazy_imports import torch
 from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.planning.measure.kernels import ON_CPU, ON_GPU, measured_kernels
+from hybridflow.planning.measure.layers import measured_layers
 from hybridflow.planning.measure.links import measured_links
 from hybridflow.planning.measure.rates import MeasuredRate
 from hybridflow.planning.time.hardware import Hardware, Profile, load_profile, matching_profile, this_machine
@@ -44,6 +46,9 @@ def measured_profile(devices: int) -> tuple[Profile, dict[str, MeasuredRate]]:
         torch.set_num_threads(threads)
     if devices > 1:
         rates |= measured_links(devices, _LINK_BYTES[bool(platform.gpus)])
+    if not platform.gpus:
+        known: dict[str, Any] = {name: rate.value for name, rate in rates.items()}
+        rates |= measured_layers(devices, replace(base.hardware, **known))
     total = platform.memory().total if platform.gpus else machine_bytes() // devices
     rates["memory"] = MeasuredRate(
         total, "measured" if platform.gpus else f"measured, the share of each of {devices} ranks"

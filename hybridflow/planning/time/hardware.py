@@ -36,12 +36,14 @@ _SHARED_SECONDS = (
     "layer_s",
     "sparse_layer_s",
     "unfused_layer_s",
-    "message_s",
+    "sequence_s",
+    "update_s",
+    "scoring_s",
     "decode_layer_s",
     "decode_host_s",
     "nccl_s",
 )
-"""Rates and seconds of work of a rank's core. What the driver does is not among them."""
+"""Rates and seconds of work of a rank's core. Not what the driver does, nor messages: who waits leaves the core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,9 @@ class Hardware:
         latent_attention: share that multi-head latent attention reaches in training.
         memory: bytes.
         memory_rate: bytes a second that kernels read and write.
-        adam: share of it that an optimizer reaches.
+        passes: share of it that the kernels between multiplications reach.
+        backward: time of a backward pass over that of a forward pass, without multiplications.
+        adam: share of memory_rate that an optimizer reaches.
         gpus_per_node: of a node.
         node_rate: bytes a second, one way, between a GPU and the others of its node.
         network_rate: bytes a second, one way, between a GPU and other nodes.
@@ -67,6 +71,7 @@ class Hardware:
         layer_s: seconds in which a host launches one pass of a dense layer: the least that it takes.
         sparse_layer_s: the same of a layer with fused experts.
         unfused_layer_s: the same of a layer with Megatron-Core's own operations of experts.
+        sequence_s: seconds of one pass of a layer's attention for each packed sequence, beyond its multiplications.
         update_s: seconds of an update next to its micro-batches: the call, its batch, its metrics.
         scoring_s: the same of a scoring pass.
         message_s: seconds until a message arrives, however short.
@@ -94,6 +99,8 @@ class Hardware:
     latent_attention: float
     memory: int
     memory_rate: float
+    passes: float
+    backward: float
     adam: float
     gpus_per_node: int
     node_rate: float
@@ -103,6 +110,7 @@ class Hardware:
     layer_s: float
     sparse_layer_s: float
     unfused_layer_s: float
+    sequence_s: float
     update_s: float
     scoring_s: float
     message_s: float

@@ -4,11 +4,12 @@ A micro-batch on the busiest pipeline stage takes
 
     sum over kernel classes of FLOPs / (peak x share that the class reaches) + bytes of the other kernels / memory rate
 
-but at least the time in which the host launches its layers. Kernel classes are linear layers, experts, attention. The
-others are norms, activation functions, routing, permutation and the logits, as passes over what they read and write,
-counted in traces of one step (`benchmarks/results/train/*-kernels.txt`). To this come exchanges of ranks, the bubble of
-the pipeline, (pp - 1) / (vpp x micro-batches) of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), sums of
-gradients, and the optimizer, whose state may come from host memory.
+but on a GPU at least the time in which the host launches its layers. A processor runs what it launches, and takes both.
+Kernel classes are linear layers, experts, attention. The others are norms, activation functions, routing, permutation
+and the logits, as passes over what they read and write, counted in traces of one step
+(`benchmarks/results/train/*-kernels.txt`). To this come exchanges of ranks, the bubble of the pipeline,
+(pp - 1) / (vpp x micro-batches) of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), sums of gradients, and
+the optimizer, whose state may come from host memory.
 
 Exchanges of tensor, expert and pipeline parallelism wait for each other and for the multiplications. Keys and values of
 a context-parallel ring are sent while attention computes, and count as far as they take longer. Imbalance of experts
@@ -277,8 +278,10 @@ class CostModel:
         if config.gathers_tokens(layout):
             sent = group - 1.0
         routed = 2 * sparse * hidden / layout.tp * sent
+        # Tokens there and back; Megatron-Core's dispatchers count them first, and send their weights apart.
+        messages = 2 * ways if config.has_fused_experts(sizes, layout) else 3 * ways + 1
         expert = self.hardware.exchange_s(
-            routed * ways, group, 1 if layout.etp > 1 else layout.etp, times=2 * sparse * ways
+            routed * ways, group, 1 if layout.etp > 1 else layout.etp, times=sparse * messages
         )
         # Complete sequences on each rank take no keys and values of others (`MicroBatchPlan`).
         is_split = batch.together % layout.cp > 0
@@ -316,12 +319,17 @@ class CostModel:
         products = 2 * (of_weights + repeated) * sparse * per_token * tokens / ranks
         linear_s = 2 * linear * tokens / ranks / hardware.linear_rate(width)
         experts_s = products / self._expert_rate(layout, config)
-        memory_s = self._passes_over_memory(layout, stage, config, tokens / ranks, passes, repeated)
-        compute = linear_s + experts_s + attention / ranks + memory_s
+        eager = (1 if passes == 1 else 1 + hardware.backward) + repeated
+        memory_s = self._passes_over_memory(layout, stage, config, tokens / ranks, passes, eager)
+        attention_s = attention / ranks
+        if config.packing:
+            attention_s += eager * layers * batch.together / layout.cp * hardware.sequence_s
+        compute = linear_s + experts_s + attention_s + memory_s
         of_sparse = hardware.sparse_layer_s if config.has_fused_experts(sizes, layout) else hardware.unfused_layer_s
-        launched = (passes + repeated) * ((layers - sparse) * hardware.layer_s + sparse * of_sparse)
-        launches = max((_IDLE - 1) * compute, launched - compute)
-        return UpdateCost(linear_s, experts_s, attention / ranks, memory_s, launches)
+        launched = eager * ((layers - sparse) * hardware.layer_s + sparse * of_sparse)
+        # A processor runs what it launches itself.
+        launches = launched if hardware.cores else max((_IDLE - 1) * compute, launched - compute)
+        return UpdateCost(linear_s, experts_s, attention_s, memory_s, launches)
 
     def _expert_rate(self, layout: Layout, config: TrainConfig) -> float:
         """FLOP/s of experts' products."""
@@ -332,15 +340,16 @@ class CostModel:
         return hardware.flops * hardware.experts * (_EXPERTS_BESIDE_NCCL if beside else 1.0)
 
     def _passes_over_memory(
-        self, layout: Layout, stage: _StageSums, config: TrainConfig, tokens: float, passes: int, repeated: float
+        self, layout: Layout, stage: _StageSums, config: TrainConfig, tokens: float, passes: int, eager: float
     ) -> float:
         """Predict the seconds of the kernels that read and write more than they compute, and of gradients' sums.
 
         Args:
             tokens: of a micro-batch on a rank.
+            eager: time of the passes over that of a forward pass.
         """
         sizes, itemsize, layers, sparse = self.spec.sizes, ITEMSIZES[config.dtype], stage.layers, stage.sparse
-        share = (passes + repeated) / PASSES_OF_AN_UPDATE
+        share = eager / PASSES_OF_AN_UPDATE
         wide = sizes.hidden + (sizes.heads + 2 * sizes.groups) * sizes.head_dim
         apart = (sizes.qk_norm or sizes.norm_over_heads) and not config.fused_query_key
         per_layer = (_LAYER_PASSES_UNFUSED if apart else _LAYER_PASSES) * wide
@@ -351,7 +360,7 @@ class CostModel:
         elements = share * (layers * per_layer + _EXPERT_PASSES * rows)
         if stage.stage == layout.pp - 1 and not self.spec.value_head:
             elements += passes / PASSES_OF_AN_UPDATE * _HEAD_PASSES * sizes.vocabulary
-        nbytes = elements * itemsize * tokens
+        nbytes = elements * itemsize * tokens / self.hardware.passes
         if passes > 1:  # a micro-batch's gradients are read and added to their sum
             of_element = itemsize + 2 * element_bytes(config).gradient
             trained = self if config.lora is None else self._of_adapters(config.lora)

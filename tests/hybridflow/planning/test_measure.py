@@ -9,13 +9,19 @@ import pytest
 import torch
 
 from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import model_spec
+from engine3d.training.config import TrainConfig
 from hybridflow.cli import main
+from hybridflow.config.actors import load_one_recipe
 from hybridflow.planning.measure import rates as measure_rates
 from hybridflow.planning.measure.kernels import ON_CPU, fitted_rates, measured_kernels
+from hybridflow.planning.measure.layers import layer_rates
 from hybridflow.planning.measure.links import measured_links
 from hybridflow.planning.measure.machine import check_machine, profile_text
 from hybridflow.planning.measure.rates import MeasuredRate
 from hybridflow.planning.time.hardware import Hardware, load_profile, matching_profile, this_machine
+from hybridflow.planning.time.training import Batch, CostModel
 
 
 def test_kernels_are_measured_under_the_names_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +49,45 @@ def test_exchanges_are_measured_between_ranks() -> None:
     rates = measured_links(2, 1 << 16)
     assert rates.keys() == {"message_s", "node_rate", "nccl_s", "nccl_small_rate"}
     assert all(rate.value > 0 and "gloo, 2 ranks" in rate.origin for rate in rates.values())
+
+
+def test_rates_of_layers_are_those_that_make_the_measured_seconds() -> None:
+    hardware = replace(load_profile("cpu").hardware, passes=1.0)
+    layers, few, many = 2, 16, 256
+    passes = {}
+    for name, layer_s in (("dense", 1e-3), ("sparse", 2e-3)):
+        passes[f"{name} few"] = 0.05 + layers * layer_s
+        passes[f"{name} apart"] = 0.05 + few * layers * layer_s
+    passes["sparse many"] = passes["sparse few"] + (many - few) * 1e-4
+    passes["sparse packed"] = passes["sparse many"] + many * layers * 3e-4
+    passes["update few"], passes["update apart"] = 0.2, 0.2 + (few - 1) * layers * 2.5 * 2e-3
+    split = {"few": 0.1, "apart": 0.1 + (few - 1) * layers * (2e-3 + 4 * 5e-4)}
+    rates = {name: rate.value for name, rate in layer_rates(passes, split, hardware).items()}
+    share = rates.pop("passes")
+    expected = {"layer_s": 1e-3, "sparse_layer_s": 2e-3, "unfused_layer_s": 2e-3, "sequence_s": 3e-4}
+    assert rates == pytest.approx(expected | {"backward": 1.5, "message_s": 5e-4})
+    # With that share a pass over the sequences, without launches, takes what was measured.
+    create = load_one_recipe("launch/recipes/demo.yaml", []).model.create
+    assert create is not None
+    spec = model_spec(create.config)
+    costs = CostModel(spec, replace(hardware, passes=share))
+    cost = costs.forward(Layout(), TrainConfig(dtype="float32", packing=False), Batch(many, 8, many))
+    assert cost.linear + cost.experts + cost.attention + cost.memory == pytest.approx(many * 1e-4)
+    assert "message_s" not in layer_rates(passes, None, hardware)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.skipif(torch.cuda.is_available(), reason="layers are measured on processors")
+def test_a_measured_profile_plans_for_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "here.yaml")
+    assert main.main(["profile", path]) == 0
+    assert "rates measured in" in capsys.readouterr().out
+    profile = load_profile(path)
+    measured = ("layer_s", "sparse_layer_s", "sequence_s", "message_s", "passes", "backward")
+    assert all(profile.origins[name].startswith("measured, ") for name in measured)
+    assert 0 < profile.hardware.passes <= 1 and 1e-4 < profile.hardware.layer_s < 1
+    assert main.main(["plan", "launch/recipes/demo.yaml", "--profile", path]) == 0
 
 
 def test_a_profile_is_read_again_with_its_origins(tmp_path: Path) -> None:
