@@ -69,7 +69,7 @@ def export_actor(
     Args:
         checkpoint: the directory of one step.
         out: where to write; must not exist.
-        base: HuggingFace directory of the model of adapters; None for that of the run.
+        base: HuggingFace directory of the run's model, where it is now; None for where it was.
         dtype: of the written tensors; with adapters they have that of the run.
         verify: false exports what is there, whatever the checksums say.
         multi_token: False to leave out layers for multi-token prediction, as for engines.
@@ -78,7 +78,9 @@ def export_actor(
         UserError, EngineError: as `export_checkpoint` and `export_merged`.
     """
     if read_complete(checkpoint).roles["actor"].adapters is None:
-        return export_checkpoint(checkpoint, out, dtype=dtype, verify=verify, multi_token=multi_token)
+        return export_checkpoint(
+            checkpoint, out, dtype=dtype, verify=verify, multi_token=multi_token, model_of_run=base
+        )
     return export_merged(checkpoint, out, base, verify=verify, multi_token=multi_token)
 
 

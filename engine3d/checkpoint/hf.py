@@ -30,8 +30,8 @@ from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
 from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
-from engine3d.models.multi_token import MultiTokenLayers, may_have_multi_token_layers
-from engine3d.models.precision import Fp8Settings, Precision, stored_tensors
+from engine3d.models.multi_token import LAYERS_KEY, MultiTokenLayers, may_have_multi_token_layers
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision, stored_tensors
 from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
 from engine3d.models.rules import Box, HFTensor
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
@@ -73,6 +73,7 @@ def export_checkpoint(
     verify: bool = True,
     base: Path | None = None,
     multi_token: bool = True,
+    model_of_run: Path | None = None,
 ) -> Exported:
     """Write the weights of a checkpoint, of whatever layout, as a HuggingFace directory.
 
@@ -91,6 +92,7 @@ def export_checkpoint(
         verify: false exports what is there, whatever the checksums say.
         base: directory with the layers for multi-token prediction, which no checkpoint has; None for the run's model.
         multi_token: False to leave these layers out, as for engines.
+        model_of_run: where the run's model is now; None for where it was.
 
     Returns:
         What was written.
@@ -117,11 +119,12 @@ def export_checkpoint(
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
-    model_of_run = manifest.recipe.get("model", {}).get("path")
-    source = _multi_token_source(checkpoint, spec, base, model_of_run) if multi_token else None
+    source = _multi_token_source(checkpoint, manifest, spec, base, model_of_run) if multi_token else None
     further = MultiTokenLayers(spec, source, written, precision)
     if base is not None and not further.tensors:
-        raise UserError(f"export: --base {base} has no layers for multi-token prediction; expected no --base")
+        raise UserError(
+            f"export: --base {base} has no layers for multi-token prediction; expected --no-multi-token in its place"
+        )
     plan = plan_model_export(spec, written, max_shard_bytes, precision, further)
     quantised = {name for name, tensor in spec.hf_tensors.items() if precision is not None and tensor.fp8}
     partial = out.with_name(f".{out.name}.partial")
@@ -148,17 +151,22 @@ def export_checkpoint(
 
 
 def _fp8_settings(manifest: Manifest, role: str) -> Fp8Settings:
-    """`train.fp8` of the run, or of a role with settings of its own."""
-    sections = (manifest.recipe.get(role) or {}).get("train"), manifest.recipe.get("train")
-    train: dict[str, Any] = next((section for section in sections if section), {})
+    """`train.fp8` of the run, or of a role with settings of its of_role; the actor's are those of a role without."""
+    of_role = (manifest.recipe.get(role) or {}).get("train")
+    train: dict[str, Any] = of_role or manifest.recipe.get("train") or {}
+    if role != "actor" and not of_role and train.get("precision") is None:  # what engines leave out is of the actor
+        return NOTHING_LEFT_OUT
     return Fp8Settings(**train.get("fp8", {}))
 
 
-def _multi_token_source(checkpoint: Path, spec: ModelSpec, base: Path | None, model: str | None) -> Path | None:
-    """Directory with the layers for multi-token prediction of a checkpoint's model; None without any.
+def _multi_token_source(
+    checkpoint: Path, manifest: Manifest, spec: ModelSpec, base: Path | None, model_of_run: Path | None
+) -> Path | None:
+    """Check the directory with the layers for multi-token prediction of a checkpoint's model; None without any.
 
     Raises:
-        UserError: there is no such directory, or it has another model; or `base` is given, and no such layers exist.
+        UserError: there is no such directory, or it has another model; none is known, and the model has such layers; or
+            `base` is given, and no such layers exist.
     """
     if not may_have_multi_token_layers(spec):
         if base is not None:
@@ -167,13 +175,21 @@ def _multi_token_source(checkpoint: Path, spec: ModelSpec, base: Path | None, mo
                 f"{checkpoint} has none; expected no --base"
             )
         return None
-    given = Path(model) if base is None and model is not None else base
-    if given is not None and not given.is_dir():
+    known = base or model_of_run or manifest.recipe.get("model", {}).get("path")
+    if known is None:
+        if not manifest.recipe and (count := spec.hf_config.get(LAYERS_KEY)):  # imported
+            raise UserError(
+                f"export: {checkpoint} is without the layers for multi-token prediction of its model "
+                f"({LAYERS_KEY}={count}); expected --base of that model, or --no-multi-token"
+            )
+        return None
+    given = Path(known)
+    if not given.is_dir():
         raise UserError(
             f"export: no directory {given}, the model whose layers for multi-token prediction are those of "
-            f"{checkpoint}; expected --base of that model"
+            f"{checkpoint}; expected --base of that model, or --no-multi-token"
         )
-    if given is not None and load_model_spec(given).sizes != spec.sizes:
+    if load_model_spec(given).sizes != spec.sizes:
         raise UserError(
             f"export: {given} is another model than that of {checkpoint}, whose layers for multi-token prediction "
             "an export has; expected --base of that model"

@@ -65,10 +65,10 @@ def update_peak(
         micro_batches: of an update, if that is known: no more are in flight on a pipeline stage.
     """
     rank_tokens = -(-tokens // layout.cp)
-    by_kinds: dict[tuple[bool, ...], _ChunkBytes] = {}
+    by_kinds: dict[tuple[tuple[bool, bool], ...], _ChunkBytes] = {}
     chunks = []
     for layers in spec.rules.rank_layers(layout, at.pp):
-        kinds = tuple(map(spec.sizes.is_sparse, layers))
+        kinds = tuple((spec.sizes.is_sparse(layer), spec.sizes.is_linear(layer)) for layer in layers)
         if kinds not in by_kinds:
             by_kinds[kinds] = _chunk_bytes(spec, layout, layers, config)
         chunks.append(by_kinds[kinds])
@@ -77,7 +77,8 @@ def update_peak(
         sum(min(count, most) * chunk.kept for count, chunk in zip(moment, chunks, strict=True))
         for moment in layout.in_flight(at.pp)
     )
-    of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype]) if any(map(any, by_kinds)) else 0
+    has_experts = any(sparse for kinds in by_kinds for sparse, _ in kinds)
+    of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype]) if has_experts else 0
     return WorkingBytes(
         activations=round(kept * rank_tokens),
         logits=_head(spec, layout, at, config, rank_tokens, backward=True),

@@ -124,10 +124,11 @@ def sglang_overrides(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     known = [family for family in FAMILIES if family.architecture in named]
     known = known if named else [family for family in FAMILIES if hf_config.get("model_type") in family.model_types]
     needed = {"architectures": [known[0].architecture], **known[0].published} if known else {}
-    if known and known[0].flat_rope:
-        nested = hf_config.get("rope_parameters") or {}
-        needed |= {key: nested[key] for key in ("rope_theta", "partial_rotary_factor") if key in nested}
     lacking = {key: value for key, value in needed.items() if not hf_config.get(key)}
+    if known and known[0].flat_rope:  # where both are there, the nested ones hold, as for transformers
+        nested = hf_config.get("rope_parameters") or {}
+        names = ("rope_theta", "partial_rotary_factor")
+        lacking |= {name: nested[name] for name in names if nested.get(name) not in (None, hf_config.get(name))}
     return lacking | {key: None for key in QUANTISATION_KEYS if hf_config.get(key) is not None}
 
 

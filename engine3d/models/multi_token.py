@@ -66,7 +66,7 @@ class MultiTokenLayers:
             if stored and self._as_stored and not in_fp8:
                 raise UserError(
                     f"export: precision={precision} with layers for multi-token prediction in {directory} that are not "
-                    "in fp8 was not tried; expected none"
+                    "in fp8 was not tried; expected --no-multi-token, which leaves them out"
                 )
             scales = set(map(scale_name, in_fp8))
             for name, tensor in stored.items():

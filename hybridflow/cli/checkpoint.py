@@ -53,6 +53,11 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--base", metavar="MODEL", type=Path, help="with --merged or layers for multi-token prediction: their model"
     )
+    export.add_argument(
+        "--no-multi-token",
+        action="store_true",
+        help="leave out layers for multi-token prediction, which engines ignore",
+    )
     export.add_argument("--no-verify", action="store_true", help="export what is there, whatever the checksums say")
 
     imported = commands.add_parser("import", help="make a checkpoint of a HuggingFace directory, to start from")
@@ -107,11 +112,17 @@ def _export(parsed: argparse.Namespace) -> None:
         raise UserError("export: --adapter needs no model; expected no --base")
     if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.precision):
         raise UserError("export: --dtype and --precision were not tried with adapters; expected neither")
+    if parsed.no_multi_token and (parsed.adapter or (parsed.base is not None and not parsed.merged)):
+        raise UserError(
+            "export: --no-multi-token with --adapter or --base, which has no other use; expected one of them"
+        )
     checkpoint, verify = _checkpoint(parsed.directory), not parsed.no_verify
     if parsed.adapter:
         exported = export_adapter(checkpoint, parsed.out, role=parsed.role, verify=verify)
     elif parsed.merged:
-        exported = export_merged(checkpoint, parsed.out, parsed.base, role=parsed.role, verify=verify)
+        exported = export_merged(
+            checkpoint, parsed.out, parsed.base, role=parsed.role, verify=verify, multi_token=not parsed.no_multi_token
+        )
     else:
         exported = export_checkpoint(
             checkpoint,
@@ -122,6 +133,7 @@ def _export(parsed: argparse.Namespace) -> None:
             max_shard_bytes=parsed.max_shard_gb * 1e9,
             verify=verify,
             base=parsed.base,
+            multi_token=not parsed.no_multi_token,
         )
     size = amount(exported.nbytes)
     print(f"exported the {parsed.role} to {parsed.out}: {exported.dtype}, {size}")

@@ -33,7 +33,9 @@ def run(parsed: argparse.Namespace) -> int:
         raise UserError(f"profile: {path}: expected a name that ends with .yaml")
     if path.exists() or not path.parent.is_dir():
         raise UserError(f"profile: {path}: expected a new file in a directory that exists")
-    devices = parsed.devices if parsed.devices is not None else (platform.gpus or 2)
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"profile: {path.parent} cannot be written")
+    devices = parsed.devices if parsed.devices is not None else platform.gpus or min(2, len(os.sched_getaffinity(0)))
     if not 1 <= devices <= _MOST_DEVICES:
         raise UserError(f"profile: --devices {devices}: expected 1 to {_MOST_DEVICES}")
     with quick_imports():

@@ -464,7 +464,7 @@ class Recipe(Settings):
         if role == "actor":
             return self.train
         # Routes are of the actor's samples and weights, adapters of the actor, and what engines leave in bf16 too.
-        others: dict[str, Any] = {"routing_replay": "none", "lora": None}
+        others: dict[str, Any] = {"routing_replay": "none", "older_routes": "keep", "lora": None}
         if self.train.precision is None:
             others["fp8"] = NOTHING_LEFT_OUT
         return self.models[role].train or self.train.model_copy(update=others)

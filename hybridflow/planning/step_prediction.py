@@ -19,7 +19,7 @@ from hybridflow.planning.search.recipe_work import (
     recipe_work,
 )
 from hybridflow.planning.search.run_plan import ROLLOUT
-from hybridflow.planning.time.hardware import Profile, matching_profile, this_machine
+from hybridflow.planning.time.hardware import Profile, cpu_profile, matching_profile, this_machine
 from hybridflow.planning.time.phases import RoleLayout, phase_costs
 from hybridflow.planning.time.step import step_seconds
 from hybridflow.rundir.predicted_seconds import PredictedSeconds, write_predicted_seconds
@@ -37,8 +37,8 @@ def record_prediction(recipe: Recipe, devices: Mapping[str, Sequence[Device]], t
     profile = matching_profile(this_machine())
     if profile is None or not len(train):
         return
-    slots = len(frozenset[Device]().union(*devices.values()))
-    profile = profile.with_cluster(platform.gpus or max(1, slots))
+    slots = max(1, len(frozenset[Device]().union(*devices.values())))
+    profile = profile.with_cluster(platform.gpus) if platform.gpus else cpu_profile(slots)
     prompt_tokens = sum(map(len, train.tokens)) / len(train)
     predicted = predicted_seconds(recipe, devices, profile, prompt_tokens, mean_response(train))
     if predicted is not None:

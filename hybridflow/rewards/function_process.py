@@ -9,13 +9,14 @@ that runs here is the user's: the parent checks every answer.
 A class in place of a function is made once, with the arguments of its settings, and its instance is called. If it has a
 method `prepare`, that is given the names of the data's fields before the first call, and returns which columns the
 instance is called with; `timeout_s`, the limit of the call in seconds, is passed along with them. An
-attribute `needs_answers` is true if it cannot score without answers.
+attribute `needs_answers` is true if it cannot score without answers, `takes_threads` if several threads may call it.
 
 What a setup names as its `server` serves the loaded object in its own way: environments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.machinery
@@ -29,6 +30,7 @@ import re
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -406,6 +408,8 @@ class ScoringFunction:
         requested = (_prepared_columns if self._limited else _requested_columns)(self._function, fields)
         self.columns = requested if made else [name for name in requested if name not in arguments]
         """Names of the columns that it is called with."""
+        takes_threads = getattr(self._function, "takes_threads", False) is True
+        self._turn = contextlib.nullcontext() if takes_threads else threading.Lock()
 
     @property
     def needs_answers(self) -> bool:
@@ -419,9 +423,13 @@ class ScoringFunction:
         return _call(called, self.columns, request)
 
     def score(self, texts: Sequence[str], columns: dict[str, Any], timeout_s: float) -> list[float | str]:
-        """Score texts. Returns a number for each, or the reason for none in words. Raises as `answer`."""
+        """Score texts. Returns a number for each, or the reason for none in words. Raises as `answer`.
+
+        Several threads may call it: a function that does not take them is called by one after the other.
+        """
         request = {"texts": texts, "columns": columns, "first": 0, "timeout_s": timeout_s, "find_sample": False}
-        values: list[float | str] = self.answer(request)["values"]
+        with self._turn:
+            values: list[float | str] = self.answer(request)["values"]
         return values
 
 

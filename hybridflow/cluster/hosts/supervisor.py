@@ -101,16 +101,19 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         watch = asyncio.create_task(self._watch())
         await asyncio.wait({task, self._over}, return_when=asyncio.FIRST_COMPLETED)
-        watch.cancel()
-        if task.done():
-            with contextlib.suppress(EngineError, UserError):
-                return task.result()
-            error = task.exception()
-            return Ended(2 if isinstance(error, UserError) else 1, str(error))
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return self._over.result()
+        try:
+            if task.done():
+                with contextlib.suppress(EngineError, UserError):
+                    return task.result()
+                error = task.exception()
+                return Ended(2 if isinstance(error, UserError) else 1, str(error))
+            task.cancel()
+            # It ends Ray on the hosts, of which one may be silent: they are watched until then.
+            with contextlib.suppress(asyncio.CancelledError, EngineError, UserError):
+                await task
+            return self._over.result()
+        finally:
+            watch.cancel()
 
     async def _work(self) -> Ended:
         await self._gather()
@@ -180,7 +183,13 @@ class Supervisor:
         await channel.close()
 
     def _admitted(self, hello: Message, channel: Channel) -> Member:
-        member = Member(hello, channel)
+        try:
+            member = Member(hello, channel)
+        except (KeyError, TypeError):
+            name = str((hello.get("host") or {}).get("name", "a host"))
+            line = f"{name} has another version of hybridflow than host 0; expected the same on every host"
+            log.warning(line)
+            raise UserError(line) from None
         host = member.host
         if self._has_begun and not (self._attempts is not None and self._attempts.takes_hosts):
             raise UserError(f"{host}: the run has begun without this host; it has {self._plan.hosts}")

@@ -112,7 +112,10 @@ class ToolsConfig(Settings):
         """Limit of the programs of a call or of the reward, in seconds; 0 if nothing runs any."""
         longest_s = max((sandbox.limits.timeout_s for sandbox in self._sandboxes()), default=0.0)
         if self.reward.path == "code":
-            longest_s += float(self.reward.arguments.get("sample_timeout_s", CODE_TIMEOUT_S))
+            given = self.reward.arguments.get("sample_timeout_s", CODE_TIMEOUT_S)
+            if isinstance(given, bool) or not isinstance(given, int | float):
+                raise ValueError(f"reward.arguments.sample_timeout_s is {given!r}, expected seconds")
+            longest_s += given
         return longest_s
 
     def _sandboxes(self) -> list[SandboxSettings]:

@@ -36,6 +36,8 @@ def measured_profile(devices: int) -> tuple[Profile, dict[str, MeasuredRate]]:
     if platform.gpus and devices > platform.gpus:
         raise UserError(f"profile: --devices {devices}: this machine has {platform.gpus} GPUs")
     machine = this_machine()
+    if not platform.gpus and devices > int(machine["cores"]):
+        raise UserError(f"profile: --devices {devices}: this machine has {machine['cores']} cores, one for each rank")
     base = matching_profile(machine) or load_profile("h200")
     threads = torch.get_num_threads()
     if not platform.gpus:

@@ -32,16 +32,21 @@ def on_ranks(measurement: Callable[..., Any], ranks: int, *arguments: Any) -> An
         arguments: of the function.
 
     Raises:
-        UserError: the ranks did not end in time.
+        UserError: a rank failed, or they did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.spawn(_rank, (ranks, folder, measurement, arguments), ranks, join=False)
         ends = time.monotonic() + _LIMIT_S
-        while not context.join(timeout=1.0):
-            if time.monotonic() > ends:
-                for process in context.processes:
-                    process.kill()
-                raise UserError(f"profile: measurements of {ranks} ranks did not end within {_LIMIT_S:.0f} s")
+        try:
+            while not context.join(timeout=1.0):
+                if time.monotonic() > ends:
+                    raise UserError(f"profile: measurements of {ranks} ranks did not end within {_LIMIT_S:.0f} s")
+        except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise UserError(f"profile: a rank of the measurement failed: {reason}") from error
+        finally:
+            for process in context.processes:
+                process.kill()
         return torch.load(Path(folder) / _RESULTS)
 
 

@@ -28,6 +28,7 @@ from hybridflow.planning.search.recipe_work import (
 from hybridflow.planning.search.run_plan import ROLLOUT, RoleGroup, RunPlan
 from hybridflow.planning.time.hardware import (
     Profile,
+    cpu_profile,
     load_profile,
     matching_profile,
     shipped_profiles,
@@ -103,8 +104,10 @@ def _hardware(nodes: Sequence[Node] | None, setting: str) -> tuple[Profile, int]
     """Return the profile of the devices and their number."""
     per_node = platform.gpus if nodes is None else max((node.gpus for node in nodes), default=0)
     if not per_node:
-        slots = min(_MOST_SLOTS, os.cpu_count() or 1) if nodes is None else sum(node.cpu_slots for node in nodes)
-        return load_profile("cpu").with_cluster(max(1, slots)), max(1, slots)
+        if nodes is None:
+            return cpu_profile(slots := min(_MOST_SLOTS, os.cpu_count() or 1)), slots
+        slots = max(1, *(node.cpu_slots for node in nodes))
+        return cpu_profile(slots), max(slots, sum(node.cpu_slots for node in nodes))
     gpus = per_node if nodes is None else sum(node.gpus for node in nodes)
     if not platform.gpus:
         return load_profile("h200").with_cluster(per_node), gpus

@@ -27,8 +27,6 @@ AcceptsEngines = Callable[[EngineShape], None]
 
 _GRAIN = 10**9
 """Bytes to which what others leave is rounded up, so that searches of engines are shared."""
-_HIGHEST_EFFICIENCY = 0.8
-"""Share of the peak that no kernel class exceeds: the bound of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ class RoleChoices:
             return None
         if not work.trained:
             return 0.0, self.cost(work, proposal, update=False).seconds, 0.0
-        rate = gpus * self._hardware.flops * _HIGHEST_EFFICIENCY
+        rate = gpus * self._hardware.highest_rate
         scoring = float(sequence_flops(work.spec, self.work.tokens)) * self.work.sequences * work.passes / rate
         return 0.0, scoring, self.cost(work, proposal, update=True).seconds
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine3d.errors import UserError, shortened
 from engine3d.platform import platform
-from hybridflow.cluster.hosts.checks.facts import visible_gpus
+from hybridflow.cluster.hosts.checks.facts import machine_bytes, visible_gpus
 from hybridflow.rundir.yaml_reader import read_yaml_file
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -31,6 +31,8 @@ _LINK_SHARE = 0.9
 """Share of a network link's rate that transfers reach (45 of 50 GB/s of a 400 Gb/s link in published transfers)."""
 
 
+FLASH_ATTENTION = 1.17
+"""Rate of FlashAttention 4 over cuDNN's (h200-4gpu-12-layers-copies-fused-flash-third-kernels.txt)."""
 _SHARED_RATES = ("flops", "memory_rate", "node_rate")
 _SHARED_SECONDS = (
     "layer_s",
@@ -132,11 +134,17 @@ class Hardware:
 
     def for_ranks(self, ranks: int) -> Hardware:
         """The rates of each of so many ranks, which on a CPU take turns on the cores."""
-        ranks_of_core = ranks / self.cores if self.cores else 1.0
+        ranks_of_core = min(ranks, self.gpus_per_node) / self.cores if self.cores else 1.0
         if ranks_of_core <= 1:
             return self
         rates = {name: getattr(self, name) / ranks_of_core for name in _SHARED_RATES}
         return replace(self, **rates, **{name: getattr(self, name) * ranks_of_core for name in _SHARED_SECONDS})
+
+    @property
+    def highest_rate(self) -> float:
+        """FLOP/s that no kernel class exceeds."""
+        attention = max(FLASH_ATTENTION * self.attention, self.latent_attention)
+        return self.flops * max(self.linear, self.experts, self.unfused_experts, attention)
 
     def linear_rate(self, width: float) -> float:
         """Predict the FLOP/s of matrix multiplications whose shorter side has this width."""
@@ -191,6 +199,8 @@ class Profile:
     def with_cluster(self, gpus_per_node: int | None = None, link: str | None = None) -> Profile:
         """Return the profile on nodes of another size, and with another link, such as "400Gb" a GPU.
 
+        Without GPUs the nodes have the cores and the memory of the machine that was measured.
+
         Raises:
             UserError: the link is no rate.
         """
@@ -203,6 +213,13 @@ class Profile:
         if link is not None:
             hardware = replace(hardware, network_rate=link_rate(link))
         return replace(self, hardware=hardware)
+
+
+def cpu_profile(slots: int) -> Profile:
+    """Return the shipped profile of ranks without GPUs, with the cores and the memory of this machine for its slots."""
+    profile = load_profile("cpu").with_cluster(slots)
+    cores, memory = len(os.sched_getaffinity(0)), machine_bytes() // slots
+    return replace(profile, hardware=replace(profile.hardware, cores=cores, memory=memory))
 
 
 def link_rate(text: str) -> float:

@@ -34,7 +34,7 @@ from engine3d.models.lora.spec import AdapterSpec
 from engine3d.training.config import TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, pair_flops, sequence_flops
 from engine3d.training.optimizer import element_bytes
-from hybridflow.planning.time.hardware import Hardware
+from hybridflow.planning.time.hardware import FLASH_ATTENTION, Hardware
 
 _GATHERS_OF_A_BACKWARD_PASS = 1.5
 """Exchanges of tensor parallelism in a backward pass over those of a forward pass: it gathers the input again for the
@@ -53,8 +53,6 @@ _HEAD_PASSES = 4.7
 """Passes over a token's logits (`_facts` and `_gradient` of the first of these traces)."""
 _GRADIENT_SHARE = 0.8
 """Share of the memory's rate at which a micro-batch's gradients are added up (the bf16 additions of these traces)."""
-_FLASH_ATTENTION = 1.17
-"""Rate of FlashAttention 4 over cuDNN's (h200-4gpu-12-layers-copies-fused-flash-third-kernels.txt)."""
 _EXPERTS_BESIDE_NCCL = 0.87
 """Rate of grouped GEMMs next to NCCL's kernels, which hold processors, over that next to copy engines (the same)."""
 _IDLE = 1.05
@@ -305,7 +303,7 @@ class CostModel:
         """Predict the seconds of a micro-batch's kernels on a stage, by class, and of their launches."""
         sizes, hardware, layers, sparse = self.spec.sizes, self.hardware, stage.layers, stage.sparse
         tokens, ranks = batch.tokens * batch.together, layout.tp * layout.cp
-        rate = hardware.flops * hardware.attention * (_FLASH_ATTENTION if config.has_flash_attention else 1.0)
+        rate = hardware.flops * hardware.attention * (FLASH_ATTENTION if config.has_flash_attention else 1.0)
         if sizes.latent is not None:
             rate = hardware.flops * hardware.latent_attention
         attention = (passes + repeated) * layers / sizes.layers * pair_flops(sizes) * tokens * batch.tokens / rate

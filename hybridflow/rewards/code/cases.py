@@ -191,6 +191,7 @@ def _asserts(tests: Any, setup: str) -> list[Case]:
     is_list = isinstance(tests, Sequence) and not isinstance(tests, str)
     if not is_list or not tests or not all(isinstance(test, str) for test in tests):
         raise CasesError(f"tests: {_shown(tests)}, expected texts such as 'assert add(1, 2) == 3'")
+    _statements(setup)
     return [_assert(test, setup) for test in tests]
 
 

@@ -10,8 +10,10 @@ before its tests. What its program does is never a reason for that.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,24 +81,34 @@ class Code:
     """Runs programs against test cases. Arguments as of `CodeSettings`; ValueError for others."""
 
     needs_answers = True
+    takes_threads = True
 
     def __init__(self, **arguments: Any) -> None:
         self._settings = settings_of(CodeSettings, arguments)
         self._sandbox: Sandbox = open_sandbox(self._settings.sandbox)
-        self._loop = asyncio.Runner()
+
+    def _run_in_loop[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop of this instance, which calls of all threads share."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    @functools.cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="programs", daemon=True).start()
+        return loop
 
     def prepare(self, fields: Sequence[str] | None) -> Sequence[str]:
         """Start the sandbox. Raises ValueError where programs cannot run as the settings ask."""
         del fields
         try:
-            self._loop.run(self._sandbox.start())
+            self._run_in_loop(self._sandbox.start())
         except (UserError, SandboxError) as error:
             raise ValueError(str(error)) from None
         return ("answers",)
 
     def __call__(self, generated_texts: Sequence[str], *, answers: Sequence[Any], timeout_s: float) -> dict[str, Any]:
         """Score texts within `timeout_s` seconds. Those whose tests have not ended by then have no reward."""
-        return self._loop.run(self._score(generated_texts, answers, Deadline(timeout_s)))
+        return self._run_in_loop(self._score(generated_texts, answers, Deadline(timeout_s)))
 
     async def _score(self, texts: Sequence[str], answers: Sequence[Any], deadline: Deadline) -> dict[str, Any]:
         scores = [_Score() for _ in texts]

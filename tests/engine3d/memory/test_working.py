@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine3d.memory.activations import (
     saved_by_attention,
     saved_by_layer,
 )
-from engine3d.memory.working import peer_memory
+from engine3d.memory.working import _chunk_bytes, peer_memory
 from engine3d.models import ModelSpec, model_spec
 from engine3d.models.attention.delta_net import GatedDeltaNet, GatedNorm
 from engine3d.training.config import TrainConfig
@@ -153,3 +154,12 @@ def test_gated_delta_nets_save_what_is_predicted(dtype: torch.dtype) -> None:
     )
     mlp = attention - saved_by_attention(sizes, Layout(), dtype.itemsize, sequence_parallel=False)
     assert linear - mlp - 2 * sizes.hidden * dtype.itemsize == pytest.approx(measured, rel=0.05)
+
+
+def test_chunks_of_delta_nets_and_of_attention_keep_what_each_does() -> None:
+    spec, config = model_spec(CONFIGS["qwen3_next"] | {"num_hidden_layers": 8}), TrainConfig()
+    layout = Layout(pp=2, vpp=4)
+    chunks = [_chunk_bytes(spec, layout, layers, config).kept for layers in spec.rules.rank_layers(layout, 1)]
+    assert len({*chunks}) == 2
+    kept = max(sum(map(mul, moment, chunks)) for moment in layout.in_flight(1))
+    assert update_peak(spec, layout, layout.coordinates(1), config, tokens=4096).activations == round(kept * 4096)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine3d.models import FAMILIES, load_model_spec, sglang_overrides
+from engine3d.models import FAMILIES, load_model_spec, model_spec, sglang_overrides
 from engine3d.reshard.describe.simulate import trace_engine_layout
 from engine3d.rollout import RolloutConfig, launch
+from tests.support.tiny_families import CONFIGS
 
 pytestmark = pytest.mark.slow
 
@@ -104,3 +105,11 @@ def test_only_what_lacks_is_completed() -> None:
     }
     assert sglang_overrides(config | published) == {}
     assert sglang_overrides({"architectures": ["SomethingElseForCausalLM"]}) == {}
+
+
+def test_engines_rotate_by_the_same_base_as_training_where_a_config_has_two() -> None:
+    nested = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}
+    config = CONFIGS["qwen3_next"] | {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_parameters": nested}
+    served = config | sglang_overrides(config)
+    assert served["rope_theta"] == model_spec(config).rope.base == 1e7
+    assert "partial_rotary_factor" not in sglang_overrides(config)

@@ -16,7 +16,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.planning.checks.placement import planned_devices
 from hybridflow.planning.step_prediction import predicted_seconds, record_prediction
-from hybridflow.planning.time.hardware import load_profile
+from hybridflow.planning.time.hardware import cpu_profile
 from hybridflow.report.run_data import Phase, RunData, Series
 from hybridflow.report.tables import prediction_table
 from hybridflow.rundir.file_names import PREDICTED_SECONDS
@@ -58,7 +58,7 @@ def test_a_prediction_is_kept_for_the_report(tmp_path: Path) -> None:
 
 def test_the_phases_are_those_of_the_recipes_layouts() -> None:
     recipe, devices = _devices("demo")
-    profile = load_profile("cpu").with_cluster(2)
+    profile = cpu_profile(2)
     demo = predicted_seconds(recipe, devices, profile, 10.0)  # type: ignore[arg-type]
     other, apart = _devices("demo", "trainer.prompts_per_step=128")
     twice = predicted_seconds(other, apart, profile, 10.0)  # type: ignore[arg-type]

@@ -217,13 +217,20 @@ def test_checkpoints_are_exported_with_the_layer_for_multi_token_prediction(
     assert load_model_spec(tmp_path / "with").hf_config.get("num_nextn_predict_layers") == counted
     export_checkpoint(checkpoint, tmp_path / "served", multi_token=False)
     assert _tensors(tmp_path / "served").keys() == load_model_spec(directory).hf_tensors.keys()
-    # An export of the export has it too; without the model that has it there is none, and the config says so.
+    # An export without it is asked for where its model is known to have it, and the config says so.
     import_checkpoint(tmp_path / "with", tmp_path / "again")
-    export_checkpoint(tmp_path / "again" / "step-00000000", tmp_path / "without", **options)
+    if counted:
+        with pytest.raises(
+            UserError, match=r"\(num_nextn_predict_layers=1\); expected --base of that model, or --no-mu"
+        ):
+            export_checkpoint(tmp_path / "again" / "step-00000000", tmp_path / "without", **options)
+    export_checkpoint(tmp_path / "again" / "step-00000000", tmp_path / "without", multi_token=False, **options)
     assert "num_nextn_predict_layers" not in load_model_spec(tmp_path / "without").hf_config
-    with pytest.raises(UserError, match="was not tried; expected none"):
+    with pytest.raises(UserError, match="was not tried; expected --no-multi-token"):
         export_checkpoint(checkpoint, tmp_path / "fp8", base=directory, precision="fp8")
-    with pytest.raises(UserError, match=r"--base .*/without has no layers for multi-token prediction; expected no"):
+    with pytest.raises(
+        UserError, match=r"--base .*/without has no layers for multi-token prediction; expected --no-mul"
+    ):
         export_checkpoint(checkpoint, tmp_path / "other", base=tmp_path / "without", **options)
     other = tmp_path / "other-model"
     initialise_random(model_spec(config | {"num_hidden_layers": 8}), other, seed=1, dtype=torch.bfloat16)

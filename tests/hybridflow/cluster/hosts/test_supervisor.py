@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine3d.errors import EngineError, UserError
 from hybridflow.cluster.hosts import supervisor as module
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
@@ -62,3 +63,29 @@ def test_a_signal_that_ends_comes_once_and_from_the_same_host_again(monkeypatch:
     end = signal.SIGTERM
     assert got([(host, end, host) for host in range(3)], monkeypatch) == [end]
     assert got([(0, end, 1), (5, end, 0), (9, end, 1)], monkeypatch) == [end, end]
+
+
+def test_a_host_whose_agent_is_of_other_code_is_named() -> None:
+    hello: Any = {"host": {"index": 1, "name": "host-1", "address": "10.0.0.2"}, "words": ["train"], "settings": []}
+
+    async def main() -> None:
+        channel: Any = None
+        Supervisor(LaunchPlan(2, ["train"]), "a" * 64)._admitted(hello, channel)
+
+    with pytest.raises(UserError, match=r"^host-1 has another version of hybridflow than host 0; expected the same"):
+        asyncio.run(main())
+
+
+def test_an_end_is_the_signals_where_a_silent_host_keeps_ray_from_ending() -> None:
+    async def work() -> Any:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise EngineError("host-1: no answer within 60 s (stop_ray)")
+
+    async def main() -> int:
+        supervisor = Supervisor(LaunchPlan(2, ["train"]), "a" * 64)
+        asyncio.get_running_loop().call_later(0.01, supervisor.signalled, signal.SIGTERM)
+        return (await supervisor._until_over(work())).code
+
+    assert asyncio.run(main()) == 128 + signal.SIGTERM

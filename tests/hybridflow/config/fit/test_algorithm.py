@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
+from engine3d.training.config import TrainConfig
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning.checks.recipe import check_recipe
@@ -149,6 +150,9 @@ def test_engines_return_routes_where_they_are_replayed_by_the_actor_alone() -> N
     recipe = load_recipe(DEMO, [ROLLOUT_ROUTES, "warmup=null", "algorithm.kl_coef=0.1"])
     assert recipe.has_routes and recipe.train_config("actor").routing_replay == "rollout"
     assert recipe.train_config("reference").routing_replay == "none"
+    live = recipe.model_copy(update={"train": recipe.train.model_copy(update={"older_routes": "live"})})
+    reference = live.train_config("reference")
+    assert TrainConfig.model_validate(reference.model_dump()) == reference  # a plan writes it into a recipe
     assert load_recipe(DEMO, ["rollout.engine.routes=true"]).has_routes
     assert not load_recipe(DEMO).has_routes
 

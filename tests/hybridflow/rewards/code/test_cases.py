@@ -129,6 +129,7 @@ def test_output_is_compared_by_words() -> None:
         ({"test": 5, "entry_point": "f"}, "test: 5, expected text"),
         ({"test": "def check(f", "entry_point": "f"}, "which is no Python"),
         (["assert f("], "which is no Python"),
+        ({"test_list": ["assert f(1) == 1"], "test_setup_code": "class Node"}, "which is no Python"),
         ({"test_list": "assert f(1) == 1"}, "tests: 'assert f(1) == 1', expected texts"),
         ({"inputs": [b"1"], "outputs": ["1"]}, "a case has b'1', expected text"),
         ({"inputs": [[{1}]], "outputs": [1], "fn_name": "f"}, "expected a list of what JSON has"),
