@@ -151,7 +151,7 @@ def export_checkpoint(
 
 
 def _fp8_settings(manifest: Manifest, role: str) -> Fp8Settings:
-    """`train.fp8` of the run, or of a role with settings of its of_role; the actor's are those of a role without."""
+    """`train.fp8` of the run, or of a role with settings of its own; the actor's are those of a role without."""
     of_role = (manifest.recipe.get(role) or {}).get("train")
     train: dict[str, Any] = of_role or manifest.recipe.get("train") or {}
     if role != "actor" and not of_role and train.get("precision") is None:  # what engines leave out is of the actor
