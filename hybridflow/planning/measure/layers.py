@@ -81,20 +81,21 @@ def layer_rates(
     of = f"a model of {_LAYERS} layers and width {_CONFIG['hidden_size']}"
     origin = f"measured, micro-batches of {_TOKENS} tokens through {of}"
     layer, sparse = (MeasuredRate(apart[name] / _LAYERS, origin) for name in ("dense", "sparse"))
-    tokens = (passes["sparse many"] - passes["sparse few"]) / (_MANY - _FEW)
-    packed = (passes["sparse packed"] - passes["sparse many"]) / (_MANY * _LAYERS)
-    updates = (passes["update apart"] - passes["update few"]) / (_FEW - 1)
+    # A step's updates take longer than its forward passes: what they share is that of updates.
+    updates = (passes["update apart"] - passes["update few"]) / (_FEW - 1) / apart["sparse"]
+    tokens = (passes["update many"] - passes["update few"]) / (_MANY - _FEW)
+    packed = (passes["update packed"] - passes["update many"]) / (_MANY * _LAYERS) / updates
     rates = {
-        "backward": MeasuredRate(max(0.1, updates / apart["sparse"] - 1), f"{origin}, updates and forward passes"),
+        "backward": MeasuredRate(max(0.1, updates - 1), f"{origin}, updates and forward passes"),
         "layer_s": layer,
         "sparse_layer_s": sparse,
         "unfused_layer_s": sparse,
         "sequence_s": MeasuredRate(
-            max(0.0, packed), f"measured, {_MANY} packed sequences of {_TOKENS} tokens and padded ones through {of}"
+            max(0.0, packed), f"measured, updates of {_MANY} packed sequences of {_TOKENS} tokens and padded ones, {of}"
         ),
         "passes": MeasuredRate(
-            _share_of_passes(tokens, hardware),
-            f"measured, {_MANY} and {_FEW} sequences of {_TOKENS} tokens through {of}",
+            _share_of_passes(tokens, replace(hardware, backward=max(0.1, updates - 1))),
+            f"measured, updates of {_MANY} and {_FEW} sequences of {_TOKENS} tokens, {of}",
         ),
     }
     if split is not None:
@@ -106,12 +107,15 @@ def layer_rates(
 
 
 def _share_of_passes(seconds: float, hardware: Hardware) -> float:
-    """Share of the memory's rate with which the kernels besides multiplications explain the seconds of a sequence."""
+    """Share of the memory's rate with which other kernels explain a sequence's seconds in an update."""
+    costs = CostModel(model_spec(_SPARSE), replace(hardware, passes=1.0))
     config = TrainConfig(dtype="float32", packing=False)
-    spec = model_spec(_SPARSE)
-    cost = CostModel(spec, replace(hardware, passes=1.0)).forward(Layout(), config, Batch(_MANY, _TOKENS, _MANY))
-    multiplied = (cost.linear + cost.experts + cost.attention) / _MANY
-    return cost.memory / _MANY / max(seconds - multiplied, cost.memory / _MANY)
+    few, many = (costs.passes(Layout(), config, Batch(count, _TOKENS, count)) for count in (_FEW, _MANY))
+    linear, experts, attention, memory = (
+        (getattr(many, kind) - getattr(few, kind)) / (_MANY - _FEW)
+        for kind in ("linear", "experts", "attention", "memory")
+    )
+    return memory / max(seconds - linear - experts - attention, memory)
 
 
 def _passes() -> dict[str, float]:
@@ -120,8 +124,8 @@ def _passes() -> dict[str, float]:
     for name, config in (("dense", _CONFIG), ("sparse", _SPARSE)):
         seconds[f"{name} few"] = _forward(config, _FEW, _FEW)
         seconds[f"{name} apart"] = _forward(config, _FEW, 1)
-    seconds["sparse many"] = _forward(_SPARSE, _MANY, _MANY)
-    seconds["sparse packed"] = _forward(_SPARSE, _MANY, _MANY, packing=True)
+    seconds["update many"] = _forward(_SPARSE, _MANY, _MANY, update=True)
+    seconds["update packed"] = _forward(_SPARSE, _MANY, _MANY, packing=True, update=True)
     seconds["update few"] = _forward(_SPARSE, _FEW, _FEW, update=True)
     seconds["update apart"] = _forward(_SPARSE, _FEW, 1, update=True)
     return seconds

@@ -21,6 +21,8 @@ from hybridflow.planning.measure.rates import ROUNDS
 
 _RESULTS = "seconds.pt"
 _LIMIT_S = 240.0
+_ROUNDS_TOGETHER = 4 * ROUNDS
+"""Rounds of what all ranks call, of which the shortest counts: each that waits makes all wait."""
 
 
 def on_ranks(measurement: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
@@ -53,7 +55,7 @@ def on_ranks(measurement: Callable[..., Any], ranks: int, *arguments: Any) -> An
 def seconds_together(operation: Callable[[], object], times: int = 1) -> float:
     """Measure the seconds of an operation that all ranks call: the shortest of some rounds, each of so many times."""
     rounds = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(_ROUNDS_TOGETHER):
         dist.barrier()
         platform.synchronize()
         began = time.perf_counter()

@@ -150,7 +150,9 @@ class Hardware:
         """Predict the FLOP/s of matrix multiplications whose shorter side has this width."""
         return self.flops * self.linear * width / (width + self.linear_half)
 
-    def exchange_s(self, nbytes: float, group: int, stride: int = 1, times: float = 1.0) -> float:
+    def exchange_s(
+        self, nbytes: float, group: int, stride: int = 1, times: float = 1.0, *, at_once: bool = False
+    ) -> float:
         """Predict the seconds in which a rank sends bytes evenly to the others of a group.
 
         Args:
@@ -158,13 +160,14 @@ class Hardware:
             group: ranks of the group.
             stride: distance between two of them, in ranks.
             times: number of exchanges.
+            at_once: messages to all others are sent at once, not one after another along a ring.
         """
         if group == 1:
             return 0.0
         near = max(1, min(group, self.gpus_per_node // stride))
         within = nbytes * (near - 1) / (group - 1)
         sending = max(within / self.node_rate, (nbytes - within) / self.network_rate)
-        return sending + times * (group - 1) * self.message_s
+        return sending + times * (1 if at_once else group - 1) * self.message_s
 
     def ring_s(self, nbytes: float, group: int, stride: int, times: float) -> float:
         """Predict the seconds in which a rank sends bytes to the next of a ring, in a number of messages."""

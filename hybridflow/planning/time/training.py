@@ -279,7 +279,11 @@ class CostModel:
         # Tokens there and back; Megatron-Core's dispatchers count them first, and send their weights apart.
         messages = 2 * ways if config.has_fused_experts(sizes, layout) else 3 * ways + 1
         expert = self.hardware.exchange_s(
-            routed * ways, group, 1 if layout.etp > 1 else layout.etp, times=sparse * messages
+            routed * ways,
+            group,
+            1 if layout.etp > 1 else layout.etp,
+            times=sparse * messages,
+            at_once=not config.gathers_tokens(layout),
         )
         # Complete sequences on each rank take no keys and values of others (`MicroBatchPlan`).
         is_split = batch.together % layout.cp > 0

@@ -58,21 +58,22 @@ def test_rates_of_layers_are_those_that_make_the_measured_seconds() -> None:
     for name, layer_s in (("dense", 1e-3), ("sparse", 2e-3)):
         passes[f"{name} few"] = 0.05 + layers * layer_s
         passes[f"{name} apart"] = 0.05 + few * layers * layer_s
-    passes["sparse many"] = passes["sparse few"] + (many - few) * 1e-4
-    passes["sparse packed"] = passes["sparse many"] + many * layers * 3e-4
     passes["update few"], passes["update apart"] = 0.2, 0.2 + (few - 1) * layers * 2.5 * 2e-3
+    passes["update many"] = passes["update few"] + (many - few) * 2e-4
+    passes["update packed"] = passes["update many"] + many * layers * 2.5 * 3e-4
     split = {"few": 0.1, "apart": 0.1 + (few - 1) * layers * (2e-3 + 4 * 5e-4)}
     rates = {name: rate.value for name, rate in layer_rates(passes, split, hardware).items()}
     share = rates.pop("passes")
     expected = {"layer_s": 1e-3, "sparse_layer_s": 2e-3, "unfused_layer_s": 2e-3, "sequence_s": 3e-4}
     assert rates == pytest.approx(expected | {"backward": 1.5, "message_s": 5e-4})
-    # With that share a pass over the sequences, without launches, takes what was measured.
+    # With that share passes over the further sequences, without launches, take what was measured.
     create = load_one_recipe("launch/recipes/demo.yaml", []).model.create
     assert create is not None
     spec = model_spec(create.config)
-    costs = CostModel(spec, replace(hardware, passes=share))
-    cost = costs.forward(Layout(), TrainConfig(dtype="float32", packing=False), Batch(many, 8, many))
-    assert cost.linear + cost.experts + cost.attention + cost.memory == pytest.approx(many * 1e-4)
+    costs = CostModel(spec, replace(hardware, passes=share, backward=1.5))
+    batches = (Batch(count, 8, count) for count in (many, few))
+    more, less = (costs.passes(Layout(), TrainConfig(dtype="float32", packing=False), batch) for batch in batches)
+    assert more.seconds - less.seconds == pytest.approx((many - few) * 2e-4)
     assert "message_s" not in layer_rates(passes, None, hardware)
 
 
