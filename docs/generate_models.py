@@ -75,7 +75,7 @@ _MODELS = _rows(
 )
 _SHOWN_OTHERWISE = _rows(
     "family, Transformer Engine compared with `transformers`, balance losses of routers, "
-    "auxiliary-loss-free load balancing (expert bias), [runs on GPUs](../benchmarks/results)",
+    "auxiliary-loss-free load balancing (expert bias), [runs on GPUs](../benchmarks/README.md)",
     ("Llama", "yes", "no experts", "no experts", "4 layers of 70B"),
     ("Qwen3", "yes", "no experts", "no experts", "none"),
     ("Qwen3-MoE", "yes", "yes", "no such bias", "Qwen3-30B-A3B with all 48 layers"),

@@ -196,10 +196,15 @@ class PPOTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._closed, self._trainer = True, None
+        trainer, self._trainer, self._closed = self._trainer, None, True
         self._made.clear()
         atexit.unregister(self.close)
-        self._stack.__exit__(kind, error, traceback)
+        if kind is not None or trainer is None:
+            self._stack.__exit__(kind, error, traceback)
+            return
+        with self._stack:  # the save of the last update may still be written
+            trainer.phases.enter("save")
+            trainer.checkpoints.wait()
 
     def _start(self) -> Trainer:
         stack = self._stack

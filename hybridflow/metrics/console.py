@@ -65,6 +65,7 @@ _CONSOLE_FIGURES = (
     _Figure("train/gradient_norm", "gradient", "{:.3g}".format, 8, 8),
     _Figure("mismatch/logprob_abs_diff_mean", "mismatch", "{:.1e}".format, 9, 7),
     _Figure("rollout/throughput_tokens_per_sec", "tokens/s", "{:,.0f}".format, 10, 7),
+    _Figure("stream/throughput_tokens_per_sec", "tokens/s", "{:,.0f}".format, 10, 7),
     _Figure("train/step_time_ms", "step", lambda milliseconds: f"{milliseconds / 1000:.2f} s", 1, 8),
     _Figure("checkpoint/written_bytes", "written", lambda nbytes: f"{nbytes / 1e6:,.1f} MB", 0, 10),
     _Figure("checkpoint/stall_ms", "stall", lambda milliseconds: f"{milliseconds / 1000:.3f} s", 0, 7),

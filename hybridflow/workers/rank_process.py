@@ -62,6 +62,7 @@ class RankProcess:
         faulthandler.enable(file=2)
         write_stacks_on_request()
         self._pulse = _Pulse(role, rank, log_path)
+        self._closing = False
 
     def identify(self, listens: bool) -> tuple[int, str, str, int]:
         """Return process id, id and address of the node, and the port of the store at which the ranks meet, if it is
@@ -141,7 +142,8 @@ class RankProcess:
             result = getattr(self._worker, method)(*map(_unpacked, args))
         except Exception as error:
             stack = traceback.format_exc()
-            print(stack, file=sys.stderr, flush=True)
+            if not self._closing:  # what waits is failed then
+                print(stack, file=sys.stderr, flush=True)
             line = " ".join(str(error).split()) or type(error).__name__
             failure = Failure(self._role, self._rank, method, line, isinstance(error, UserError), time.time(), stack)
             return failure if results == 1 else (failure, *[None] * (results - 1))
@@ -149,6 +151,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Call the worker's `shutdown()`, if it has one, to end its own processes and files."""
+        self._closing = True
         if hasattr(self._worker, "shutdown"):
             self._worker.shutdown()
 

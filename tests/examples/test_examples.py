@@ -10,6 +10,7 @@ from shutil import which
 
 import pytest
 
+from engine3d.checkpoint.manifest import find_checkpoints
 from hybridflow.config.recipe import load_recipe
 from hybridflow.data.tokenizer import make_chat_tokenizer
 from hybridflow.environments.agent_host import AgentHost, agent_template
@@ -97,6 +98,10 @@ def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+    for log in tmp_path.glob("runs/*/logs/*.log"):
+        assert "Traceback" not in log.read_text(), log.read_text()
+    for checkpoints in tmp_path.glob("runs/*/checkpoints"):  # an update's save is waited for
+        assert find_checkpoints(checkpoints)[0]
 
 
 @pytest.mark.processes

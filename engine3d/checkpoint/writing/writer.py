@@ -85,6 +85,7 @@ class CheckpointWriter(FileSystemWriterAsync):
     ) -> None:
         super().__init__(directory, thread_count=threads)
         self._directory, self._plan, self._data = directory, plan, data
+        self._rank = dist.get_rank()  # while its group is there
         self._results: list[WriteResult] = []
         self._error: Exception | None = None
         self._given_up = threading.Event()
@@ -96,7 +97,7 @@ class CheckpointWriter(FileSystemWriterAsync):
 
     def write(self) -> None:
         """Write all files. `error` is None if all went well."""
-        prefix = f"__{dist.get_rank()}_"
+        prefix = f"__{self._rank}_"
         jobs: list[tuple[str, list[tuple[WriteItem, Data]]]] = []
         try:
             jobs = [(f"{prefix}{number}.distcp", items) for number, items in enumerate(self._items_by_file()) if items]
@@ -109,7 +110,7 @@ class CheckpointWriter(FileSystemWriterAsync):
             self.entries.append(self._write_checksums(checksums))
         except Exception as error:  # for the thread that waits for this one
             # A full disk must not stay full until somebody asks.
-            for name in (*(name for name, _ in jobs), checksum_file(dist.get_rank())):
+            for name in (*(name for name, _ in jobs), checksum_file(self._rank)):
                 with contextlib.suppress(OSError):
                     (self._directory / name).unlink()
             self._error = error
@@ -147,7 +148,7 @@ class CheckpointWriter(FileSystemWriterAsync):
         return [[(items[index], data[items[index].index]) for index in sorted(indices)] for indices in files]
 
     def _write_checksums(self, chunks: Mapping[str, list[ChunkChecksum]]) -> FileEntry:
-        name = checksum_file(dist.get_rank())
+        name = checksum_file(self._rank)
         with HashedFile(self._directory / name) as file:
             file.write(checksum_text(chunks))
             file.sync()

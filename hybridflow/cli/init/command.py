@@ -79,10 +79,10 @@ def _model(directory: Path) -> Model:
                 f"init: --model {directory}: no {file} there, expected a HuggingFace directory (nothing is downloaded"
                 f"{fetch})"
             )
-    read_json_object(directory / "config.json")
+    context = read_json_object(directory / "config.json").get("max_position_embeddings")
     described = read_json_object(directory / "tokenizer_config.json")
     has_template = (directory / "chat_template.jinja").is_file() or "chat_template" in described
-    return Model(directory.absolute(), has_template)
+    return Model(directory.absolute(), has_template, context if isinstance(context, int) and context > 0 else None)
 
 
 def _is_of_hub(name: str) -> bool:

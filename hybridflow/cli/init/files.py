@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from hybridflow.data.files.formats.column_guess import GuessedColumns
 
 
+_NEW_TOKENS = 512
+
+
 @dataclass(frozen=True)
 class Model:
     """A model of one's own.
@@ -20,10 +23,17 @@ class Model:
     Args:
         directory: absolute.
         has_template: its tokenizer has a chat template.
+        context: positions that it has; None where its config does not say.
     """
 
     directory: Path
     has_template: bool
+    context: int | None = None
+
+    @property
+    def most_new_tokens(self) -> int:
+        """Tokens of a response that leave a prompt half of the context."""
+        return _NEW_TOKENS if self.context is None else max(1, min(_NEW_TOKENS, self.context // 2))
 
 
 @dataclass(frozen=True)
@@ -250,7 +260,7 @@ def _recipe(directory: Path, name: str, model: Model | None, data: Data | None) 
         columns=columns,
         supervised=_SUPERVISED.format(train=train, columns=columns) if learns_answers else "",
         reward=_quoted(f"{directory / 'reward.py'}:score"),
-        tokens=(8 if data is None else 32) if model is None else 512,
+        tokens=(8 if data is None else 32) if model is None else model.most_new_tokens,
         lr="3.0e-4" if model is None else "1.0e-6",
         warmup=_WARMUP if learns_answers else "",
         steps=40 if model is None else 100,

@@ -26,8 +26,8 @@ _MOST = 4096
 
 
 def default_file() -> Path:
-    """Path of the file if no variable names one."""
-    return Path.home() / _DEFAULT_FILE
+    """Path of the file: of the variable that names one, or in the home directory."""
+    return Path(os.environ.get(TOKEN_FILE) or Path.home() / _DEFAULT_FILE)
 
 
 def new_token() -> str:

@@ -52,6 +52,7 @@ def test_own_model_and_data_are_what_is_trained(
     )
     recipe = written(tmp_path / "new", "--model", str(model), "--data", data)
     assert recipe.model.path == model and recipe.warmup is None
+    assert recipe.rollout.sampling.max_new_tokens == 300  # half of the model's context
     assert f"columns of {data}: prompts: question; answers: answer; other columns: level" in capsys.readouterr().out
     notes = check_recipe(recipe)
     assert notes[0] == "data: 1 of 2 training rows of own are dropped: 1 with another answer (where)"
