@@ -62,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copied = copy_model_files(root / name / "model", checkpoint, "critic")
             assert {"critic-model/config.json", "critic-model/tokenizer.json"} <= {copy.path for copy in copied}
             copies += copied
-        train = {"train": {"fp8": LEFT_OUT[name].model_dump()}} if name in LEFT_OUT else {}
+        train = {"train": {"precision": "fp8", "fp8": LEFT_OUT[name].model_dump()}} if name in LEFT_OUT else {}
         recipe = {"train": {"fp8": {}}, "critic": train} if name == "qwen3_moe" else train
         write_manifest(checkpoint, Manifest(3, "now", {"critic": role}, recipe, {}, (*entries, *copies)))
     return root

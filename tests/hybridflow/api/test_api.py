@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -381,6 +382,9 @@ def test_a_trainer_falls_back_to_the_checkpoint_before_a_damaged_one(
         tried.append(directory.name)
 
         class OfRanks:
+            phases = SimpleNamespace(enter=lambda _: None)
+            checkpoints = SimpleNamespace(wait=lambda: None)
+
             def start(self) -> None:
                 if directory.name == "step-00000004":  # as ranks find of a checkpoint that is too large to read before
                     raise DamagedCheckpointError(f"load of {directory}: rank 0: damaged")

@@ -392,6 +392,7 @@ def test_export_and_import_are_told_what_was_asked_for(
         "max_shard_bytes": 5e9,
         "verify": True,
         "base": None,
+        "multi_token": True,
     }
     critic = {"role": "critic", "dtype": "float32", "precision": "fp8", "max_shard_bytes": 5e8, "verify": False}
     assert calls == [
