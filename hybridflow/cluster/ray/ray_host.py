@@ -41,7 +41,7 @@ _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _MARKER = "HYBRIDFLOW_RAY"
 # Its name is short: the path of a socket must stay below 108 characters.
 _OF_RAY = "r"
-_STOP_LIMIT_S = 30.0
+_STOP_LIMIT_S = 90.0  # more than the watchdog's own limits together
 # The node tells how a process ended as soon as it has.
 _TOLD_S = 1.0
 SERVERS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS server"}
