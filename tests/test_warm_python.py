@@ -83,6 +83,8 @@ def test_hosts_of_other_models_and_runs_are_forked_too() -> None:
         "SGLANG_DISABLED_MODEL_ARCHS": "llama",
         "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_root",
         "TORCH_FR_DUMP_TEMP_FILE": "/run/logs/nccl-timeout-rollout_",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
     assert seen_by_imports("host", plain | others) == seen_by_imports("host", plain) == {"SGLANG_PORT": "1"}

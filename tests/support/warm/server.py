@@ -45,7 +45,8 @@ _READ_LATER = (
     "SGLANG_DISABLED_MODEL_ARCHS",  # when a model is loaded: no server imports one
     "SGLANG_MAMBA_CONV_DTYPE",  # when a model's configuration is
     "TORCHINDUCTOR_CACHE_DIR",  # when something is compiled, which sets it to its default
-    "TORCH_FR_DUMP_TEMP_FILE",  # at the end of an operation; it is in the directory of each run
+    # When the recorder of operations is made, and at the end of an operation: in the directory of each run.
+    *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
 )
 _OF_RAY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set by drivers, unless Ray is on several hosts. Hosts have it of the rank that starts them."""
