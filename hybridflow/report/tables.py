@@ -125,8 +125,8 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
     for evaluation in EVALUATIONS:
         yield evaluation.title, _measured(run, evaluation)
     yield "Best checkpoint", _best_checkpoint(run)
-    streamed = metrics.STREAM_THROUGHPUT if run.setting("rollout.stream") is not None else metrics.ROLLOUT_THROUGHPUT
-    yield "Median throughput", _amount(median(run.series(streamed)), ",.0f", " tokens/s")
+    throughput = metrics.STREAM_THROUGHPUT if run.setting("rollout.stream") is not None else metrics.ROLLOUT_THROUGHPUT
+    yield "Median throughput", _amount(median(run.series(throughput)), ",.0f", " tokens/s")
     yield "Median time of a step", _amount(median(run.series(metrics.TRAIN_STEP_TIME)) / 1000, ".3g", " s")
     if run.samples:
         devices, utilisation = RunDevices.of(run.samples), [sample.utilisation for sample in run.samples]

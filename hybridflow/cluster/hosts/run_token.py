@@ -25,9 +25,9 @@ _LEAST = 32
 _MOST = 4096
 
 
-def default_file() -> Path:
+def default_file(environment: Mapping[str, str] = os.environ) -> Path:
     """Path of the file: of the variable that names one, or in the home directory."""
-    return Path(os.environ.get(TOKEN_FILE) or Path.home() / _DEFAULT_FILE)
+    return Path(environment.get(TOKEN_FILE) or Path.home() / _DEFAULT_FILE)
 
 
 def new_token() -> str:
@@ -59,9 +59,8 @@ def find_token(environment: MutableMapping[str, str] = os.environ) -> str | None
     """
     if (value := environment.pop(TOKEN, None)) is not None:
         return _checked(value, TOKEN)
-    named = environment.get(TOKEN_FILE)
-    path = Path(named) if named else default_file()
-    if not named and not path.exists():
+    path = default_file(environment)
+    if not environment.get(TOKEN_FILE) and not path.exists():
         return None
     return _checked(_read(path), str(path))
 

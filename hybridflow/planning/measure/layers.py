@@ -52,7 +52,7 @@ _SPARSE = _CONFIG | {
 
 
 def measured_layers(ranks: int, hardware: Hardware) -> dict[str, MeasuredRate]:
-    """Measure forward passes of tiny models on processors.
+    """Measure forward passes and updates of tiny models on processors.
 
     Args:
         ranks: 1 measures no exchanges.
@@ -82,11 +82,11 @@ def layer_rates(
     origin = f"measured, micro-batches of {_TOKENS} tokens through {of}"
     layer, sparse = (MeasuredRate(apart[name] / _LAYERS, origin) for name in ("dense", "sparse"))
     # A step's updates take longer than its forward passes: what they share is that of updates.
-    updates = (passes["update apart"] - passes["update few"]) / (_FEW - 1) / apart["sparse"]
+    backward = max(0.1, (passes["update apart"] - passes["update few"]) / (_FEW - 1) / apart["sparse"] - 1)
     tokens = (passes["update many"] - passes["update few"]) / (_MANY - _FEW)
-    packed = (passes["update packed"] - passes["update many"]) / (_MANY * _LAYERS) / updates
+    packed = (passes["update packed"] - passes["update many"]) / (_MANY * _LAYERS) / (1 + backward)
     rates = {
-        "backward": MeasuredRate(max(0.1, updates - 1), f"{origin}, updates and forward passes"),
+        "backward": MeasuredRate(backward, f"{origin}, updates and forward passes"),
         "layer_s": layer,
         "sparse_layer_s": sparse,
         "unfused_layer_s": sparse,
@@ -94,7 +94,7 @@ def layer_rates(
             max(0.0, packed), f"measured, updates of {_MANY} packed sequences of {_TOKENS} tokens and padded ones, {of}"
         ),
         "passes": MeasuredRate(
-            _share_of_passes(tokens, replace(hardware, backward=max(0.1, updates - 1))),
+            _share_of_passes(tokens, replace(hardware, backward=backward)),
             f"measured, updates of {_MANY} and {_FEW} sequences of {_TOKENS} tokens, {of}",
         ),
     }
@@ -122,27 +122,27 @@ def _passes() -> dict[str, float]:
     """Processor seconds of forward passes and updates on one rank."""
     seconds = {}
     for name, config in (("dense", _CONFIG), ("sparse", _SPARSE)):
-        seconds[f"{name} few"] = _forward(config, _FEW, _FEW)
-        seconds[f"{name} apart"] = _forward(config, _FEW, 1)
-    seconds["update many"] = _forward(_SPARSE, _MANY, _MANY, update=True)
-    seconds["update packed"] = _forward(_SPARSE, _MANY, _MANY, packing=True, update=True)
-    seconds["update few"] = _forward(_SPARSE, _FEW, _FEW, update=True)
-    seconds["update apart"] = _forward(_SPARSE, _FEW, 1, update=True)
+        seconds[f"{name} few"] = _seconds(config, _FEW, _FEW)
+        seconds[f"{name} apart"] = _seconds(config, _FEW, 1)
+    seconds["update many"] = _seconds(_SPARSE, _MANY, _MANY, update=True)
+    seconds["update packed"] = _seconds(_SPARSE, _MANY, _MANY, packing=True, update=True)
+    seconds["update few"] = _seconds(_SPARSE, _FEW, _FEW, update=True)
+    seconds["update apart"] = _seconds(_SPARSE, _FEW, 1, update=True)
     return seconds
 
 
 def _split_passes() -> dict[str, float]:
     """Seconds of forward passes with tensor parallelism."""
     return {
-        "few": _forward(_SPARSE, _FEW, _FEW, tp=2),
-        "apart": _forward(_SPARSE, _FEW, 1, tp=2),
+        "few": _seconds(_SPARSE, _FEW, _FEW, tp=2),
+        "apart": _seconds(_SPARSE, _FEW, 1, tp=2),
     }
 
 
-def _forward(
+def _seconds(
     config: dict[str, Any], sequences: int, together: int, *, tp: int = 1, packing: bool = False, update: bool = False
 ) -> float:
-    """Measure the seconds of a forward pass, or of an update, over sequences, some together in a micro-batch."""
+    """Measure the seconds of a forward pass or an update over sequences, some together in a micro-batch."""
     from engine3d.training.engine import TrainEngine
 
     layout = LayoutConfig(tp=tp)

@@ -104,10 +104,9 @@ def _hardware(nodes: Sequence[Node] | None, setting: str) -> tuple[Profile, int]
     """Return the profile of the devices and their number."""
     per_node = platform.gpus if nodes is None else max((node.gpus for node in nodes), default=0)
     if not per_node:
-        if nodes is None:
-            return cpu_profile(slots := min(_MOST_SLOTS, os.cpu_count() or 1)), slots
-        slots = max(1, *(node.cpu_slots for node in nodes))
-        return cpu_profile(slots), max(slots, sum(node.cpu_slots for node in nodes))
+        here = min(_MOST_SLOTS, os.cpu_count() or 1)
+        slots = [here] if nodes is None else [node.cpu_slots for node in nodes]
+        return cpu_profile(max([1, *slots])), max(1, sum(slots))
     gpus = per_node if nodes is None else sum(node.gpus for node in nodes)
     if not platform.gpus:
         return load_profile("h200").with_cluster(per_node), gpus

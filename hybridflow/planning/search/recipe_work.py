@@ -295,10 +295,7 @@ def plan_overrides(
     settings |= _train_settings(plan, "actor", "train")
     for role in plan.roles:
         if role != "actor":
-            config = plan.roles[role].config.model_dump(mode="json") | {
-                "routing_replay": "none",
-                "older_routes": "keep",
-            }
+            config = plan.roles[role].config.model_dump(mode="json")
             layout = _layout(plan.roles[role].layout)
             tokens = _micro_batch_tokens(plan, role)
             settings[f"{role}.train"] = config | {"layout": layout, "micro_batch_tokens": tokens}
