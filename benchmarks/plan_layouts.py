@@ -1,17 +1,20 @@
 """Measured seconds of a step of the demo on 30 layouts and placements of a machine without GPUs.
 
-    python benchmarks/plan_layouts.py [--within SECONDS] [--only NAME,...]
+    python benchmarks/plan_layouts.py [--rounds N] [--within SECONDS] [--only NAME,...]
     python benchmarks/plan_truth.py
 
 The first runs the demo on each in turn, a few steps without its warm-up and evaluation, and keeps the steps' records in
-`results/plan/demo/<name>.json` as each ends. One that is there, with the same settings, is not run again. The second
-compares them with the prediction of each recipe from the shipped profile of a CPU, and writes the rank correlation and
-the table into `results/plan/README.md`. Nothing else should run on the machine meanwhile.
+`results/plan/demo/<name>.json` as each ends. Each round goes through all of them, so that what the machine does
+meanwhile falls on all alike; a round that is there, with the same settings, is not run again. A step has four times the
+demo's prompts: those of a second differ by a fifth from one run to the next. The second command compares them with the
+prediction of each recipe from the shipped profile of a CPU, and writes the rank correlation and the table into
+`results/plan/README.md`. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -37,7 +40,7 @@ from hybridflow.planning.time.hardware import load_profile, this_machine
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "launch/recipes/demo.yaml"
 MEASURED = ROOT / "benchmarks/results/plan/demo"
-STEPS = 10
+STEPS = 6
 PHASES = {
     "rollout": "rollout/time_ms",
     "scoring": "inference/time_ms",
@@ -51,6 +54,7 @@ _COMMON = (
     "checkpoint.save_interval=null",
     "samples.store=false",
     f"trainer.steps={STEPS}",
+    "trainer.prompts_per_step=256",
 )
 
 
@@ -103,26 +107,27 @@ class MeasuredCase:
     Args:
         name: among `CASES`.
         settings: over the demo's.
-        steps: records of its steps.
-        seconds: that the run took, start and end included.
-        load: mean of runnable processes in the minute before.
+        rounds: records of the steps of each run.
+        seconds: that each run took, start and end included.
+        load: mean of runnable processes in the minute before each.
         machine: without its name.
     """
 
     name: str
     settings: tuple[str, ...]
-    steps: list[dict[str, Any]]
-    seconds: float
-    load: float
+    rounds: list[list[dict[str, Any]]]
+    seconds: list[float]
+    load: list[float]
     machine: dict[str, str | int]
 
     @property
     def measured(self) -> dict[str, float]:
-        """Seconds of each phase, medians of the steps after the first."""
-        return {
-            phase: statistics.median(step.get(metric, 0.0) for step in self.steps[1:]) / 1e3
-            for phase, metric in PHASES.items()
-        }
+        """Seconds of each phase, medians of the steps after the first of each run."""
+        return _medians([step for steps in self.rounds for step in steps[1:]])
+
+    def measured_in(self, number: int) -> dict[str, float]:
+        """Seconds of each phase in the run of one round."""
+        return _medians(self.rounds[number][1:])
 
     @cached_property
     def predicted(self) -> dict[str, float]:
@@ -138,6 +143,10 @@ class MeasuredCase:
         return {phase: seconds.seconds.get(phase, 0.0) for phase in PHASES}
 
 
+def _medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    return {phase: statistics.median(step.get(metric, 0.0) for step in steps) / 1e3 for phase, metric in PHASES.items()}
+
+
 _PROMPT_TOKENS = 5.6
 """Mean tokens of the demo's prompts."""
 
@@ -145,7 +154,8 @@ _PROMPT_TOKENS = 5.6
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code is 1 where a run has failed or none was begun for lack of time."""
     parser = argparse.ArgumentParser(prog="plan_layouts.py", description="Steps of the demo on 30 layouts.")
-    parser.add_argument("--within", type=float, default=1500.0, help="seconds for all runs")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each layout")
+    parser.add_argument("--within", type=float, default=3600.0, help="seconds for all runs")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for each run")
     parser.add_argument("--only", help="names, with commas")
     parser.add_argument("--out", type=Path, default=MEASURED)
@@ -155,16 +165,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only {unknown[0]}: expected names among {', '.join(CASES)}")
     options.out.mkdir(parents=True, exist_ok=True)
     deadline, outcomes = time.monotonic() + options.within, list[str]()
-    for name in names:
+    for number, name in itertools.product(range(options.rounds), names):
         file, left_s = options.out / f"{name}.json", deadline - time.monotonic()
-        if is_measured(file, CASES[name]):
+        if rounds_of(file, CASES[name]) > number:
             outcome = "there"
         elif left_s < _LEAST_S:
             outcome = "no time left"
         else:
             outcome = _run(name, file, min(options.limit, left_s))
         outcomes.append(outcome)
-        print(f"{name}: {outcome}", flush=True)
+        print(f"{name}, round {number + 1}: {outcome}", flush=True)
     return int(not all(outcome.startswith(("there", "measured")) for outcome in outcomes))
 
 
@@ -172,13 +182,14 @@ _LEAST_S = 30.0
 """Time with less of which left no run is begun."""
 
 
-def is_measured(file: Path, settings: tuple[str, ...]) -> bool:
-    """True if a file has a case's steps with these settings."""
-    return file.is_file() and json.loads(file.read_text())["settings"] == [*settings, *_COMMON]
+def rounds_of(file: Path, settings: tuple[str, ...]) -> int:
+    """Return how often a file has a case's steps with these settings."""
+    row = json.loads(file.read_text()) if file.is_file() else {}
+    return len(row["rounds"]) if row.get("settings") == [*settings, *_COMMON] else 0
 
 
 def _run(name: str, file: Path, limit_s: float) -> str:
-    """Run one case and keep its steps. Returns what came of it."""
+    """Run one case and keep its steps beside those of earlier rounds. Returns what came of it."""
     settings, load, began = (*CASES[name], *_COMMON), os.getloadavg()[0], time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "hybridflow", "train", str(DEMO), f"run_dir={scratch}", *settings]
@@ -188,9 +199,14 @@ def _run(name: str, file: Path, limit_s: float) -> str:
             return f"failed ({ended['exit_code']}): {_last_line(Path(scratch) / 'log/stderr')}"
         records = (Path(scratch) / "demo/metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, records) if record["phase"] == "train"]
-    case = MeasuredCase(name, settings, steps, round(seconds, 1), load, this_machine())
+    case = MeasuredCase(name, settings, [], [], [], this_machine())
+    if rounds_of(file, CASES[name]):
+        case = _case(file)
+    case.rounds.append(steps)
+    case.seconds.append(round(seconds, 1))
+    case.load.append(load)
     file.write_text(json.dumps(asdict(case)) + "\n")
-    return f"measured, {case.measured['step']:.2f} s a step, {seconds:.0f} s in all"
+    return f"measured, {case.measured_in(-1)['step']:.2f} s a step, {seconds:.0f} s in all"
 
 
 def _last_line(path: Path) -> str:
@@ -201,8 +217,12 @@ def _last_line(path: Path) -> str:
 def measured_cases(directory: Path = MEASURED) -> list[MeasuredCase]:
     """The cases that have been measured, in the order of `CASES`."""
     files = (directory / f"{name}.json" for name in CASES)
-    rows = (json.loads(file.read_text()) for file in files if file.is_file())
-    return [MeasuredCase(**row | {"settings": tuple(row["settings"])}) for row in rows]
+    return [_case(file) for file in files if file.is_file()]
+
+
+def _case(file: Path) -> MeasuredCase:
+    row = json.loads(file.read_text())
+    return MeasuredCase(**row | {"settings": tuple(row["settings"])})
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:

@@ -37,9 +37,10 @@ time.sleep(600)
 
 
 @pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    """The interpreter of servers that no other test has asked for anything."""
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The interpreter of servers that have imported in the environment of these tests, whichever of them is first."""
     servers = WarmServers()
+    _run(str(servers.executable), _script(tmp_path_factory.mktemp("first"), SEEN))
     yield str(servers.executable)
     servers.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import os
@@ -195,7 +196,18 @@ def check_checkpoint_directory(settings: CheckpointConfig, directory: Path) -> N
 
 
 def _newest(root: Path, run: Path, *, verify: bool) -> tuple[Path | None, list[str]]:
-    """The newest sound checkpoint in `root`, or the one that the run in `run` started from; and notes."""
+    """The newest sound checkpoint in `root` or where the run in `run` has saved so far, or the one that it began with;
+    and notes.
+    """
+    saved = None
+    with contextlib.suppress(UserError):  # a recipe that was killed while it was written
+        saved = saved_to(run) if (run / RECIPE).is_file() else None
+    if saved is not None and saved.resolve() != root.resolve():
+        ahead = next(iter(find_sound(saved, most_bytes=None)[0]), None)
+        behind = next(iter(find_sound(root, most_bytes=None)[0]), None)
+        if ahead is not None and (behind is None or ahead.name > behind.name):
+            directory, notes = _newest(saved, run, verify=verify)
+            return directory, [*notes, f"resume: this run has saved to {saved} so far, and to {root} from now on"]
     complete, skipped = find_sound(root, most_bytes=SMALL_BYTES if verify else None)
     # Of those that are older than the newest whole one nobody needs to hear.
     newer = [skip for skip in skipped if not complete or skip.directory.name > complete[0].name]

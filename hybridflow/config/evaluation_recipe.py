@@ -32,6 +32,8 @@ class EvaluationRecipe(Recipe):
         engine = rollout.engine.model_copy(update={"release_weights": False, "server_args": arguments})
         weights = rollout.weights.model_copy(update={"share": False, "rolling": False})
         stream = rollout.stream if recipe.environment is not None else None  # by which turns are requested
+        if stream is not None:  # without what is of groups, or of engines that weights are sent to
+            stream = stream.model_copy(update={"dynamic_batching": False, "engine_restarts": 0})
         values["rollout"] = rollout.model_copy(
             update={"engine": engine, "weights": weights, "stream": stream, "lease": False}
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
-from hybridflow.rundir.file_names import EXPORT
+from hybridflow.rundir.file_names import EXPORT, INITIAL
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 from hybridflow.rundir.samples.store import SampleFilter, SampleLocation, StoredSample, newest_first, store_of
 
@@ -23,8 +23,6 @@ _STEPS = 3
 _OF_A_STEP = 16
 _PLAIN = ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", "TokenizersBackend")
 """Classes of transformers that decode by tokenizer.json alone."""
-_INITIAL = "initial"
-"""Directory, in a run's, of the model that its recipe has made."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class TextOf:
             UserError: the recipe of the run cannot be read.
         """
         path = kept_setting(read_kept_recipe(run), "model.path")
-        models = [run / _INITIAL, *([Path(path)] if isinstance(path, str) else []), run / EXPORT]
+        models = [run / INITIAL, *([Path(path)] if isinstance(path, str) else []), run / EXPORT]
         model = next((model for model in models if (model / "tokenizer_config.json").exists()), None)
         if model is None:
             return cls(None, f"no tokenizer in {' or '.join(map(str, models))}")

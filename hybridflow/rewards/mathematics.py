@@ -35,14 +35,19 @@ _QUICK_S = 0.5
 _SHARE = 0.95
 """Share of a call's limit within which verdicts are made, so that finished ones are not lost with the call."""
 _LED_IN = re.compile(r"^(?:.*?\b(?:answer|result|solution|option|choice)\b\s*(?:is|:|=)\s*:?|#### )", re.IGNORECASE)
-_PHRASE = re.compile(r"\banswer(?: is|:)[ :]*(?=[^\n])", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer(?: is|:)[\s:]*+(?=\S)", re.IGNORECASE)
 _RESULT = "\n#### "
 """Mark of GSM8K between a solution and its answer."""
 _FORMULA = re.compile(
-    r"(?<![\\$])\$\$?(?!\d[\d,.]*(?:\s|$))([^$\n]+)(?<!\\)\$\$?"
+    r"(?<![\\$])\$\$?(?!\d[\d,.]*(?:\s|$)(?![^$\n=]*+=[^$\n]*+(?<=\S)\$))([^$\n]+)(?<!\\)\$\$?"
     r"|\\\(((?:[^\\\n]|\\[^()\n])++)\\\)|\\\[((?:[^\\\n]|\\[^\[\]\n])++)\\\]"
 )
-"""Formulas in dollars or brackets. What stands in brackets has none of them, so that a text is read in one pass."""
+"""Formulas in dollars or brackets. What stands in brackets has none of them, so that a text is read in one pass. A
+number after a dollar, and a blank, are money, unless an equation follows that a dollar ends."""
+_DISPLAYED = re.compile(r"\$\$\s*+([^$\n]*[^$\s])\s*+\$\$|(?<=\\\[)(\s++)|(?<!\s)(\s++)(?=\\\])")
+"""A formula on lines of its own, between dollars, or the blanks inside of its brackets."""
+_BOLD = re.compile(r"(?<![\w*)])\*\*(?=\S)((?:[^*\n]|\*(?!\*))+)(?<=\S)\*\*(?!\w)")
+"""Bold text of Markdown, which no power is: 2**3."""
 _JOINED = re.compile(
     r"(?:[\s,;$&]|\\[()\[\]\\,; ]|\\q?quad|\\text\{ ?,? ?(?:and|or) ?\}|\b(?:and|or)\b"
     r"|(?:[A-Za-z](?:_\{?\w+\}?)?\s*=(?!\s*\w)))*"
@@ -310,11 +315,17 @@ def _joined(text: str, answers: list[tuple[int, int, str]]) -> str | None:
 
 def _last_line(text: str) -> str | None:
     """The last line, without words that lead to it, such as "The answer is", or before its formula in dollars."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in _plain(text).splitlines() if line.strip()]
     if not lines:
         return None
     line = _LED_IN.sub("", lines[-1]).strip().strip("*").strip()
     return _boxed(line) or _closing_formula(line) or line or None
+
+
+def _plain(text: str) -> str:
+    """A text without bold, whose formulas are on one line each."""
+    text = _DISPLAYED.sub(lambda match: f"$${match[1]}$$" if match[1] else "", text)
+    return _BOLD.sub(r"\1", text)
 
 
 def _closing_formula(line: str) -> str | None:
@@ -328,6 +339,7 @@ def _closing_formula(line: str) -> str | None:
 def _anywhere(text: str) -> str | None:
     if (boxed := _boxed(text)) is not None:
         return boxed
+    text = _plain(text)
     phrases = list(_PHRASE.finditer(text))
     if phrases:
         sentence = re.split(r"\.(?:\s|$)", text[phrases[-1].end() :].split("\n")[0])[0].strip("* ")
@@ -343,7 +355,7 @@ def _tagged(text: str) -> str | None:
         return None
     begin += len(_TAG)
     content = text[begin : text.find(_END_OF_TAG, begin)]
-    return _boxed(content) or _LED_IN.sub("", content.strip())
+    return _boxed(content) or _LED_IN.sub("", _plain(content).strip())
 
 
 _EXTRACTIONS: dict[str, Callable[[str], str | None]] = {

@@ -196,7 +196,7 @@ class RolloutController:
         self._before_step = self._sampler.state_dict(), self._stream.groups.samples_drawn, kept
 
     async def waiting_for(self) -> str:
-        """Groups, requests and scores that the current step still waits for, in words."""
+        """What the current step still waits for, or a call for other prompts that is under way: one line."""
         return self._stream.waiting_for()
 
     async def trained(self, version: int, rates: Mapping[int, float]) -> None:

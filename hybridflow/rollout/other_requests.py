@@ -73,6 +73,11 @@ class OtherRequests:
     def __len__(self) -> int:
         return len(self._of_sample)
 
+    @property
+    def unended(self) -> int:
+        """Samples that have not ended."""
+        return sum(len(call.unended) for call in self._calls_in_flight())
+
     def __contains__(self, sample: int) -> bool:
         return sample in self._of_sample
 

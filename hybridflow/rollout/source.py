@@ -310,7 +310,9 @@ class RolloutSource:
             for row, (index, group) in enumerate(zip(draw.indices, draw.groups, strict=True))
         ]
         self._engines.take_turn()
-        if self._plan.episodes is not None:
+        # Of turns, which are requested one by one, no rank reports progress.
+        together = self._plan.episodes is None
+        if not together:
             examples = [(draw.prompts.examples[prompt.index], _OTHER_SEEDS + prompt.group) for prompt in drawn]
             tasks = [Task(example.prompt, example.answer, example.fields, seed) for example, seed in examples]
             responding = self._controller.call("play", drawn, tasks, sampling, samples_per_prompt)
@@ -318,7 +320,7 @@ class RolloutSource:
             responding = self._controller.call("respond", drawn, sampling, samples_per_prompt)
 
         def wait() -> tuple[RemoteBatch, RewardResult | None]:
-            responses: OtherRows = self._get(responding, of_step=True, together=True)
+            responses: OtherRows = self._get(responding, of_step=True, together=together)
             self._record(responses.busy, "generate")
             scores = responses.scores
             return gathered(responses.rows), of_samples(scores, self._functions["reward"].functions) if scores else None
@@ -438,7 +440,7 @@ class RolloutSource:
                 self.recover_engines()
                 recovered = time.monotonic()
             if of_step and quiet and now > logged + limits.quiet_s:
-                log.info(f"rollout: after {now - began:.0f} s the step {self._call('waiting_for')}")
+                log.info(f"rollout: after {now - began:.0f} s {self._call('waiting_for')}")
                 logged = time.monotonic()
             elif not of_step and now > end:
                 raise EngineError(f"rollout controller: no answer within {limits.call_s:g} s (limits.call_s)")

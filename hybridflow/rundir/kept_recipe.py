@@ -33,13 +33,19 @@ def kept_setting(recipe: Mapping[str, Any], dotted: str) -> Any:
 
 
 def saved_to(run: Path) -> Path | None:
-    """Return the directory of a run's checkpoints: in the run's directory, wherever it was moved to, or where its
-    recipe says.
+    """Return the directory of a run's checkpoints: where its recipe says, or in the run's directory, wherever that was
+    moved to.
+
+    A run that was continued with another `checkpoint.dir` has older ones in its own directory.
 
     Raises:
         UserError: its recipe cannot be read.
     """
-    if (run / CHECKPOINTS).is_dir():
-        return run / CHECKPOINTS
+    default = run / CHECKPOINTS
+    if default.is_dir() and not (run / RECIPE).is_file():
+        return default
     named = kept_setting(read_kept_recipe(run), "checkpoint.dir")
-    return Path(named).absolute() if isinstance(named, str) else None
+    elsewhere = Path(named).absolute() if isinstance(named, str) else None
+    if default.is_dir() and not (elsewhere is not None and elsewhere.is_dir()):
+        return default
+    return elsewhere

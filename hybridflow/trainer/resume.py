@@ -17,10 +17,11 @@ from hybridflow.rollout.source import RolloutSource
 _OF_SAMPLES = (
     "rollout.sampling",
     "rollout.samples_per_prompt",
+    "rollout.adaptive_sampling",
     *(f"environment.{name}" for name in (*sorted(OF_EPISODES), "credit", "turn_discount")),
 )
 """Settings by which samples are drawn: with others they have other lengths, log-probs or group sizes."""
-_OF_SCORES = ("reward", "cost")
+_OF_SCORES = ("reward", "cost", "judge")
 """Settings by which samples are scored."""
 
 
@@ -108,4 +109,5 @@ def _changed(saved: Mapping[str, Any], given: Mapping[str, Any], names: Iterable
             settings = settings.get(key) if isinstance(settings, Mapping) else None
         return settings
 
-    return [name for name in names if value(saved, name) != value(given, name)]
+    # A setting that is not set may be absent, null or an empty list.
+    return [name for name in names if (value(saved, name) or None) != (value(given, name) or None)]

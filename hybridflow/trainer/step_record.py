@@ -208,10 +208,7 @@ class StepRecord:
 
     def add_means(self, columns: Mapping[str, Tensor]) -> None:
         """Add values of metrics, (k,) by name, of which the mean over all that were added is logged."""
-        for name, column in columns.items():
-            total, count = self._means.get(name, (0.0, 0))
-            self._means[name] = total + float(column.sum()), count + len(column)
-        self.values |= {name: total / count for name, (total, count) in self._means.items() if count}
+        self._add_sums({name: (float(column.sum()), len(column)) for name, column in columns.items()})
 
     def add_all(self, other: StepRecord, serving: int, prompts: Prompts) -> None:
         """Add the results of another step, whose samples this one trains on, and the time that they took.
@@ -223,6 +220,7 @@ class StepRecord:
         """
         for name, value in other.values.items():
             self.values[name] = self.values.get(name, 0.0) + value if name.endswith("_ms") else value
+        self._add_sums(other._means)
         self.tokens += other.tokens
         self.texts += other.texts
         self.rollouts += other.rollouts
@@ -267,6 +265,12 @@ class StepRecord:
             indices = dict.fromkeys(_prompt_indices(self.trained))
             rows, answers = prompts.identities(indices), answer_texts(prompts.at(list(indices)))
         return TrainedSamples(number, version, tuple(self.trained), by_name, self.baselines, rows, answers)
+
+    def _add_sums(self, sums: Mapping[str, tuple[float, int]]) -> None:
+        for name, (added, number) in sums.items():
+            total, count = self._means.get(name, (0.0, 0))
+            self._means[name] = total + added, count + number
+        self.values |= {name: total / count for name, (total, count) in self._means.items() if count}
 
     def _log_scores(self, what: str) -> None:
         joined = Scores.join(self.scores[what])

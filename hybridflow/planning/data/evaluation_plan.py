@@ -35,7 +35,7 @@ from hybridflow.planning.checks.reward import check_set_rewards
 from hybridflow.planning.data.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.data.prompts import context_tokens
 from hybridflow.rundir.actor_runs import runs_in
-from hybridflow.rundir.file_names import EXPORT, RECIPE
+from hybridflow.rundir.file_names import EXPORT, INITIAL, RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
 
 FOLDER = "evaluate"
@@ -53,12 +53,14 @@ class EvaluationPlan:
         recipe: with the sets that are measured; its model is the HuggingFace directory whose weights the engines load,
             or for a checkpoint that of its config and tokenizer.
         checkpoint: whose weights are exported first; None where `recipe.model` has them.
+        base: HuggingFace directory of the model whose adapters the checkpoint has, if it is where the recipe says.
         step: of the checkpoint; 0 of a model.
         notes: which prompts are left out, in lines.
     """
 
     recipe: EvaluationRecipe
     checkpoint: Path | None
+    base: Path | None
     step: int
     notes: tuple[str, ...]
 
@@ -118,7 +120,11 @@ def plan_evaluation(
         settings["model"] = loaded.model.model_copy(update={"path": model.absolute(), "create": None})
     measured = _chosen(loaded.sets, sets, recipe or target)
     planned = EvaluationRecipe.of(loaded.model_copy(update=settings), measured)
-    return EvaluationPlan(planned, chosen, step, tuple(check_evaluation_alone(planned, has_weights=chosen is None)))
+    given = loaded.model.path or target / INITIAL
+    base = given if given.is_dir() else None
+    return EvaluationPlan(
+        planned, chosen, base, step, tuple(check_evaluation_alone(planned, has_weights=chosen is None))
+    )
 
 
 def _target(target: Path, overrides: Sequence[str], recipe: Path | None) -> tuple[Recipe, Path | None, Path | None]:

@@ -106,7 +106,9 @@ def _pairs(inputs: Any, outputs: Any, name: Any) -> list[Case]:
         return [_printed(_lines(given), _lines(right)) for given, right in zip(inputs, outputs, strict=True)]
     if not isinstance(name, str) or not name.isidentifier():
         raise CasesError(f"fn_name: {_shown(name)}, expected the name of a function")
-    return [_called(name, _arguments(given), _returned(right)) for given, right in zip(inputs, outputs, strict=True)]
+    return [
+        _called(name, _arguments(given), _returned(given, right)) for given, right in zip(inputs, outputs, strict=True)
+    ]
 
 
 def _lines(value: Any) -> str:
@@ -135,13 +137,15 @@ def _arguments(given: Any) -> list[Any]:
     raise CasesError(f"arguments {_shown(given)}, expected a list of what JSON has")
 
 
-def _returned(right: Any) -> Any:
-    if isinstance(right, str):
-        try:
-            return json.loads(right)
-        except (ValueError, RecursionError):
-            return right
-    return right
+def _returned(given: Any, right: Any) -> list[Any]:
+    """Values that a call may return: of a text what it is in JSON, or itself where the arguments are no text either."""
+    if not isinstance(right, str):
+        return [right, *(right if isinstance(right, list) and len(right) == 1 else [])]
+    try:
+        value = json.loads(right)
+    except (ValueError, RecursionError):
+        return [right]
+    return [*_returned(None, value), *([] if isinstance(given, str) else [right])]
 
 
 def _printed(given: str, right: str) -> Case:
@@ -179,11 +183,10 @@ def _same_word(word: str, right: str) -> bool:
         return False
 
 
-def _called(name: str, arguments: list[Any], right: Any) -> Case:
+def _called(name: str, arguments: list[Any], rights: list[Any]) -> Case:
     def program(source: str) -> SandboxProgram:
         return _with_harness(source, {"call": name, "arguments": arguments})
 
-    rights = [right, *(right if isinstance(right, list) and len(right) == 1 else [])]
     return Case(program, lambda result: _value_is(result, rights))
 
 

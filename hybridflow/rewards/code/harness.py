@@ -1,12 +1,14 @@
 """Program that runs in the sandbox in front of a response's code: it calls the code, and writes what came of it.
 
-It reads `question.json`, runs `solution.py` as a module, and writes one line of JSON to standard output: the value of
+It reads `question.json`, runs `solution.py` as a module (with the names of `typing` if a function is called: solutions
+in the form of LeetCode leave out their import), and writes one line of JSON to standard output: the value of
 an expression, or the word of a test that has run to its end. What the code prints goes nowhere.
 """
 
 import json
 import os
 import sys
+import types
 
 _LONGEST_INTEGER = 1 << 1024
 
@@ -40,15 +42,18 @@ def main() -> None:
         code = compile(file.read(), "solution.py", "exec")
     output = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    names = {"__name__": "solution"}
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    names = vars(module)
+    if "call" in question:
+        exec("from typing import *", names)
     exec(code, names)
     if "test" in question:
         exec(compile(question["test"], "test.py", "exec"), names)
         answer = question["word"]
     elif "call" in question:
         name = question["call"]
-        function = getattr(names["Solution"](), name) if name not in names and "Solution" in names else names[name]  # type: ignore[operator]
-        answer = encoded(function(*question["arguments"]))  # type: ignore[operator]
+        function = getattr(names["Solution"](), name) if name not in names and "Solution" in names else names[name]
+        answer = encoded(function(*question["arguments"]))
     else:
         answer = encoded(eval(question["expression"], names))
     os.write(output, json.dumps(answer).encode())

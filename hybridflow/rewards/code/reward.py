@@ -30,8 +30,8 @@ from hybridflow.sandbox.opening import open_sandbox
 from hybridflow.sandbox.program import Sandbox, SandboxError, Verdict
 
 _CODE = "{code}"
-_FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^`]*")
-_PYTHON = ("python", "python3", "py", "")
+_FENCE = re.compile(r"([ \t]*)(```+|~~~+)[ \t]*([\w+-]*)[^`]*")
+_PYTHON = ("python", "python3", "py")
 _COUNTS: dict[Verdict, str] = {
     **{verdict: verdict.value for verdict in Verdict if verdict not in (Verdict.EXITED, Verdict.FAILED)},
     Verdict.FAILED: "crashed",
@@ -171,14 +171,20 @@ class Code:
 
 
 def extracted(text: str) -> str | None:
-    """Return the last block of a text between fences that is Python or names no language; None if there is none."""
-    last, fence, is_python = None, "", False
+    """Return the last block of a text between fences that is marked as Python, without the indentation of its fence.
+
+    None of which is: the last block without a mark, which may be output too; None if there is none.
+    """
+    last: dict[bool, str] = {}
+    fence, indentation, language = "", 0, ""
     lines: list[str] = []
     for line in text.splitlines():
         if fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
-            last, fence = "\n".join(lines) if is_python else last, ""
+            if language in _PYTHON or not language:
+                last[bool(language)] = "\n".join(lines)
+            fence = ""
         elif fence:
-            lines.append(line)
+            lines.append(line[min(indentation, len(line) - len(line.lstrip(" \t"))) :])
         elif (match := _FENCE.fullmatch(line)) is not None:
-            fence, is_python, lines = match[1], match[2].lower() in _PYTHON, []
-    return last
+            indentation, fence, language, lines = len(match[1]), match[2], match[3].lower(), []
+    return last.get(True, last.get(False))

@@ -196,7 +196,7 @@ class RolloutStream:
         await self._tasks.wait_for(lambda: not self._dispatcher.busy)
 
     def waiting_for(self) -> str:
-        """Groups, requests and scores that the current step still waits for, in words."""
+        """What the current step still waits for, or a call for other prompts that is under way: one line."""
         counts = {number: self._dispatcher.in_flight(number)[0] for number in range(len(self._engines))}
         busy = [f"{count} at engine {number}" for number, count in counts.items() if count]
         if len(busy) > _MOST_NAMED:
@@ -209,7 +209,10 @@ class RolloutStream:
         if self._episodes:
             answers = len(self._episodes) - self._dispatcher.requests - self._dispatcher.waiting
             reasons.append(f"{max(answers, 0)} wait for their environment")
-        return f"has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups; {'; '.join(reasons)}"
+        have = f"the step has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups"
+        if len(self._others):
+            have = f"{self._others.unended:,} of {len(self._others):,} responses to other prompts have not ended"
+        return "; ".join([have, *reasons])
 
     def trained(self, version: int) -> None:
         """End the step: all engines serve this version."""
@@ -421,7 +424,7 @@ class RolloutStream:
             self._send(self._dispatcher.send_shares())
         taken = self.ledger.take(version)
         if taken is None and not (self.ledger.in_flight or self._dispatcher.waiting or self._dispatcher.busy):
-            raise EngineError(f"no group is in flight, and the step still {self.waiting_for()}")
+            raise EngineError(f"no group is in flight, and {self.waiting_for()}")
         return taken
 
     def feed(self) -> None:

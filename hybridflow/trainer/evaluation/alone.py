@@ -111,7 +111,9 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
             log.info(f"exporting {plan.checkpoint}")
             # As the engines of a run have the actor's weights: those of training, cast where the engines' differ.
             dtype = recipe.train.dtype if recipe.train.dtype != "float32" else recipe.rollout.engine.dtype
-            export_actor(plan.checkpoint, exported, dtype=dtype, verify=recipe.checkpoint.verify, multi_token=False)
+            export_actor(
+                plan.checkpoint, exported, plan.base, dtype=dtype, verify=recipe.checkpoint.verify, multi_token=False
+            )
             model = exported
         assert model is not None
         try:

@@ -38,7 +38,7 @@ from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.data.recipe_prompts import RecipePrompts
 from hybridflow.planning.data.report import first_prompt
-from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
+from hybridflow.rundir.file_names import FLIGHT_RECORDER, INITIAL, LOGS, PHASE, RECIPE
 from hybridflow.rundir.private import umask_restored
 from hybridflow.rundir.run_record import record_start
 from hybridflow.rundir.status.first_failure import forget_failures
@@ -202,7 +202,7 @@ def prepare(recipe: Recipe) -> Run:
     if not in_place:
         with naming(directory / RUN_IDENTITY):
             (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
-    model_directory = recipe.model.path or directory / "initial"
+    model_directory = recipe.model.path or directory / INITIAL
     _record_start(directory, initial_spec(recipe.model), resumption)
     # A resumed run compares with the weights that it began with, whatever its seed is now.
     if recipe.model.create is not None and not (in_place and model_directory.is_dir()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.run import CheckpointConfig
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.checks.recipe import check_recipe
+from hybridflow.rundir.kept_recipe import saved_to
 from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import a_recipe, make_checkpoint, refusal
 
@@ -387,6 +389,30 @@ def test_a_run_goes_on_in_its_own_directory(tmp_path: Path) -> None:
     fresh = prepare(a_recipe(tmp_path, "overwrite=true"))
     fresh.lock.close()
     assert fresh.resumption is None and (tmp_path / "small.1" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_wherever_it_saves_from_then_on(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    run = prepare(recipe)
+    run.lock.close()
+    make_checkpoint(recipe, 2, run=run.identity)
+    elsewhere = [tmp_path / "disk", tmp_path / "larger-disk"]
+    for directory, step in zip(elsewhere, (2, 4), strict=True):
+        again = prepare(a_recipe(tmp_path, "resume=auto", f"checkpoint.dir={directory}"))
+        again.lock.close()
+        assert again.resumption is not None and again.resumption.in_place
+        assert again.resumption.state is not None and again.resumption.state.step == step
+        make_checkpoint(recipe, step + 2, directory, run=run.identity)
+    # Of the run's own directory nobody says that it is where the newest ones are.
+    for more in (f"resume={run.directory}", "resume=auto"):
+        resumption, notes = find_resumption(a_recipe(tmp_path, more, "checkpoint.save_interval=null"))
+        assert resumption is not None and resumption.directory == elsewhere[1] / "step-00000006", notes
+    assert saved_to(run.directory) == elsewhere[1]
+    shutil.rmtree(elsewhere[1])  # it was in a directory that has been moved
+    assert saved_to(run.directory) == run.directory / "checkpoints"
+    (run.directory / "recipe.yaml").write_text("")  # it was killed while it wrote it
+    resumption, _ = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert resumption is not None and resumption.state is not None and resumption.state.step == 2
 
 
 @pytest.mark.parametrize(

@@ -337,15 +337,18 @@ def test_a_checkpoint_is_inspected(capsys: pytest.CaptureFixture[str], tmp_path:
     assert any("policy version 13" in line for line in out)
 
 
-@pytest.mark.parametrize("of_run", [False, True])
+@pytest.mark.parametrize("where", ["checkpoints", "run/checkpoints", "disk"])
 def test_the_newest_whole_checkpoint_is_found_and_said(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, of_run: bool
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str
 ) -> None:
-    root = tmp_path / "checkpoints"
+    root, run = tmp_path / where, tmp_path / "run"
+    if where == "disk":
+        run.mkdir()
+        (run / "recipe.yaml").write_text(f"checkpoint: {{dir: {root}}}\n")
     paths = [make_checkpoint(root, step) for step in (1, 2, 3)]
     (paths[0] / MANIFEST).unlink()  # older: of no interest
     (paths[2] / "driver.json").unlink()
-    code, out, _ = checkpoint(capsys, "inspect", tmp_path if of_run else root)
+    code, out, _ = checkpoint(capsys, "inspect", root if where == "checkpoints" else run)
     assert code == 0
     assert out[:3] == [
         f"skipped {paths[2]}: driver.json is missing",

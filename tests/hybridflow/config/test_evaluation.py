@@ -10,6 +10,8 @@ from hybridflow.config.evaluation import EvaluationSet
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.reading.yaml_loader import SettingsError, settings_yaml
 from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.data.prompts import Prompts
+from hybridflow.trainer.startup.rollout_source import stream_plan
 from tests.support.resumable import DEMO
 
 SUMS = "evaluation.sums.data.path=sums.jsonl"
@@ -162,8 +164,16 @@ def test_a_model_alone_has_its_own_weights_and_devices_that_nothing_else_compute
     engine = "rollout.engine.server_args={load_format: dummy, schedule_policy: fcfs}"
     scored = ("reward=null", "reward_model={path: /models/scorer, offload: true}")
     alone = EvaluationRecipe.of(recipe(engine, *scored), ["sums"])
-    assert alone.rollout.engine.server_args == {"schedule_policy": "fcfs"}
+    assert alone.rollout.engine.server_args == {"schedule_policy": "fcfs"} and alone.rollout.stream is None
     assert [(role, model.offload) for role, model in alone.models.items()] == [("reward_model", False)]
+
+
+def test_episodes_of_an_evaluation_need_nothing_of_groups_and_of_engines_that_weights_are_sent_to() -> None:
+    stream = "rollout.stream={dynamic_batching: true, engine_restarts: 2}"
+    trained = load_recipe(DEMO.with_name("game.yaml"), ["trainer.max_staleness=1", stream])
+    alone = EvaluationRecipe.of(trained, trained.sets)
+    plan = stream_plan(alone, Prompts([], []), 1)  # of which no prompt trains
+    assert plan.episodes is not None and plan.bounds is None and plan.restarts == 0
 
 
 def test_a_set_that_stands_twice_is_refused(tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
         ("last_line", r"so that $x = 1$ or $x = 2$.", "1, 2"),
         ("last_line", r"**Answer: $\frac{3}{4}$**", "0.75"),
         ("last_line", r"it is \boxed{7}", "7"),
+        ("last_line", "The answer is: **42**.", "42"),
+        ("last_line", "The correct answer is **B**.", "B"),
+        ("last_line", "**Final Answer**: 2**3", "8"),
+        ("last_line", "The total is $40 + 2 = 42$.", "42"),
+        ("last_line", "It follows that\n$$\n42\n$$", "42"),
         ("tag", "<answer>1</answer> no <answer> 2/3 </answer>", r"\frac{2}{3}"),
         ("tag", r"<answer>\boxed{5}</answer>", "5"),
         ("tag", "<answer>\nThe answer is 5.\n</answer>", "5"),
@@ -97,6 +102,11 @@ def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
         ("tag", "<answer>1</answer> then <answer>2", "1"),
         ("tag", "<answer>42</answer>, and not 17 </answer>", "42"),
         ("anywhere", "So the final answer is $x=9$.", "9"),
+        ("anywhere", "The final answer is:\n\n**9**\n\nI hope it is right.", "9"),
+        ("anywhere", "The answer is:\n$$\n9\n$$\nas was asked for.", "9"),
+        ("anywhere", "It follows that\n\\[\n9\n\\]\nas was asked for.", "9"),
+        ("anywhere", "**Answer**: B\n\nI hope it is right.", "B"),
+        ("anywhere", r"Hence $3 \cdot 3 = 9$, as was asked for: 8 of $5 or $6", "9"),
         ("anywhere", "The answer is $9$. I hope it is right.", "9"),
         ("anywhere", "The answer is 8. No, the answer is 9.", "9"),
         ("anywhere", r"We get $\frac{18}{2}$ in the end, as was asked for.", "9"),
@@ -137,7 +147,7 @@ def test_boxes_that_never_end_are_soon_given_up() -> None:
     assert growth(mathematics._boxed, "\\boxed{" * 2_000, "\\boxed{" * 4_000) < 2.2
 
 
-@pytest.mark.parametrize("text", ["\\(", "\\[", "\\( x ", "$ x ", "\\boxed{", "answer "])
+@pytest.mark.parametrize("text", ["\\(", "\\[", "\\( x ", "$ x ", "$1 =", "$$ ", "**a", "\n", "\\boxed{", "answer "])
 def test_a_text_is_searched_for_formulas_in_one_pass(text: str) -> None:
     began = time.process_time()
     mathematics._anywhere(text * 40_000)

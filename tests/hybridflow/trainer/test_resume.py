@@ -29,6 +29,12 @@ from tests.support.runs import ROOT
 
 COUNT, POSITION = 20, 33
 STREAM = ("rollout.stream={}", "trainer.max_staleness=1")
+KINDS = ("rollout.adaptive_sampling=[{prompt_tokens: 4, max_new_tokens: 2}, {prompt_tokens: 8, max_new_tokens: 4}]",)
+JUDGED = (
+    "reward.functions=[{name: judge, path: judge, arguments: {rubric: '{{ response }}', choices: {good: 1, bad: 0}}}]",
+    "judge={path: /models/judge}",
+    "placement.judge='cpu:2'",
+)
 AHEAD = ("trainer.max_staleness=1", "trainer.prompts_per_step=4")
 
 
@@ -109,6 +115,8 @@ def test_groups_that_other_code_has_scored_are_drawn_again(tmp_path: Path) -> No
         (STREAM, STREAM, ("data.jsonl.eval_path",), "checkpoint.accept has data.jsonl.eval_path"),
         ((*STREAM, "rollout.samples_per_prompt=3"), STREAM, (), "rollout.samples_per_prompt changed"),
         ((*STREAM, "reward.functions=[{name: other, path: /a.py:score}]"), STREAM, (), "reward changed"),
+        ((*STREAM, *KINDS), STREAM, (), "rollout.adaptive_sampling changed"),
+        ((*STREAM, *JUDGED, "judge.path=/models/other"), (*STREAM, *JUDGED), (), "judge changed"),
     ],
 )
 def test_groups_of_a_stream_that_is_dropped_are_drawn_first(

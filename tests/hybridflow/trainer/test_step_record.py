@@ -134,3 +134,10 @@ def test_means_are_of_all_values_that_were_added() -> None:
     record.add_means({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([])})
     record.add_means({"a": torch.tensor([6.0])})
     assert record.values == {"a": 3.0}
+    all_rollouts = StepRecord()
+    for _ in range(2):
+        all_rollouts.add_all(record, serving=0, prompts=Prompts([], []))
+    other = StepRecord()
+    other.add_means({"a": torch.tensor([12.0])})
+    all_rollouts.add_all(other, serving=0, prompts=Prompts([], []))
+    assert all_rollouts.values == {"a": 30 / 7}

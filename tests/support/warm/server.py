@@ -159,10 +159,13 @@ class _Forked:
                 if self.process:
                     os.setns(_PROCESSES, os.CLONE_NEWPID)
         if self.process == 0:
-            if host is not None:
-                os.setns(host, os.CLONE_NEWNS | os.CLONE_NEWUTS | os.CLONE_NEWIPC | os.CLONE_NEWNET)
-                platform._uname_cache = None  # type: ignore[attr-defined]
-            _run(self.request, self.received, executable)
+            try:
+                if host is not None:
+                    os.setns(host, os.CLONE_NEWNS | os.CLONE_NEWUTS | os.CLONE_NEWIPC | os.CLONE_NEWNET)
+                    platform._uname_cache = None  # type: ignore[attr-defined]
+                _run(self.request, self.received, executable)
+            finally:  # a host that has ended: never a second server
+                os._exit(1)
         if host is not None:
             os.close(host)
         self._close_received()
@@ -271,7 +274,8 @@ def main(kind: str, executable: str) -> None:
             continue
         try:
             one.fork(executable)
-        except OSError:  # its launcher is gone, and the host with it
+        except OSError as error:  # its launcher is gone, and the host with it
+            print(f"{kind}: not forked: {error}", file=sys.stderr, flush=True)
             one.refuse()
             continue
         connected[connection.fileno()] = running[one.ended] = one
@@ -291,7 +295,8 @@ def _run(request: dict[str, Any], received: list[int], executable: str) -> NoRet
         if not (code is None or isinstance(code, int)):
             print(code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the launcher's standard error may be closed
+            traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):

@@ -123,7 +123,12 @@ def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> Non
 def test_the_last_block_of_python_is_the_program() -> None:
     assert extracted("a\n```python\n1\n```\nb\n```py\n2\n```\n```bash\n3\n```") == "2"
     assert extracted("````\n```\n1\n```\n````") == "```\n1\n```"
-    assert extracted("  ~~~ python title=x\n  1\n  ~~~") == "  1"
+    assert extracted("  ~~~ python title=x\n  1\n  ~~~") == "1"
+    assert (
+        extracted("1. So:\n   ```python\n   def f():\n       return 1\n  # f\n   ```") == "def f():\n    return 1\n# f"
+    )
+    assert extracted("```py\n1\n```\nIt prints:\n```\n2\n```") == "1"
+    assert extracted("```\n1\n```\nor\n```\n2\n```") == "2"
     assert extracted("```python\n1") is None
     assert extracted("1") is None
     assert extracted("```js\n1\n```") is None

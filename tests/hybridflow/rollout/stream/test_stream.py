@@ -618,8 +618,10 @@ def test_a_step_says_what_it_waits_for() -> None:
         return first, second
 
     first, second = run(learn())[0]
-    assert first == ("has 0 of 4 groups; responses in flight: 4 at engine 0, 4 at engine 1; 0 wait for their reward")
-    assert second == "has 0 of 4 groups; responses in flight: none; 8 wait for their reward"
+    assert first == (
+        "the step has 0 of 4 groups; responses in flight: 4 at engine 0, 4 at engine 1; 0 wait for their reward"
+    )
+    assert second == "the step has 0 of 4 groups; responses in flight: none; 8 wait for their reward"
 
 
 def test_prompts_go_to_engines_that_have_room_as_responses_end() -> None:
