@@ -78,7 +78,9 @@ def update_peak(
         for moment in layout.in_flight(at.pp)
     )
     has_experts = any(sparse for kinds in by_kinds for sparse, _ in kinds)
-    of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype]) if has_experts else 0
+    of_experts = 0
+    if has_experts and config.lora is None:  # which freezes them
+        of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype])
     return WorkingBytes(
         activations=round(kept * rank_tokens),
         logits=_head(spec, layout, at, config, rank_tokens, backward=True),
@@ -188,5 +190,5 @@ def _head(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig,
     itemsize = ITEMSIZES[config.dtype]
     width, hidden = spec.padded_vocabulary(layout) // layout.tp, spec.sizes.hidden
     together = tokens if config.logits_tokens is None else min(tokens, config.logits_tokens)
-    weight_gradient = width * hidden if backward else 0
+    weight_gradient = width * hidden if backward and config.lora is None else 0
     return itemsize * (together * width + 2 * tokens * hidden + weight_gradient)

@@ -106,8 +106,14 @@ class PPOConfig(Settings):
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> PPOConfig:
-        if self.recipe is None:  # which may have sizes of its own
-            mini_batches(self.batch_size, self.mini_batch_size)
+        if self.recipe is not None:  # which may have sizes of its own
+            return self
+        if self.batch_size % self.mini_batch_size and "mini_batch_size" not in self.model_fields_set:
+            from hybridflow.algorithms.config import load  # only here: it imports what a light import does without
+
+            if load(self.algorithm).settings.on_policy:  # one mini-batch of all
+                return self
+        mini_batches(self.batch_size, self.mini_batch_size)
         return self
 
 

@@ -18,7 +18,7 @@ from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.checks import check_finite
 from hybridflow.api.config import PPOConfig
 from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
-from hybridflow.api.recipe_builder import run_directory
+from hybridflow.api.recipe_builder import free_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
 from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.remote_batch import RemoteBatch
@@ -208,14 +208,15 @@ class PPOTrainer:
 
     def _start(self) -> Trainer:
         stack = self._stack
-        files = InputFiles(run_directory(self.config))
+        files = InputFiles(free_directory(self.config))
         stack.callback(files.close)
         recipe = checked_recipe(self.config, self._sources.write(files, self._prompts))
         atexit.register(self.close)  # after Ray's own, which was registered when it was imported, and so before it
         while True:
             with ExitStack() as run_stack:
                 opened = run_stack.enter_context(open_run(recipe))
-                run_stack.callback(opened.phases.enter, "end")
+                phases = opened.phases
+                run_stack.push(lambda kind, *_, phases=phases: phases.enter("end") if kind is None else None)
                 try:
                     with ExitStack() as started:
                         trainer = started.enter_context(start_trainer(opened))

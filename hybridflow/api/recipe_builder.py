@@ -20,6 +20,7 @@ from hybridflow.config.machine_defaults import machine_defaults
 from hybridflow.config.reading.yaml_loader import Key, SettingsError, build_settings, read_with_bases
 from hybridflow.config.recipe import Recipe
 from hybridflow.metrics.names import EVAL
+from hybridflow.rundir.status.lock import check_free
 
 _KEYS: dict[str, Key] = {
     "algorithm": ("algorithm", "name"),
@@ -192,6 +193,19 @@ def run_directory(config: PPOConfig) -> Path:
     base = Base.of(config)
     name = base.get(("name",)) or base.get(_KEYS["algorithm"]) or config.algorithm
     return Path(str(base.get(("run_dir",)) or "runs")).absolute() / str(name)
+
+
+def free_directory(config: PPOConfig) -> Path:
+    """Return the directory of the run of these settings, in or beside which nothing of another run is replaced.
+
+    Raises:
+        SettingsError: the recipe file cannot be read.
+        UserError: it is another run's, which is neither to be resumed nor to be moved aside.
+    """
+    base, directory = Base.of(config), run_directory(config)
+    if base.get(("overwrite",)) is False and base.get(("resume",)) in (None, "none"):
+        check_free(directory)
+    return directory
 
 
 def _defaults(

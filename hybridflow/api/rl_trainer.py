@@ -12,7 +12,7 @@ from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.api.config import PPOConfig
 from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
-from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
+from hybridflow.api.recipe_builder import Given, free_directory, make_recipe
 from hybridflow.checkpoint.set_results import MeasuredSet, summary_of_sets
 from hybridflow.config.reading.known_names import API_NAMES, no_attribute
 from hybridflow.config.recipe import Recipe
@@ -130,7 +130,7 @@ class RLTrainer:
             UserError: an argument that makes no sense, or a failing reward function.
             EngineError: a role failed.
         """
-        files = InputFiles(run_directory(self.config))
+        files = InputFiles(free_directory(self.config))
         try:
             given = self._sources.write(files, prompts, eval_prompts, num_epochs)
             recipe = checked_recipe(self.config, given)

@@ -165,6 +165,8 @@ def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
     from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES
 
     if parsed.nodes is None and parsed.gpus_per_node is None:
+        if parsed.roles is not None:
+            raise UserError(f"--roles {shortened(parsed.roles)} of this machine, expected --nodes beside it")
         return None
     count = 1 if parsed.nodes is None else parsed.nodes
     gpus = 8 if parsed.gpus_per_node is None else parsed.gpus_per_node

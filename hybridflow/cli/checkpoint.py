@@ -20,6 +20,7 @@ from hybridflow.rundir.kept_recipe import saved_to
 
 _TENSORS_NAMED = 3
 _MOST_GB = 1e9
+_SHARD_GB = 5.0
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="of the tensors (that of the run)")
     export.add_argument("--precision", choices=get_args(Precision), help="quantise in DeepSeek's block format (no)")
     export.add_argument(
-        "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="largest file, 1e9 bytes (5)"
+        "--max-shard-gb", type=_gigabytes, metavar="GB", help=f"largest file, 1e9 bytes ({_SHARD_GB:g})"
     )
 
     adapters = export.add_mutually_exclusive_group()
@@ -111,8 +112,8 @@ def _export(parsed: argparse.Namespace) -> None:
 
     if parsed.base is not None and parsed.adapter:
         raise UserError("export: --adapter needs no model; expected no --base")
-    if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.precision):
-        raise UserError("export: --dtype and --precision were not tried with adapters; expected neither")
+    if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.precision or parsed.max_shard_gb):
+        raise UserError("export: --dtype, --precision and --max-shard-gb were not tried with adapters; expected none")
     if parsed.no_multi_token and (parsed.adapter or (parsed.base is not None and not parsed.merged)):
         raise UserError(
             "export: --no-multi-token with --adapter or --base, which has no other use; expected one of them"
@@ -131,7 +132,7 @@ def _export(parsed: argparse.Namespace) -> None:
             role=parsed.role,
             dtype=parsed.dtype,
             precision=parsed.precision,
-            max_shard_bytes=parsed.max_shard_gb * 1e9,
+            max_shard_bytes=(parsed.max_shard_gb or _SHARD_GB) * 1e9,
             verify=verify,
             base=parsed.base,
             multi_token=not parsed.no_multi_token,

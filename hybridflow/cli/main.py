@@ -40,6 +40,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -89,9 +90,14 @@ class Command:
     takes_recipe: bool = False
 
 
+_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
+"""Values that are no options; argparse's own pattern has no exponents."""
+
+
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"allow_abbrev": False})  # `--role` is no `--roles`
+        self._negative_number_matcher = _NEGATIVE_NUMBER
 
     def error(self, message: str) -> Never:
         options = [option for action in self._actions for option in action.option_strings]

@@ -299,7 +299,11 @@ def _newest_step(path: Path) -> Record | None:
         try:
             values = parse_json(line)
             phase, step = values.pop("phase"), values.pop("step")
-            metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+            metrics = {
+                name: float(value)
+                for name, value in values.items()
+                if isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
+            }
             records.append(Record(str(phase), int(step), metrics))
         except (JsonError, ValueError, KeyError, AttributeError, TypeError, OverflowError):
             continue  # cut off, or half written

@@ -58,7 +58,8 @@ _CONSOLE_FIGURES = (
     _Figure("cost/mean", "cost", "{:.3f}".format, 3, 6),
     _Figure("train/loss", "loss", "{:+.4f}".format, 2, 7),
     _Figure("critic/value_loss", "value loss", "{:.4f}".format, 7, 7),
-    _Figure("critic/explained_variance", "explained", "{:.2f}".format, 4, 5),
+    # Of returns that do not vary, as before the first rewards, there is none.
+    _Figure("critic/explained_variance", "explained", lambda share: "-" if share != share else f"{share:.2f}", 4, 5),
     _Figure("train/reference_kl", "kl", "{:.4f}".format, 5, 7),
     _Figure("distillation/kl_k1", "teacher kl", "{:.4f}".format, 5, 7),
     _Figure("train/entropy", "entropy", "{:.3f}".format, 6, 5),

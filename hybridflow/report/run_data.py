@@ -255,8 +255,11 @@ def _outcome(directory: Path, record: RunRecord | None, steps: object) -> str:
     if goes_on(directory):
         return f"Running: {_position(position, steps)}."
     if position.phase == "end":
-        ended = record.ended if record is not None and record.ended is not None else position.since
+        all_ended = record.ended if record is not None else None
+        ended = all_ended if all_ended is not None else position.since
         results = "".join(f"\n{line}" for line in (record.results if record is not None else ()))
+        if all_ended is None and isinstance(steps, int) and 0 < position.step < steps:  # a loop of one's own
+            return f"Ended after step {position.step:,} of {steps:,}{_duration('in', began, ended)}.{results}"
         done = f" all {steps:,} steps" if isinstance(steps, int) else ""
         return f"Finished{done}{_duration('in', began, ended)}.{results}"
     failure = read_failure(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from engine3d.input_files import MOST_LIST_BYTES, FileError
 from engine3d.json_records import EpochSeconds, read_record
-from hybridflow.errors.redaction import redacted
+from hybridflow.errors.redaction import REDACTED, is_secret, redacted_override
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import RUN_RECORD
 
@@ -64,12 +65,11 @@ def command_line() -> str:
     """The command line of this process without its secrets, quoted for a shell."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    return shlex.join([name, *(_shown(word) for word in sys.argv[1:])])
-
-
-def _shown(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return f"{name}={redacted(value, name.rpartition('.')[2])}" if equals else word
+    words = [name]
+    for before, word in itertools.pairwise(["", *sys.argv[1:]]):
+        is_value = before.startswith("--") and "=" not in before and is_secret(before.removeprefix("--"))
+        words.append(REDACTED if is_value else redacted_override(word))
+    return shlex.join(words)
 
 
 def record_start(

@@ -63,7 +63,7 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, dict[Key, str]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(error.problem or "not YAML", mark.line + 1 if mark else 1) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # of an escape that is no character
         raise YamlError(str(error).splitlines()[0]) from None
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.rundir.yaml_reader import parse_yaml
+
 if TYPE_CHECKING:
     from hybridflow.data.files.formats.column_guess import GuessedColumns
 
@@ -55,7 +57,7 @@ _RECIPE = """\
 # GRPO with a model, data and a reward of one's own, written by `hybridflow init`. Every setting of
 # docs/configuration.md can stand here, or on the command line: hybridflow train {recipe} trainer.steps=10
 # Paths are absolute, so that the command runs in any directory; the run's own directory is runs/{name} where it does.
-name: {name}
+name: {quoted_name}
 seed: 1
 
 {model}
@@ -253,6 +255,7 @@ def _recipe(directory: Path, name: str, model: Model | None, data: Data | None) 
     return _RECIPE.format(
         recipe=shlex.quote(str(directory / "recipe.yaml")),
         name=name,
+        quoted_name=name if parse_yaml(name)[0] == name else _quoted(name),
         model=_TINY if model is None else _OWN.format(path=_quoted(str(model.directory))),
         texts="user" if templated else "raw",
         texts_meaning=meaning,

@@ -20,7 +20,12 @@ from hybridflow.cluster.devices.device_map import ROLES, Device, DeviceMap, Node
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import PlacementConfig, TrainerConfig, WarmupConfig
-from hybridflow.planning.checks.engine import check_baselines, check_engine_nodes, check_served_adapters
+from hybridflow.planning.checks.engine import (
+    check_baselines,
+    check_engine_nodes,
+    check_served_adapters,
+    hosts_of_engine,
+)
 from hybridflow.planning.checks.model import check_megatron
 
 _NODE_GPUS = 8
@@ -138,7 +143,8 @@ def check_layouts(
         rollout = recipe.rollout.model_copy(update={"engine": engine})
         check_served_adapters(rollout, adapters, specs["actor"], devices["rollout"])
     if recipe.rollout.engine.release_weights and "actor" in layouts:
-        check_released_weights(layouts["actor"], devices["actor"], devices["rollout"])
+        hosts = hosts_of_engine(devices["rollout"], recipe.rollout.engine.tp)
+        check_released_weights(layouts["actor"], devices["actor"], devices["rollout"], hosts)
     if "reward" in devices:
         check_reward_devices(len(devices["reward"]))
     if recipe.runs_ahead:
@@ -168,29 +174,45 @@ def check_copy_engine_dispatcher(
         )
 
 
-def check_released_weights(layout: Layout, actor: Sequence[Device], engines: Sequence[Device]) -> None:
-    """Refuse engines that release their weights next to a pipeline of which their node has some stages alone.
+def check_released_weights(
+    layout: Layout, actor: Sequence[Device], engines: Sequence[Device], engine_hosts: int = 1
+) -> None:
+    """Refuse engines that release their weights next to a model of which their node has some parts alone.
 
-    An engine that releases its weights reads them from trainers of its node, and needs every stage's.
+    An engine that releases its weights reads them from trainers of its node, and needs every stage's. One that is on a
+    single node needs every shard too.
 
     Args:
         layout: of the actor.
         actor: devices of its ranks.
         engines: devices of the engines.
+        engine_hosts: nodes of each engine.
 
     Raises:
-        UserError: names the node and its stages.
+        UserError: names the node and the parts that it has.
     """
     stages: dict[int, set[int]] = {}
+    shards: dict[int, set[tuple[int, int]]] = {}
+    experts: dict[int, set[tuple[int, int, int]]] = {}
     for (_, at), device in zip(layout.ranks(), actor, strict=True):
         stages.setdefault(device.node, set()).add(at.pp)
+        shards.setdefault(device.node, set()).add((at.pp, at.tp))
+        experts.setdefault(device.node, set()).add((at.pp, at.ep, at.etp))
     for node in sorted({device.node for device in {*engines} & {*actor}}):
+        of_experts = layout.pp * layout.ep * layout.etp
         if len(stages[node]) < layout.pp:
             there = ", ".join(map(str, sorted(stages[node])))
-            raise UserError(
-                f"rollout.engine.release_weights=true: node {node} has stages {there} of the {layout.pp} of "
-                "train.layout.pp, and its engines read from all; expected false, or every stage on each node"
-            )
+            lacking, part = f"stages {there} of the {layout.pp} of train.layout.pp", "stage"
+        elif engine_hosts == 1 and len(shards[node]) < layout.pp * layout.tp:
+            lacking, part = f"{len(shards[node])} of the {layout.pp * layout.tp} shards of the actor's layers", "shard"
+        elif engine_hosts == 1 and len(experts[node]) < of_experts:
+            lacking, part = f"{len(experts[node])} of the {of_experts} shards of the actor's experts", "shard"
+        else:
+            continue
+        raise UserError(
+            f"rollout.engine.release_weights=true: node {node} has {lacking}, and its engines read from all; expected "
+            f"false, or every {part} on each node"
+        )
 
 
 def groups_over_nodes(

@@ -12,6 +12,7 @@ from engine3d.memory import ServingBytes, serving_by_rank
 from engine3d.memory.overhead import CALL_PARSER_BYTES, RUN_PROCESSES_BYTES
 from engine3d.models import ModelSpec, load_model_spec
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import AdapterSpec
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import PlannedTrainer
@@ -351,8 +352,12 @@ def _hosts(
             if resident.offloaded:
                 _add(taken[device.node], name, resident.offloaded)
         if with_checkpoints:
+            lora = memory.role.train.lora
             plan = plan_checkpoint(
-                specs[role], memory.layout, precision_aware=memory.role.train.optimizer.precision_aware
+                AdapterSpec.of(specs[role], lora) if lora is not None else specs[role],
+                memory.layout,
+                precision_aware=memory.role.train.optimizer.precision_aware,
+                transformer_engine=devices[role][0].kind == "cuda",
             )
             less[name := "checkpoints that are being written"] = "checkpoint.async_save=false"
             for rank, device in zip(plan.ranks, devices[role], strict=True):

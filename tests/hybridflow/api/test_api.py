@@ -417,6 +417,24 @@ def test_without_prompts_nothing_is_trained_on(model: Path, tmp_path: Path) -> N
 # Files of a run
 
 
+def test_nothing_of_a_run_is_replaced_where_another_of_its_name_is_refused(model: Path, tmp_path: Path) -> None:
+    run = {"name": "mine", "run_dir": str(tmp_path), "overwrite": False}
+    kept = tmp_path / "mine.inputs" / "prompts.jsonl"
+    for directory in (tmp_path / "mine", kept.parent):
+        directory.mkdir()
+    (tmp_path / "mine" / "recipe.yaml").write_text("name: mine\n")
+    kept.write_text("kept")
+    config = PPOConfig(recipe=run)
+    for act in (RLTrainer(model, config=config, reward_fn=length).train, PPOTrainer(config, model=model).rollout):
+        assert "mine has a run already" in refusal(act)
+    assert kept.read_text() == "kept" and not (tmp_path / "mine.inputs.1").exists()
+
+
+def test_a_batch_of_an_algorithm_with_one_update_is_one_mini_batch() -> None:
+    assert PPOConfig(batch_size=24, algorithm="opo").batch_size == 24
+    assert "does not divide batch_size=24" in refusal(lambda: PPOConfig(batch_size=24, algorithm="grpo"))
+
+
 def test_prompts_and_reward_functions_become_files(model: Path, tmp_path: Path) -> None:
     files = InputFiles(tmp_path / "runs" / "mine")
     factor = 2.0

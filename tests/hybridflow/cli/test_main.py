@@ -481,6 +481,8 @@ def test_an_option_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
         main(["check", DEMO, "--role", "actor"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("hybridflow: --role: no such option; did you mean --roles?")
+    assert main(["check", DEMO, "--roles", "train,rollout"]) == 2
+    assert "--roles train,rollout of this machine, expected --nodes beside it" in capsys.readouterr().err
 
 
 DRIVER = """

@@ -99,7 +99,7 @@ def test_the_branches_of_an_agents_episode_are_drawn(run: Path, capsys: pytest.C
 def test_samples_are_chosen_by_step_reward_group_and_id(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ids(shown(capsys, made, "--step", 1)) == list(range(8, 16))
     assert ids(shown(capsys, made, "--reward-below", -0.5)) == [31, 23, 15]  # the newest step first
-    assert ids(shown(capsys, made, "--reward-below", -0.5, "--limit", 2)) == [31, 23]
+    assert ids(shown(capsys, made, "--reward-below", "-5e-1", "--limit", 2)) == [31, 23]
     assert ids(shown(capsys, made, "--reward-above", 0.25, "--reward-below", 2, "--step", 2)) == [17, 21, 22]
     assert ids(shown(capsys, made, "--group", 5)) == [20, 21, 22, 23]
     assert ids(shown(capsys, made, "--sample", 9)) == [9]

@@ -59,6 +59,7 @@ def test_status_of_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[s
     [
         ({"phase": "sft", "step": 30, "sft/loss": 1.5}, "warm-up 30/50  loss 1.5000"),
         ({"phase": "eval", "step": 0, "eval/accuracy": 0.5}, "eval 0  accuracy 0.500"),
+        ({"phase": "train", "step": 3, "reward/mean": 0.5, "train/loss": "nan"}, "train 3/40  reward 0.500  loss +nan"),
     ],
 )
 def test_status_counts_the_steps_of_the_phase(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import pty
 import re
@@ -63,6 +64,8 @@ def test_a_line_fits_the_terminal_and_shows_what_matters_most(width: int) -> Non
     assert len(line) <= width
     assert line.startswith("train 12345/99999  reward 0.801  loss -0.0070  ")
     assert "explained -0.46" in line and line.endswith("step 123.46 s")
+    undefined = OF_PPO | {metrics.CRITIC.explained_variance: math.nan}
+    assert "explained -  " in console_line(Record("train", 3, undefined), None, None)
 
 
 def test_a_line_of_a_file_has_all_figures() -> None:

@@ -356,6 +356,8 @@ def test_the_first_line_is_the_outcome_and_the_facts_name_the_starts(
     write_failure(tmp_path, describe(tmp_path, "actor rank 2: <ValueError>", "step 5, update"))
     assert _outcome_of(tmp_path) == "Failed in step 5, update after 2.5 h: actor rank 2: &lt;ValueError&gt;"
     phases.enter("end")
+    (tmp_path / "failure.json").unlink()
+    assert _outcome_of(tmp_path) == "Ended after step 5 of 20 in 2.5 h."
     record_end(tmp_path, ["held-out accuracy: 0.396 -> 0.472"])
     assert _outcome_of(tmp_path) == "Finished all 20 steps in 2.5 h.\nheld-out accuracy: 0.396 -&gt; 0.472"
     with hold(tmp_path, "run_dir/name"):

@@ -33,6 +33,9 @@ def test_the_command_line_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "argv", ["/somewhere/hybridflow/__main__.py", *words])
     expected = "hybridflow train 'my recipe.yaml' seed=2 'judge.api_key=<redacted>' data.files.prompt_key=question"
     assert command_line() == expected
+    words = ["--api-key", "abc", "--api-key=abc", "reward.functions=[{name: a, arguments: {api_key: abc}}]"]
+    monkeypatch.setattr(sys, "argv", ["loop.py", *words])
+    assert "abc" not in command_line() and command_line().startswith("loop.py --api-key '<redacted>' ")
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/hybridflow", "resume", "runs/demo"])
     assert command_line() == "hybridflow resume runs/demo"
 

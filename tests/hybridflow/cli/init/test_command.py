@@ -42,6 +42,10 @@ def test_without_a_model_and_data_all_is_made(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "my run").iterdir()} >= {"README.md", "reward.py", "train.jsonl"}
 
 
+def test_a_name_that_yaml_takes_for_a_number_is_text(tmp_path: Path) -> None:
+    assert written(tmp_path / "1e5").name == "1e5"
+
+
 def test_own_model_and_data_are_what_is_trained(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,7 +197,13 @@ def test_a_key_that_stands_twice_is_refused(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"), [("name: [\n", "2: "), ("- 1\n", "expected keys and values, found a list"), ("a:\n\tb: 1", "2: ")]
+    ("text", "line"),
+    [
+        ("name: [\n", "2: "),
+        ("- 1\n", "expected keys and values, found a list"),
+        ("a:\n\tb: 1", "2: "),
+        (r'name: "\U00110000"', "chr() arg not in range"),
+    ],
 )
 def test_what_is_not_a_mapping_in_yaml_is_refused(recipe: Path, text: str, line: str) -> None:
     (message,) = errors_in(recipe, text)

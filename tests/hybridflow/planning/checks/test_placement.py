@@ -81,9 +81,10 @@ def test_ranks_that_copy_into_each_others_memory_are_on_one_node() -> None:
     check_copy_engine_dispatcher(recipe.train, "train", "actor", spec, Layout(ep=8, dp=8), devices)
 
 
-def test_engines_that_release_weights_have_every_stage_on_their_node() -> None:
+def test_engines_that_release_weights_have_the_whole_model_on_their_node() -> None:
     devices = DeviceMap.parse("cuda:0-7").devices(NODES)  # four on each of two nodes
-    check_released_weights(Layout(tp=8), devices, devices)
+    check_released_weights(Layout(tp=8), devices, devices, engine_hosts=2)
+    check_released_weights(Layout(ep=4, dp=8), devices, devices)
     check_released_weights(Layout(pp=2, dp=4), devices[:4] + devices[:4], devices[:4])
     check_released_weights(Layout(pp=2, dp=2), devices[:4], devices[4:])  # no device is shared
     with pytest.raises(
@@ -92,6 +93,12 @@ def test_engines_that_release_weights_have_every_stage_on_their_node() -> None:
         r"engines read from all; expected false, or every stage on each node$",
     ):
         check_released_weights(Layout(pp=2, dp=4), devices, devices)
+    with pytest.raises(
+        UserError, match=r"node 0 has 4 of the 8 shards of the actor's layers.*every shard on each node"
+    ):
+        check_released_weights(Layout(tp=8), devices, devices)
+    with pytest.raises(UserError, match=r"node 0 has 4 of the 8 shards of the actor's experts"):
+        check_released_weights(Layout(ep=8, dp=8), devices, devices)
 
 
 def test_a_step_of_preferences_has_a_pair_for_each_rank_and_mini_batch() -> None:
