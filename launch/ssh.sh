@@ -191,7 +191,8 @@ echo can take part'
     answers=$made
     for index in "${!hosts[@]}"; do
         {
-            line=$("${ssh[@]}" "${hosts[$index]}" "$script" 2>&1 </dev/null | tr -d '\r' | grep . | tail -n 1)
+            line=$(timeout -k 5 "$reached_s" "${ssh[@]}" "${hosts[$index]}" "$script" 2>&1 </dev/null | tr -d '\r' |
+                grep . | tail -n 1)
             printf '%d %.2000s\n' "$index" "${line:-it says nothing}" >&"$answers"
         } >/dev/null 2>&1 &
         pids+=($!)

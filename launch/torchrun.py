@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from engine3d.errors import UserError
@@ -26,6 +26,7 @@ from hybridflow.cluster.devices.device_map import ROLES
 
 _NEEDED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT, _DONE = "hybridflow/port", "hybridflow/done"
+_WITHIN = timedelta(minutes=10)
 _LOOK_EVERY_S = 1.0
 _PARENT_POLL_S = 1.0
 
@@ -93,6 +94,18 @@ def _when_orphaned(call: Callable[[], object]) -> None:
     threading.Thread(target=watch, name="torchrun", daemon=True).start()
 
 
+@contextlib.contextmanager
+def _reaching() -> Iterator[None]:
+    """Say of a store that is gone, or does not answer, where the cause stands."""
+    try:
+        yield
+    except RuntimeError:
+        where, within = os.environ["MASTER_ADDR"], _WITHIN.total_seconds() / 60
+        raise UserError(
+            f"host 0 ({where}) has ended, or does not listen within {within:g} minutes: its own output says why"
+        ) from None
+
+
 class _Store:
     """torchrun's own store, by which the hosts find host 0's port; it holds no secret, as it lets everybody in.
 
@@ -103,7 +116,8 @@ class _Store:
     def __init__(self, host: int) -> None:
         from torch.distributed.rendezvous import rendezvous
 
-        self._store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+        with _reaching():
+            self._store, _, _ = next(rendezvous("env://", timeout=_WITHIN))
         self._done = f"{_DONE}/{host}"
 
     def announce(self, port: int) -> None:
@@ -111,8 +125,9 @@ class _Store:
         self._store.set(_PORT, str(port))
 
     def port(self) -> int:
-        """Port of host 0, once it listens."""
-        return int(self._store.get(_PORT))
+        """Port of host 0, once it listens. Raises UserError if it ends before, or does not in ten minutes."""
+        with _reaching():
+            return int(self._store.get(_PORT))
 
     def done(self) -> None:
         """End the other processes of this host too."""

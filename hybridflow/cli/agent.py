@@ -82,6 +82,8 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         raise UserError(f"{launched.hosts} hosts: expected at least 1 and at most {MOST_HOSTS:,}")
     if not 0 <= launched.host < launched.hosts:
         raise UserError(f"host {launched.host} of {launched.hosts}: expected 0 to {launched.hosts - 1}")
+    if launched.cpu_slots is not None and launched.cpu_slots < 1:
+        raise UserError(f"--cpu-slots {launched.cpu_slots}: expected at least 1")
     if launched.restarts < 0:
         raise UserError(f"--max-restarts {launched.restarts}: expected at least 0")
     if not 0 <= launched.spares < launched.hosts:
@@ -146,6 +148,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
     parser.add_argument("--track_metrics", action="store_true", help="write metrics to JSONL, CSV and TensorBoard")
+    parser.add_argument(
+        "--again", action="store_true", help="continue the run if it has begun, as for hybridflow train"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -163,6 +168,7 @@ def run(parsed: argparse.Namespace) -> int:
             parsed.recipe,
             *parsed.overrides,
             *(["--track_metrics"] if parsed.track_metrics else []),
+            *(["--again"] if parsed.again else []),
         ],
         interface=parsed.interface,
         role=parsed.role,

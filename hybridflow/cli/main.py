@@ -215,9 +215,8 @@ def _init() -> Command:
 
 def _train() -> Command:
     from hybridflow.cli import train
-    from hybridflow.cli.common import recipe_arguments
 
-    return Command("Run a recipe.", recipe_arguments.add_recipe, train.train, takes_recipe=True)
+    return Command("Run a recipe.", train.add_arguments, train.train, takes_recipe=True)
 
 
 def _resume() -> Command:

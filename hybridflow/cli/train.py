@@ -18,7 +18,12 @@ from engine3d.errors import DamagedCheckpointError, UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
 from hybridflow.cli.common.outcome import fail, guarded, last_words
-from hybridflow.cli.common.recipe_arguments import check_cluster, checked_recipes, several_actors_launched
+from hybridflow.cli.common.recipe_arguments import (
+    add_recipe,
+    check_cluster,
+    checked_recipes,
+    several_actors_launched,
+)
 from hybridflow.cluster.driver_link import driver_link
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.processes.termination import termination
@@ -35,6 +40,16 @@ _GIVEN = ("name", "run_dir", "resume", "overwrite")
 """Settings that the run's directory gives."""
 DIFFERENT = 3
 """The exit code where a step is not what it was."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hybridflow train`."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="continue this run if it has begun, whatever the recipe says of resume: for what starts runs again",
+    )
 
 
 def train(parsed: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -13,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, FileError
 from engine3d.json_records import EpochSeconds, read_record
 from hybridflow.errors.redaction import REDACTED, is_secret, redacted_override
 from hybridflow.rundir.atomic_files import replace_file
-from hybridflow.rundir.file_names import RUN_RECORD
+from hybridflow.rundir.file_names import RECIPE, RUN_RECORD
+from hybridflow.rundir.kept_recipe import saved_to
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,26 @@ def started_from(directory: Path, saves_to: Path) -> Path | None:
     if checkpoint is None or Path(checkpoint).parent.resolve() == saves_to.resolve():
         return None
     return Path(checkpoint)
+
+
+def began_with(directory: Path, named: Path) -> bool:
+    """True if a run has begun with the checkpoint that a path names.
+
+    Args:
+        directory: of the run.
+        named: a checkpoint, a directory of them, or another run's directory.
+    """
+    with contextlib.suppress(UserError):
+        record = read_run_record(directory)
+        saved = saved_to(named) if (named / RECIPE).is_file() else None
+        roots = [root.resolve() for root in (named, saved) if root is not None]
+        started = [
+            Path(start.checkpoint).resolve()
+            for start in (record.starts if record is not None else ())
+            if start.checkpoint is not None
+        ]
+        return any(checkpoint.is_relative_to(root) for checkpoint in started for root in roots)
+    return False
 
 
 def _write(directory: Path, record: RunRecord) -> None:

@@ -14,6 +14,7 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.driver_link import driver_link
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.rundir.private import keep_private
+from hybridflow.rundir.run_record import began_with
 from hybridflow.rundir.status.lock import check_free
 
 if TYPE_CHECKING:
@@ -54,9 +55,22 @@ def loaded_recipes(parsed: argparse.Namespace) -> dict[str, Recipe]:
     if _is_auto(parsed.recipe, overrides):
         overrides += _resolved(parsed, overrides)
     recipes = load_recipes(parsed.recipe, overrides, parsed.actor)
+    if getattr(parsed, "again", False):
+        recipes = {name: _continued(recipe) for name, recipe in recipes.items()}
     if any(recipe.private for recipe in recipes.values()):
         keep_private()  # before prompts are encoded into the cache
     return recipes
+
+
+def _continued(recipe: Recipe) -> Recipe:
+    """The recipe of a run that is continued if it has begun.
+
+    A run that is to overwrite another, or to begin with a checkpoint, and has not begun, is as it is written.
+    """
+    is_named = recipe.resume not in ("none", "auto")
+    if recipe.overwrite or (is_named and not began_with(recipe.directory, Path(recipe.resume))):
+        return recipe
+    return recipe.model_copy(update={"resume": "auto"})
 
 
 def _is_auto(recipe: str, overrides: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ _FILES = ("service-account.yaml", "recipe.yaml", "rayjob.yaml")
 _CPUS, _MEMORY, _SHARED_MEMORY, _RESTARTS = 64, "512Gi", "64Gi", 3
 _MOST_NAME = 47
 """Longest name of a RayJob: KubeRay makes longer names of it."""
+_DIGITS = 8
 _MOST_BYTES = 1_000_000
 """Largest recipe: a config map holds 1 MiB."""
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -89,7 +91,7 @@ def requested_run(parsed: argparse.Namespace) -> KubernetesRun:
     return KubernetesRun(
         name=_name(recipe.name),
         recipe=_recipe_text(data),
-        overrides=["placement.cluster=auto", *([] if data.get("resume") is not None else ["resume=auto"])],
+        overrides=["placement.cluster=auto", "--again"],
         roles=roles,
         image=_word(parsed, "image", _IMAGE, "such as registry.example/hybridflow:1"),
         claim=_word(parsed, "claim", _CLAIM, "the name of a persistent volume claim"),
@@ -118,7 +120,11 @@ def _word(
 
 def _name(run: str) -> str:
     """Return the name of a run's objects, as Kubernetes accepts it."""
-    return f"{NAME}-{re.sub(r'[^a-z0-9]+', '-', run.lower())}"[:_MOST_NAME].strip("-")
+    name = f"{NAME}-{re.sub(r'[^a-z0-9]+', '-', run.lower()).strip('-')}"
+    if len(name) <= _MOST_NAME:
+        return name
+    digest = hashlib.sha256(run.encode()).hexdigest()[:_DIGITS]  # of names that begin alike
+    return f"{name[: _MOST_NAME - _DIGITS - 1].strip('-')}-{digest}"
 
 
 def _check_recipe(data: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ class KubernetesRun:
     Args:
         name: of its objects: at most 47 letters, digits and `-`.
         recipe: text of it, with its bases and overrides.
-        overrides: that go onto the command line: words without anything that a shell reads.
+        overrides: that go onto the command line, and options: words without anything that a shell reads.
         roles: of each node, the first one Ray's head; None for anything.
         image: of the pods.
         claim: persistent volume claim that all pods see.

@@ -129,7 +129,7 @@ class Agent:
         try:
             self._channel = channel = await self._connected(port)
         except EngineError as error:
-            return _said(1, str(error))
+            return _said(1 if self._signal is None else 128 + self._signal, str(error))
         channel.send("hello", **await asyncio.to_thread(self._hello, channel.address))
         beating = asyncio.create_task(self._beat(channel))
         try:
@@ -191,7 +191,8 @@ class Agent:
         settings = settings_in_force(plan.network, interface, os.environ)
         return {
             "host": asdict(host),
-            "words": list(plan.words),
+            "words": plan.shown_words,
+            "words_digest": plan.words_digest(self._token),
             "settings": [asdict(setting) for setting in settings],
             "software": software(plan.recipe, plan.network.port_range, address),
         }

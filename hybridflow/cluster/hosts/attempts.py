@@ -120,14 +120,9 @@ class Attempts:
             self._attempt = following
 
     def _words_again(self) -> list[str]:
-        """The command's words for another start.
-
-        A run that has begun keeps in its directory from which checkpoint it started, until it has one of its own.
-        """
-        named = [word for word in self._plan.words if word.startswith("resume=")]
-        if not self._has_begun and named and named[-1] not in ("resume=none", "resume=auto"):
-            return list(self._plan.words)
-        return [word for word in self._plan.words if word not in named] + ["resume=auto"]
+        """The command's words for another start; one that has begun is not to be moved aside."""
+        words = [word for word in self._plan.words if word != "--again"]
+        return [*words, *(["overwrite=false"] if self._has_begun else []), "--again"]
 
     async def _run_once(self, words: Sequence[str]) -> CommandOutcome:
         members = [self._members[number] for number in self._attempt.numbers]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
+from hybridflow.errors.redaction import redacted_override
 
 DOCTOR = "doctor"
 """The command that checks the hosts, and the recipe on them, without running it."""
@@ -43,6 +45,15 @@ class LaunchPlan:
     def is_doctor(self) -> bool:
         """True if the launch ends after the checks."""
         return self.words[:1] == [DOCTOR]
+
+    @property
+    def shown_words(self) -> list[str]:
+        """The words without their secrets."""
+        return list(map(redacted_override, self.words))
+
+    def words_digest(self, token: str) -> str:
+        """A digest of the words by which a host that has the run's token compares them."""
+        return hmac.new(token.encode(), "\0".join(self.words).encode(), "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

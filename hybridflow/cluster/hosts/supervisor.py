@@ -199,11 +199,9 @@ class Supervisor:
             self._forget_silent(host)
         if (other := self._members.get(host.index)) is not None and not other.gone.is_set():
             raise UserError(f"{host} and {other.host} are both host {host.index}; each host has a number of its own")
-        if member.words != list(self._plan.words):
-            raise UserError(
-                f"{host} was started with {' '.join(member.words)!r}, host 0 with {' '.join(self._plan.words)!r}; "
-                "expected the same on every host"
-            )
+        if member.words_digest != self._plan.words_digest(self._token):
+            here, there = " ".join(self._plan.shown_words), " ".join(member.words)
+            raise UserError(f"{host} was started with {there!r}, host 0 with {here!r}; expected the same on every host")
         if self._has_begun:
             try:
                 check_software([self._members[0].report, member.report], self._ports)

@@ -55,6 +55,25 @@ def test_a_run_that_began_from_another_ones_checkpoint_is_resumed_from_it(
     assert checkpoints == [earlier]
 
 
+def test_a_run_that_is_started_again_goes_on_if_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = make_checkpoint(a_recipe(tmp_path, "name=earlier"), 2)
+    resumed: list[str | Path] = []
+    monkeypatch.setattr("hybridflow.trainer.run.train", lambda recipe: resumed.append(recipe.resume))
+
+    def start(*words: str) -> str | Path:
+        assert main(["train", str(DEMO), f"run_dir={tmp_path}", "name=small", *SMALL, *words, "--again"]) == 0
+        return resumed.pop()
+
+    assert start() == "auto" and start(f"resume={earlier}") == earlier
+    prepare(a_recipe(tmp_path, f"resume={earlier}")).lock.close()
+    for named in (earlier, earlier.parent, tmp_path / "earlier"):
+        assert start(f"resume={named}") == "auto"
+    assert start(f"resume={earlier}", "overwrite=true") == earlier
+    # Another run of the name, which is refused where it would be replaced.
+    other = make_checkpoint(a_recipe(tmp_path, "name=other"), 2)
+    assert start(f"resume={other}") == other
+
+
 def test_what_cannot_be_resumed_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = a_recipe(tmp_path)
     assert "no run in" in refusal(capsys, str(tmp_path)) and not (tmp_path / "small").exists()

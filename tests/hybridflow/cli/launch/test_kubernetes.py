@@ -105,9 +105,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert {manifest["metadata"]["namespace"] for manifest in by_kind.values()} == {"team"}
     assert job["metadata"]["name"] == "hybridflow-my-run"
     assert job["spec"]["backoffLimit"] == 7
-    assert (
-        job["spec"]["entrypoint"] == "hybridflow train /etc/hybridflow/recipe.yaml placement.cluster=auto resume=auto"
-    )
+    assert job["spec"]["entrypoint"] == "hybridflow train /etc/hybridflow/recipe.yaml placement.cluster=auto --again"
     head, train, rollout, reward = groups(job)
     assert [(group["groupName"], group["replicas"]) for group in (train, rollout, reward)] == [
         ("train", 1),
@@ -143,9 +141,10 @@ def test_the_recipe_is_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert load_recipe(copied) == load_recipe(derived, overrides)
 
 
-def test_where_to_go_on_is_the_users_to_say(capsys: pytest.CaptureFixture[str]) -> None:
-    entrypoint = objects(printed(capsys, DEMO, *GIVEN, "resume=never"))["RayJob"]["spec"]["entrypoint"]
-    assert "resume" not in entrypoint
+def test_long_names_that_begin_alike_are_of_different_objects(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [objects(printed(capsys, DEMO, *GIVEN, f"name={'long-' * 9}{end}"))["RayJob"] for end in "ab"]
+    names = [job["metadata"]["name"] for job in jobs]
+    assert names[0] != names[1] and {len(name) for name in names} == {47}
 
 
 def test_without_roles(capsys: pytest.CaptureFixture[str]) -> None:

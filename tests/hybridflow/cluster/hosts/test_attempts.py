@@ -46,7 +46,10 @@ def test_a_failure_is_followed_by_a_start_on_the_same_hosts(tmp_path: Path, capf
     launch = launch_of(tmp_path, [FAIL, END], hosts=3, restarts=2, spares=1)
     assert run(launch) == [0, 0, 0]
     assert where(launch) == [[(0, 0, None), (1, 1, None)]] * 2
-    assert [start["words"][2:] for start in launch.starts()] == [["resume=none"], ["resume=auto"]]
+    assert [start["words"][2:] for start in launch.starts()] == [
+        ["resume=none"],
+        ["resume=none", "overwrite=false", "--again"],
+    ]
     said = capfd.readouterr().err
     assert "starting the run again (1 of 2), after: no memory; restarts left: 1" in said
     assert [item.cause for item in read_earlier(tmp_path)] == ["no memory"]
@@ -58,8 +61,11 @@ def test_a_named_checkpoint_counts_until_the_run_has_a_directory(tmp_path: Path,
     script = [("early", "", "no Ray"), FAIL, END]
     launch = launch_of(tmp_path, script, hosts=1, resume=resume, restarts=2)
     assert run(launch) == [0]
-    again = resume if resume != "resume=none" else "resume=auto"
-    assert [start["words"][2:] for start in launch.starts()] == [[resume], [again], ["resume=auto"]]
+    assert [start["words"][2:] for start in launch.starts()] == [
+        [resume],
+        [resume, "--again"],
+        [resume, "overwrite=false", "--again"],
+    ]
 
 
 def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
