@@ -9,7 +9,7 @@ from hybridflow.planning.time.hardware import load_profile
 
 
 def test_every_case_has_a_prediction_of_its_own() -> None:
-    cases = [MeasuredCase(name, settings, [], 0.0, 0.0, {}) for name, settings in CASES.items()]
+    cases = [MeasuredCase(name, settings, [], [], [], {}) for name, settings in CASES.items()]
     assert len(cases) == 30 and len({case.settings for case in cases}) == 30
     steps = {case.name: case.predicted["step"] for case in cases}
     assert steps["dp1-256"] > steps["dp1-512"] > steps["dp1"] > steps["dp1-one-update"]
