@@ -265,7 +265,7 @@ def section(cases: list[MeasuredCase]) -> Iterator[str]:
         "",
         "No rate comes from these runs: three come from one of `ep2` with a fourth of the prompts. That ranks of one",
         "core share two of these was chosen with an earlier measurement of the same layouts. Misses: four ranks on two",
-        "cores with tp and pp (`tp2-pp2-256`), where each message waits until its receiver has a core; and two engines,",
+        "cores with tp and pp (`tp2-pp2-256`), where each message waits until its receiver has a core; two engines,",
         "which share the cores with the driver. The rollouts differ by noise alone, but for `two-engines`.",
     )
 
