@@ -98,8 +98,8 @@ def read_pairs(path: Path, config: PairsConfig, *, unpaired: bool) -> list[Pair]
 
 def _pair(fields: Mapping[str, Any], location: str, config: PairsConfig, *, unpaired: bool) -> Pair:
     both = [config.chosen_field, config.rejected_field]
-    if unpaired:  # a column of Parquet has null where there is none
-        fields = {name: value for name, value in fields.items() if value is not None or name not in both}
+    if unpaired:  # where there is none, a column of Parquet has null, and one of CSV an empty text
+        fields = {name: value for name, value in fields.items() if value not in (None, "") or name not in both}
     needed = [*([config.prompt_field] if config.prompt_field is not None else []), *([] if unpaired else both)]
     for name in needed:
         if name not in fields:

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -405,11 +405,23 @@ class ScoringFunction:
         if not made and (adapted := _of_verl(self._function)) is not None:
             self._function, made = adapted, True
         self._limited = made and hasattr(self._function, "prepare")
-        requested = (_prepared_columns if self._limited else _requested_columns)(self._function, fields)
-        self.columns = requested if made else [name for name in requested if name not in arguments]
+        self._arguments = () if made else tuple(arguments)
+        self._fields: set[str] = set()
+        self.columns = self._requested(fields)
         """Names of the columns that it is called with."""
         takes_threads = getattr(self._function, "takes_threads", False) is True
         self._turn = contextlib.nullcontext() if takes_threads else threading.Lock()
+
+    def _requested(self, fields: Sequence[str] | None) -> list[str]:
+        requested = (_prepared_columns if self._limited else _requested_columns)(self._function, fields)
+        return [name for name in requested if name not in self._arguments]
+
+    def know(self, fields: Iterable[str]) -> None:
+        """Request columns anew if the data have fields that were not known. Raises RewardError as the construction."""
+        if not self._fields.issuperset(fields):
+            with self._turn:
+                self._fields.update(fields)
+                self.columns = self._requested(sorted(self._fields))
 
     @property
     def needs_answers(self) -> bool:
@@ -420,7 +432,7 @@ class ScoringFunction:
         """Answer a call. Raises RewardError if it does not give one value for each text."""
         limited = self._limited
         called = functools.partial(self._function, timeout_s=request["timeout_s"]) if limited else self._function
-        return _call(called, self.columns, request)
+        return _call(called, list(request["columns"]), request)
 
     def score(self, texts: Sequence[str], columns: dict[str, Any], timeout_s: float) -> list[float | str]:
         """Score texts. Returns a number for each, or the reason for none in words. Raises as `answer`.

@@ -37,7 +37,7 @@ from hybridflow.errors.log import log
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORM = 7
+_FORM = 8
 """Version of the files in the cache. A change of their contents increases it."""
 _LOG_INTERVAL_S = 10.0
 _NAMES = (TOKENS, ENDS, NUMBERS, HASHES)
@@ -109,7 +109,8 @@ def open_sources(
     everything = [
         *(_FORM, [[(file.reading, file.identity) for file in source_files] for source_files in files]),
         [_identity(source) for source in sources],
-        *(config.chat.model_dump(mode="json", exclude={"template", "train_on"}), template.source, list(key_values)),
+        *(config.chat.model_dump(mode="json", exclude={"template", "train_on"}), template.source, template.tool_source),
+        list(key_values),
         *(_tokenizer_identity(tokenizer), tokenizers.__version__, transformers.__version__, jinja2.__version__),
     ]
     key = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:32]

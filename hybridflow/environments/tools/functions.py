@@ -52,7 +52,7 @@ class Tool:
         self.schema = self._schema()
         """JSON schema, as chat templates get it."""
         parameters = self.schema["function"]["parameters"]
-        self._validator = jsonschema.Draft202012Validator({**parameters, "additionalProperties": False})
+        self._validator = jsonschema.Draft202012Validator(_with_null({**parameters, "additionalProperties": False}))
 
     def _schema(self) -> dict[str, Any]:
         from transformers.utils.chat_template_utils import get_json_schema
@@ -104,6 +104,18 @@ class Tool:
             raise NonsenseError(
                 f"tool {self.name} returned a {type(result).__name__}, expected a text or what JSON has"
             ) from None
+
+
+def _with_null(schema: Any) -> Any:
+    """A schema whose nullable values may be null: `nullable` is OpenAPI's word, which JSON Schema does not know."""
+    if isinstance(schema, list):
+        return [_with_null(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {
+        name: _with_null(part) for name, part in schema.items() if not isinstance(part, bool) or name != "nullable"
+    }
+    return {"anyOf": [parts, {"type": "null"}]} if schema.get("nullable") is True else parts
 
 
 class _Threads:

@@ -30,9 +30,11 @@ def write_index(documents: Iterable[tuple[str, str]], connection: sqlite3.Connec
 def _read(path: Path) -> Iterable[tuple[str, str]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
-                title, text = row.get("title", ""), row["text"]
+                title, text = row.get("title") or "", row["text"]
                 if not isinstance(title, str) or not isinstance(text, str):
                     raise TypeError
             except (ValueError, KeyError, TypeError, AttributeError):

@@ -10,7 +10,8 @@ from engine3d.rollout.tool_calls import ToolCall
 from hybridflow.environments.call_server import NonsenseError
 from hybridflow.environments.environment import Observation, Task, Turn
 from hybridflow.environments.tools.functions import ArgumentsError, Tool, ToolFailureError, in_thread
-from hybridflow.rewards.function_process import ScoringFunction
+from hybridflow.rewards.compute_score import SOURCE
+from hybridflow.rewards.function_process import RewardError, ScoringFunction
 
 _MALFORMED = "error: the call cannot be read"
 
@@ -79,10 +80,15 @@ class ToolEnvironment:
 
     async def _score(self, text: str) -> float:
         task, function = self._task, self._reward
+        try:
+            function.know(task.fields)
+        except RewardError as error:
+            raise ToolFailureError(f"the reward {error}") from None
+        if SOURCE in function.columns:
+            raise ToolFailureError("the reward asks for data_source, expected a column of this name in the data")
+        # What other rows have and this one lacks is null.
         known: dict[str, Any] = {**task.fields, "prompts": task.prompt, "answers": task.answer}
-        if missing := [name for name in function.columns if name not in known]:
-            raise ToolFailureError(f"the reward asks for {missing[0]!r}, which is no field of the example")
-        columns = {name: [known[name]] for name in function.columns}
+        columns = {name: [known.get(name)] for name in function.columns}
         value = (await in_thread(function.score, [text], columns, self._timeout_s))[0]
         if isinstance(value, str):
             raise ToolFailureError(f"the reward {value}")

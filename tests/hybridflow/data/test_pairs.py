@@ -97,6 +97,8 @@ def test_one_response_is_enough_only_without_pairs(tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match="no field 'chosen' or 'rejected', only 'prompt'"):
         read(path, '{"prompt": "x"}', unpaired=True)
+    pairs = read(tmp_path / "p.csv", "prompt,chosen,rejected\nx,1,\ny,,2\n", unpaired=True)
+    assert [(pair.chosen, pair.rejected) for pair in pairs] == [("1", None), (None, "2")]
 
 
 def test_a_file_that_cannot_serve_is_named(tmp_path: Path) -> None:

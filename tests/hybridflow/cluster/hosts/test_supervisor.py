@@ -66,7 +66,12 @@ def test_a_signal_that_ends_comes_once_and_from_the_same_host_again(monkeypatch:
 
 
 def test_a_host_whose_agent_is_of_other_code_is_named() -> None:
-    hello: Any = {"host": {"index": 1, "name": "host-1", "address": "10.0.0.2"}, "words": ["train"], "words_digest": "", "settings": []}
+    hello: Any = {
+        "host": {"index": 1, "name": "host-1", "address": "10.0.0.2"},
+        "words": ["train"],
+        "words_digest": "",
+        "settings": [],
+    }
 
     async def main() -> None:
         channel: Any = None

@@ -549,6 +549,16 @@ def test_another_text_of_a_template_is_another_key(
     assert len(encoded) == 2
 
 
+def test_another_template_of_tools_is_another_key(
+    tmp_path: Path, file: Path, chat: PreTrainedTokenizerBase, encoded: list[Path]
+) -> None:
+    tokenizer = copy.deepcopy(chat)
+    for named in ("a", "b", "a"):
+        tokenizer.chat_template = {"default": "x", "tool_use": f"{named}{{{{ tools }}}}"}
+        read_prompts(tokenizer, tmp_path / "cache", {"path": str(file)})
+    assert len(encoded) == 2
+
+
 @pytest.mark.parametrize("library", ["tokenizers", "transformers", "jinja2"])
 def test_another_version_of_a_library_is_another_key(
     tmp_path: Path,

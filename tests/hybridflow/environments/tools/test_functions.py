@@ -97,6 +97,22 @@ def test_arguments_that_do_not_fit(text: str, reason: str) -> None:
         Tool(add).arguments(text)
 
 
+def test_what_may_be_null_in_the_schema_may_be_null_in_a_call() -> None:
+    def look(query: str, year: int | None = None) -> str:
+        """Look something up.
+
+        Args:
+            query: What.
+            year: When.
+        """
+        return f"{query} {year}"
+
+    tool = Tool(look)
+    assert asyncio.run(tool(tool.arguments('{"query": "a", "year": null}'))) == "a None"
+    with pytest.raises(ArgumentsError, match="argument year: 'x' is not"):
+        tool.arguments('{"query": "a", "year": "x"}')
+
+
 def test_results_are_text_or_json() -> None:
     tool = Tool(add)
     assert asyncio.run(tool(tool.arguments('{"left": 41}'))) == "42"

@@ -21,7 +21,7 @@ DOCUMENTS = [
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
     path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    path.write_text("\n".join(json.dumps({"title": None} | document) + "\n" for document in DOCUMENTS))
     return path
 
 

@@ -59,6 +59,14 @@ def untyped(text):
 
 def letters(generated_texts, answers, share):
     return [share * len(text) if text == answer else 0.0 for text, answer in zip(generated_texts, answers)]
+
+
+def levels(generated_texts, level, hint=None, share=1.0):
+    return [share * (number or 0) + (0.25 if hints and hints[0] else 0) for number, hints in zip(level, [hint])]
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None, share=1.0):
+    return share * {"sums": 1.0}[data_source] + extra_info["level"]
 '''
 
 
@@ -85,10 +93,10 @@ class Player:
         tokens.tools = tool_messages(config, ChatConfig(template=TEMPLATE), self.host.tools, self._tokenizer)
         self._started = 0
 
-    def play(self, *turns: str, answer: Any = "ab") -> tuple[list[str], EpisodeAnswer]:
+    def play(self, *turns: str, answer: Any = "ab", **fields: Any) -> tuple[list[str], EpisodeAnswer]:
         """Play turns of one episode. Returns the texts that followed each, and the last answer."""
         self._started += 1
-        self.host.send([EpisodeStart(self._started, Task("x", answer))])
+        self.host.send([EpisodeStart(self._started, Task("x", answer, fields))])
         last = self._next()
         assert last.failure is None and not last.tokens
         texts = []
@@ -123,6 +131,21 @@ def test_answers_follow_as_messages_of_the_tool_and_the_last_turn_is_scored(play
     assert last.reward == 0.0
     _, last = player.play('[echo(text="a"), echo(text="b")]<|end|>')
     assert last.counts == {"calls_echo": 2.0} and not last.done
+
+
+@pytest.mark.parametrize("function", ["levels", "of_verl"])
+def test_a_reward_gets_fields_of_the_data(tmp_path: Path, function: str) -> None:
+    reward = {"path": f"{tmp_path}/tools_of_test.py:{function}", "arguments": {"share": 0.5}}
+    player = Player(_settings(tmp_path, "echo", reward=reward), tmp_path)
+    try:
+        _, last = player.play("ab<|end|>", level=2, data_source="sums")
+        assert (last.failure, last.reward) == (None, 1.0 if function == "levels" else 2.5)
+        _, last = player.play("ab<|end|>", level=2, data_source="sums", hint="x")  # which the other has not
+        assert (last.failure, last.reward) == (None, 1.25 if function == "levels" else 2.5)
+        _, last = player.play("ab<|end|>", level=None, data_source="sums")
+        assert (last.reward, last.failure) == ((0.0, None) if function == "levels" else (0.0, "raised"))
+    finally:
+        player.host.close()
 
 
 @pytest.mark.parametrize(
