@@ -25,6 +25,8 @@ from hybridflow.data.tasks import Example
 
 NUMBERS, HASHES, SUMMARY = "numbers.bin", "hashes.bin", "summary.json"
 """Files next to the token ids: the row of each prompt in its source, as int64; a hash of its text, as uint64."""
+_NO_TEXT = ("image", "video", "audio")
+"""Marks of a prompt, in the layout of verl, and columns, also in the plural, of what they stand for."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,13 @@ class OpenSource:
                 f"{location}: column {self.settings.prompt!r} is {json_text(prompt)}, expected a text or a list "
                 "of messages, not empty"
             )
+        for kind in _NO_TEXT:
+            column = next((name for name in (f"{kind}s", kind) if row.get(name)), None)
+            if column is not None and f"<{kind}>" in repr(prompt):
+                raise UserError(
+                    f"{location}: column {column!r} has what <{kind}> in the prompt stands for, and models here read "
+                    "text alone; expected rows without (where leaves rows out)"
+                )
         if self.tools(row, location) and self.is_raw(row):
             raise UserError(
                 f"{location}: column {self.settings.tools!r} has tools, and the prompt is a text, to which no template "

@@ -201,6 +201,14 @@ def test_other_tools_are_other_prompts(tmp_path: Path, bpe: PreTrainedTokenizerB
     assert [read(), read({"name": "f"}), read({"name": "g"})] == [["a"], ['[{"name": "f"}]a'], ['[{"name": "g"}]a']]
 
 
+@pytest.mark.parametrize("column", ["images", "image"])
+def test_pictures_are_refused(tmp_path: Path, chat: PreTrainedTokenizerBase, column: str) -> None:
+    row = {"prompt": [{"role": "user", "content": "<image>what?"}], column: ["a.png"], "answer": "a"}
+    path = write(tmp_path / "a.jsonl", [row | {column: []}, row])
+    line = refused(chat, tmp_path / "cache", {"path": str(path)})
+    assert f"{path}:2: column '{column}' has what <image> in the prompt stands for" in line
+
+
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_messages_as_a_text_of_json(tmp_path: Path, chat: PreTrainedTokenizerBase, format: str) -> None:
     messages = [{"role": "user", "content": "[1]", "name": None}]
