@@ -196,7 +196,7 @@ class RolloutController:
         self._before_step = self._sampler.state_dict(), self._stream.groups.samples_drawn, kept
 
     async def waiting_for(self) -> str:
-        """What the current step still waits for, or a call for other prompts that is under way: one line."""
+        """Work that the current step, or a call for other prompts, still waits for: one line."""
         return self._stream.waiting_for()
 
     async def trained(self, version: int, rates: Mapping[int, float]) -> None:

@@ -30,7 +30,7 @@ class Member:
         self.host = Host(**hello["host"])
         self.channel = channel
         self.words: Sequence[str] = hello["words"]
-        """Of the command, without its secrets."""
+        """Words of the command, without its secrets."""
         self.words_digest: str = hello["words_digest"]
         self.settings = [NetworkSetting(**setting) for setting in hello["settings"]]
         """Variables of the network in force there."""

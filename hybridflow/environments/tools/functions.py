@@ -109,13 +109,13 @@ class Tool:
 def _with_null(schema: Any) -> Any:
     """A schema whose nullable values may be null: `nullable` is OpenAPI's word, which JSON Schema does not know."""
     if isinstance(schema, list):
-        return [_with_null(part) for part in schema]
+        return [_with_null(member) for member in schema]
     if not isinstance(schema, dict):
         return schema
-    parts = {
-        name: _with_null(part) for name, part in schema.items() if not isinstance(part, bool) or name != "nullable"
+    known = {
+        name: _with_null(value) for name, value in schema.items() if name != "nullable" or not isinstance(value, bool)
     }
-    return {"anyOf": [parts, {"type": "null"}]} if schema.get("nullable") is True else parts
+    return {"anyOf": [known, {"type": "null"}]} if schema.get("nullable") is True else known
 
 
 class _Threads:

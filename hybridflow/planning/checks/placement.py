@@ -202,16 +202,16 @@ def check_released_weights(
         of_experts = layout.pp * layout.ep * layout.etp
         if len(stages[node]) < layout.pp:
             there = ", ".join(map(str, sorted(stages[node])))
-            lacking, part = f"stages {there} of the {layout.pp} of train.layout.pp", "stage"
+            lacking, unit = f"stages {there} of the {layout.pp} of train.layout.pp", "stage"
         elif engine_hosts == 1 and len(shards[node]) < layout.pp * layout.tp:
-            lacking, part = f"{len(shards[node])} of the {layout.pp * layout.tp} shards of the actor's layers", "shard"
+            lacking, unit = f"{len(shards[node])} of the {layout.pp * layout.tp} shards of the actor's layers", "shard"
         elif engine_hosts == 1 and len(experts[node]) < of_experts:
-            lacking, part = f"{len(experts[node])} of the {of_experts} shards of the actor's experts", "shard"
+            lacking, unit = f"{len(experts[node])} of the {of_experts} shards of the actor's experts", "shard"
         else:
             continue
         raise UserError(
             f"rollout.engine.release_weights=true: node {node} has {lacking}, and its engines read from all; expected "
-            f"false, or every {part} on each node"
+            f"false, or every {unit} on each node"
         )
 
 

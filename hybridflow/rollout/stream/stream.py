@@ -196,7 +196,7 @@ class RolloutStream:
         await self._tasks.wait_for(lambda: not self._dispatcher.busy)
 
     def waiting_for(self) -> str:
-        """What the current step still waits for, or a call for other prompts that is under way: one line."""
+        """Work that the current step, or a call for other prompts, still waits for: one line."""
         counts = {number: self._dispatcher.in_flight(number)[0] for number in range(len(self._engines))}
         busy = [f"{count} at engine {number}" for number, count in counts.items() if count]
         if len(busy) > _MOST_NAMED:
