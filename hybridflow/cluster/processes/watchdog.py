@@ -8,7 +8,7 @@ processes have left. To the run belongs who has MARKER (`NAME=value`) in its env
 open for writing (a process that sets its title overwrites what others can see of its environment; one that only looks
 at the files is somebody else's), and who is in the process group of one of these.
 
-Until then it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
+Until then, or the line `stop`, it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
 has said why; it is said here then, unless the line `end` has come before, and kept in the directory that `directory
 PATH` says is the run's. Where no such process died first, the one at the other end was killed, which is said where a
 run has such a directory. Who ends such processes because the other end is gone names them in DIRECTORY/ended before:
@@ -35,6 +35,8 @@ WITHIN = "within"
 DIRECTORY = "directory"
 END = "end"
 """The line by which the process at the other end says that it needs no last word."""
+STOP = "stop"
+"""The line that is as good as the end of standard input, of which a process that was forked may have a copy."""
 LOCK = ".lock"
 """Ends the name of the file beside DIRECTORY that its owner holds."""
 ENDED = "ended"
@@ -144,6 +146,9 @@ def listen(marker: str, directory: str) -> tuple[str | None, str | None]:
         for line in lines:
             if line == END.encode():
                 spoken = True
+                continue
+            if line == STOP.encode():
+                data = b""
                 continue
             pid, _, name = line.decode().partition(" ")
             if pid == WITHIN:

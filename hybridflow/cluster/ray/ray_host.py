@@ -298,6 +298,7 @@ class RayHost:
     def end(self) -> None:
         """End by the watchdog all that it has started, and wait for that. Idempotent."""
         self.tell_watchdog(watchdog.END)
+        self.tell_watchdog(watchdog.STOP)
         self._watchdog.communicate(timeout=_STOP_LIMIT_S)
 
     def abandon(self) -> None:

@@ -287,6 +287,7 @@ def test_a_step_of_256_samples_is_one_question(tmp_path: Path) -> None:
     source = "def reward(texts, answers): return [float(t == a) for t, a in zip(texts, answers)]"
     with RewardFunctions(configured(tmp_path, source)) as rewards:
         rewards.load()
+        rewards.evaluate(["x"], ["p"], ["y"])  # imports torch, which is no question
         results: list[Any] = []
         calls = calls_of(lambda: results.append(rewards.evaluate(["x" * 4000] * 256, ["p"] * 256, ["y"] * 256)))
     assert calls < 30 * 256  # of this process; a question for each sample would take more

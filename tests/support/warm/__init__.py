@@ -133,5 +133,5 @@ class WarmServers:
             assert server.stdout is not None
             server.stdout.close()
         for server in self._servers:
-            server.wait(timeout=30)
+            server.wait(timeout=120)
         self._directory.cleanup()

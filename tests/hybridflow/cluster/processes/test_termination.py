@@ -147,13 +147,13 @@ def test_when_the_time_to_save_is_over_a_run_ends_as_without(
 
 @contextlib.contextmanager
 def presses(*numbers: int) -> Iterator[None]:
-    """Signals to this process, 1.3 s apart, the last one again and again until the block has ended."""
-    ended = threading.Event()
+    """Signals to this process, 1.3 s apart, the last one again half a minute later, until the block has ended."""
+    ended, least = threading.Event(), max(2, len(numbers))
 
     def press() -> None:
-        for number in itertools.chain(numbers, itertools.repeat(numbers[-1])):
+        for count, number in enumerate(itertools.chain(numbers, itertools.repeat(numbers[-1])), 1):
             os.kill(os.getpid(), number)
-            if ended.wait(1.3):
+            if ended.wait(1.3 if count < least else 30.0):
                 return
 
     pressing = threading.Thread(target=press)

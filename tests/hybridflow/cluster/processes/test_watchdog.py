@@ -26,7 +26,7 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-def wait_until(condition: object, limit_s: float = 20.0) -> None:
+def wait_until(condition: object, limit_s: float = 120.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
@@ -52,6 +52,13 @@ def watches(process: subprocess.Popen[bytes]) -> bool:
             if str(link.readlink()) == "anon_inode:[pidfd]":
                 return True
     return False
+
+
+def test_it_ends_by_a_line_where_a_forked_process_has_its_input_open_too(tmp_path: Path) -> None:
+    process = start_watchdog(tmp_path / "session", "end\nstop\n")
+    assert process.wait(120) == 0 and not (tmp_path / "session").exists()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def test_a_process_has_ended_when_all_its_threads_have(tmp_path: Path) -> None:
