@@ -8,13 +8,13 @@ processes have left. To the run belongs who has MARKER (`NAME=value`) in its env
 open for writing (a process that sets its title overwrites what others can see of its environment; one that only looks
 at the files is somebody else's), and who is in the process group of one of these.
 
-Until then, or the line `stop`, it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
-has said why; it is said here then, unless the line `end` has come before, and kept in the directory that `directory
-PATH` says is the run's. Where no such process died first, the one at the other end was killed, which is said where a
-run has such a directory. Who ends such processes because the other end is gone names them in DIRECTORY/ended before:
-nobody can see which of two died first when both are gone. `within SECONDS` bounds a start, and the end of one: after so
-long all that has started is killed, so that the process at the other end comes back from where it waits for it, perhaps
-in C++ and without a thread that can run; `within 0` says that the start is over.
+Until then, or the line `stop`, it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the
+other end before that has said why; it is said here then, unless the line `end` has come before, and kept in the
+directory that `directory PATH` says is the run's. Where no such process died first, the one at the other end was
+killed, which is said where a run has such a directory. Who ends such processes because the other end is gone names them
+in DIRECTORY/ended before: nobody can see which of two died first when both are gone. `within SECONDS` bounds a start,
+and the end of one: after so long all that has started is killed, so that the process at the other end comes back from
+where it waits for it, perhaps in C++ and without a thread that can run; `within 0` says that the start is over.
 """
 
 from __future__ import annotations
