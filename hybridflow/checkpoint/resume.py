@@ -201,7 +201,7 @@ def _newest(root: Path, run: Path, *, verify: bool) -> tuple[Path | None, list[s
     """
     saved = None
     with contextlib.suppress(UserError):  # a recipe that was killed while it was written
-        saved = saved_to(run) if (run / RECIPE).is_file() else None
+        saved = saved_to(run)
     if saved is not None and saved.resolve() != root.resolve():
         ahead = next(iter(find_sound(saved, most_bytes=None)[0]), None)
         behind = next(iter(find_sound(root, most_bytes=None)[0]), None)

@@ -15,7 +15,7 @@ from engine3d.checkpoint.reading.inspect import inspect_checkpoint
 from engine3d.checkpoint.reading.verify import Damage, verify_checkpoint
 from engine3d.errors import UserError, amount, one_line, shortened
 from engine3d.models.precision import Precision
-from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
+from hybridflow.rundir.file_names import CHECKPOINTS
 from hybridflow.rundir.kept_recipe import saved_to
 
 _TENSORS_NAMED = 3
@@ -197,8 +197,7 @@ def _checkpoint(path: Path) -> Path:
     except PermissionError as error:
         raise UserError(f"checkpoint: {path} cannot be read: {error.strerror}") from None
     skipped: list[Skipped] = []
-    saved = saved_to(path) if (path / RECIPE).is_file() else path / CHECKPOINTS
-    for root in (path, saved or path / CHECKPOINTS):
+    for root in (path, saved_to(path) or path / CHECKPOINTS):
         complete, others = find_checkpoints(root)
         skipped += others
         if complete:

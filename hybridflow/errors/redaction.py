@@ -7,9 +7,10 @@ key or token of some access. Of a URL, the password.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -76,11 +77,20 @@ def redacted_keys(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[
         yield from redacted_keys(value, (*key, name))
 
 
+def redacted_words(words: Sequence[str]) -> list[str]:
+    """Words of a command line to be shown: overrides, and options with their values behind `=` or in the next word."""
+    shown = []
+    for before, word in itertools.pairwise(["", *words]):
+        is_value = before.startswith("--") and "=" not in before and is_secret(before.removeprefix("--"))
+        shown.append(REDACTED if is_value else redacted_override(word))
+    return shown
+
+
 @contextlib.contextmanager
 def redacted_arguments() -> Iterator[None]:
     """Hide secrets from a library that keeps the command line, in the block."""
     before = sys.argv
-    sys.argv = [before[0], *map(redacted_override, before[1:])] if before else before
+    sys.argv = [before[0], *redacted_words(before[1:])] if before else before
     try:
         yield
     finally:

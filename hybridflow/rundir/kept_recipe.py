@@ -36,15 +36,14 @@ def saved_to(run: Path) -> Path | None:
     """Return the directory of a run's checkpoints: where its recipe says, or in the run's directory, wherever that was
     moved to.
 
-    A run that was continued with another `checkpoint.dir` has older ones in its own directory.
+    A run that was continued with another `checkpoint.dir` has older ones in its own directory. None of a run that keeps
+    none, and of a directory that is no run's.
 
     Raises:
         UserError: its recipe cannot be read.
     """
     default = run / CHECKPOINTS
-    if default.is_dir() and not (run / RECIPE).is_file():
-        return default
-    named = kept_setting(read_kept_recipe(run), "checkpoint.dir")
+    named = kept_setting(read_kept_recipe(run), "checkpoint.dir") if (run / RECIPE).is_file() else None
     elsewhere = Path(named).absolute() if isinstance(named, str) else None
     if default.is_dir() and not (elsewhere is not None and elsewhere.is_dir()):
         return default

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import shlex
 import socket
@@ -17,9 +16,9 @@ from pathlib import Path
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, FileError
 from engine3d.json_records import EpochSeconds, read_record
-from hybridflow.errors.redaction import REDACTED, is_secret, redacted_override
+from hybridflow.errors.redaction import redacted_words
 from hybridflow.rundir.atomic_files import replace_file
-from hybridflow.rundir.file_names import RECIPE, RUN_RECORD
+from hybridflow.rundir.file_names import RUN_RECORD
 from hybridflow.rundir.kept_recipe import saved_to
 
 
@@ -68,11 +67,7 @@ def command_line() -> str:
     """The command line of this process without its secrets, quoted for a shell."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    words = [name]
-    for before, word in itertools.pairwise(["", *sys.argv[1:]]):
-        is_value = before.startswith("--") and "=" not in before and is_secret(before.removeprefix("--"))
-        words.append(REDACTED if is_value else redacted_override(word))
-    return shlex.join(words)
+    return shlex.join([name, *redacted_words(sys.argv[1:])])
 
 
 def record_start(
@@ -147,8 +142,7 @@ def began_with(directory: Path, named: Path) -> bool:
     """
     with contextlib.suppress(UserError):
         record = read_run_record(directory)
-        saved = saved_to(named) if (named / RECIPE).is_file() else None
-        roots = [root.resolve() for root in (named, saved) if root is not None]
+        roots = [root.resolve() for root in (named, saved_to(named)) if root is not None]
         started = [
             Path(start.checkpoint).resolve()
             for start in (record.starts if record is not None else ())

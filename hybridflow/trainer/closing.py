@@ -11,7 +11,7 @@ from engine3d.checkpoint.manifest import read_manifest
 from engine3d.errors import UserError
 from hybridflow.checkpoint.resume import find_sound
 from hybridflow.config.run import CheckpointConfig
-from hybridflow.errors.redaction import redacted_override
+from hybridflow.errors.redaction import redacted_words
 from hybridflow.rundir.file_names import EXPORT, RECIPE, REPORT
 from hybridflow.rundir.run_record import started_from
 
@@ -97,7 +97,7 @@ def has_begun(directory: Path, settings: str) -> bool:
 def resume_command(arguments: Sequence[str]) -> str:
     """The command line that resumes a run of these arguments, quoted for a shell, without its secrets."""
     kept = [word for word in arguments if not word.startswith("resume=") and word != "--again"]
-    return shlex.join(["hybridflow", "train", *map(redacted_override, kept), "resume=auto"])
+    return shlex.join(["hybridflow", "train", *redacted_words(kept), "resume=auto"])
 
 
 def newest_checkpoint(settings: CheckpointConfig, directory: Path, damaged: Path | None = None) -> Path | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.errors.redaction import redacted_override
+from hybridflow.errors.redaction import redacted_words
 
 DOCTOR = "doctor"
 """The command that checks the hosts, and the recipe on them, without running it."""
@@ -49,7 +49,7 @@ class LaunchPlan:
     @property
     def shown_words(self) -> list[str]:
         """The words without their secrets."""
-        return list(map(redacted_override, self.words))
+        return redacted_words(self.words)
 
     def words_digest(self, token: str) -> str:
         """A digest of the words by which a host that has the run's token compares them."""

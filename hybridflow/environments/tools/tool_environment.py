@@ -79,6 +79,13 @@ class ToolEnvironment:
             return f"error: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
     async def _score(self, text: str) -> float:
+        value: float | str = await in_thread(self._value, text)  # other episodes go on meanwhile
+        if isinstance(value, str):
+            raise ToolFailureError(f"the reward {value}")
+        return value
+
+    def _value(self, text: str) -> float | str:
+        """The reward of a text, or why it has none. Waits for the texts of other episodes."""
         task, function = self._task, self._reward
         try:
             function.know(task.fields)
@@ -89,7 +96,5 @@ class ToolEnvironment:
         # What other rows have and this one lacks is null.
         known: dict[str, Any] = {**task.fields, "prompts": task.prompt, "answers": task.answer}
         columns = {name: [known.get(name)] for name in function.columns}
-        value = (await in_thread(function.score, [text], columns, self._timeout_s))[0]
-        if isinstance(value, str):
-            raise ToolFailureError(f"the reward {value}")
-        return float(value)
+        value = function.score([text], columns, self._timeout_s)[0]
+        return value if isinstance(value, str) else float(value)
