@@ -263,6 +263,7 @@ def test_a_process_that_dies_of_a_response_makes_it_wrong(monkeypatch: pytest.Mo
         os._exit(1)
 
     mathematics._comparer.end()
+    mathematics._comparer.prepare()  # compares once in this process
     with monkeypatch.context() as patch:
         patch.setattr("hybridflow.rewards.answers.kinds.is_right", end)
         assert score([r"\boxed{1}"], ["1"]) == [0.0]
