@@ -16,7 +16,7 @@ from hybridflow.data.pairs import Pair, Text, is_messages
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import RemarkCounts, Remarks, lines, located, of_prompt, of_response
 from hybridflow.data.tasks import Example
-from hybridflow.data.tokenizer import cut, encode_prompt, encode_text, ended, middle_cut
+from hybridflow.data.tokenizer import cut, encode_continuation, encode_prompt, encode_text, ended, middle_cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -235,7 +235,7 @@ def _response(
         )
         return conversation.tokens[conversation.start :]
     if isinstance(text, str):
-        return ended(tokenizer, encode_text(tokenizer, text, f"{pair.location}: the response"))
+        return ended(tokenizer, encode_continuation(tokenizer, text, f"{pair.location}: the response"))
     return list(text)  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -230,7 +231,11 @@ def encode_answers(
     try:
         texts = tokenizer([example.answer for example in examples], add_special_tokens=False)["input_ids"]
     except Exception:  # one of them fails: find it
-        texts = [encode_text(tokenizer, example.answer, f"answer {index}") for index, example in enumerate(examples)]
+        texts = None
+    if texts is None or _puts_blank_before(tokenizer):
+        texts = [
+            encode_continuation(tokenizer, example.answer, f"answer {index}") for index, example in enumerate(examples)
+        ]
     encoded = [ended(tokenizer, list(tokens)) for tokens in texts]
     for index, (example, tokens) in enumerate(zip(examples, encoded, strict=True)):
         if len(tokens) > max_tokens:
@@ -296,6 +301,48 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> lis
         return list(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:  # the tokenizers library raises no narrower class
         raise _not_encoded(text, name, error) from None
+
+
+def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
+    """The token ids of a text that follows another one.
+
+    As of `encode_text`, but without the blank that some tokenizers (SentencePiece's, such as Llama 2's and Mistral's)
+    put before each text: in the middle of a sequence no model writes it.
+
+    Raises:
+        UserError: the text cannot be encoded. Names it.
+    """
+    tokens = encode_text(tokenizer, text, name)
+    if not tokens or not _puts_blank_before(tokenizer):
+        return tokens
+    # A line's end joins no token of what follows, where a tokenizer has it as a byte.
+    before, both = (encode_text(tokenizer, given, name) for given in ("\n", "\n" + text))
+    return both[len(before) :] if both[: len(before)] == before else tokens
+
+
+@functools.lru_cache(maxsize=16)
+def _puts_blank_before(tokenizer: PreTrainedTokenizerBase) -> bool:
+    if not tokenizer.is_fast:
+        return bool(getattr(tokenizer, "add_prefix_space", False))
+    backend = tokenizer.backend_tokenizer
+    steps = [step for step in (backend.normalizer, backend.pre_tokenizer) if step is not None]
+    return any(_has_blank(json.loads(step.__getstate__())) for step in steps)
+
+
+def _has_blank(step: Any) -> bool:
+    """True if a normalizer or pre-tokenizer, or one of its steps, puts a blank before a text."""
+    if isinstance(step, list):
+        return any(map(_has_blank, step))
+    if not isinstance(step, dict):
+        return False
+    match step.get("type"):
+        case "Prepend":
+            return True
+        case "Metaspace":
+            return bool(step.get("prepend_scheme") != "never")
+        case "ByteLevel":
+            return bool(step.get("add_prefix_space"))
+    return any(map(_has_blank, step.values()))
 
 
 def _not_encoded(text: str, name: str, error: Exception) -> UserError:

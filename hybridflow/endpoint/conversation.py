@@ -14,7 +14,7 @@ from engine3d.errors import UserError, first_difference
 from engine3d.rollout.tool_calls import ToolCallReader
 from hybridflow.data.files.conversations.chat import ChatTemplate
 from hybridflow.data.files.conversations.messages import Message, Tools, read_messages, read_tools
-from hybridflow.data.tokenizer import encode_prompt, encode_text, response_texts
+from hybridflow.data.tokenizer import encode_continuation, encode_prompt, encode_text, response_texts
 from hybridflow.endpoint.token_tree import Branch, TokenTree
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class SessionTokens:
                 known = self.tree.upto(keys[number])
                 if known is not None:
                     text = _after(self._template, checked[number - 1], checked[number:])
-                    context = _joined(known, encode_text(self._tokenizer, text, _LOCATION))
+                    context = _joined(known, encode_continuation(self._tokenizer, text, _LOCATION))
                     self._compare(context, checked, tools)
                     return Position(self.tree.branch(context), context, keys[-1], tools)
         text = self._template.prompt(checked, _LOCATION, tools)
@@ -156,7 +156,7 @@ class SessionTokens:
         if key is None or known is None:
             context = encode_prompt(self._tokenizer, prompt, "prompt")
         else:
-            context = [*known, *encode_text(self._tokenizer, prompt[len(key[0]) :], "prompt")]
+            context = [*known, *encode_continuation(self._tokenizer, prompt[len(key[0]) :], "prompt")]
         return Position(self.tree.branch(context), context, prompt)
 
     def answer(self, position: Position, tokens: Sequence[int], *, complete: bool, messages: bool) -> Drawn:

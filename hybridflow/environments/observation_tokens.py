@@ -11,7 +11,7 @@ from engine3d.rollout.tool_calls import CallsOfText, ToolCallReader, find_parser
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.files.conversations.chat import ChatTemplate, call_of
 from hybridflow.data.files.conversations.messages import Message, from_json
-from hybridflow.data.tokenizer import encode_text, response_texts
+from hybridflow.data.tokenizer import encode_continuation, response_texts
 from hybridflow.environments.config import EnvironmentConfig, ObservationRole
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class ObservationTokens:
     def is_ambiguous(self, turn: Sequence[int]) -> bool:
         """True if the text of a turn would be encoded as other tokens than those that were drawn."""
         try:
-            return encode_text(self._tokenizer, self.drawn_text_of(turn), "a turn") != list(turn)
+            return encode_continuation(self._tokenizer, self.drawn_text_of(turn), "a turn") != list(turn)
         except UserError:
             return True
 
@@ -202,11 +202,11 @@ class ObservationTokens:
         if not text and (not turn or self.role is None):
             return []
         if self.role is None or self._template is None:
-            return encode_text(self._tokenizer, text, "an observation")
+            return encode_continuation(self._tokenizer, text, "an observation")
         following = self._template.after_turn([{"role": self.role, "content": text}], "an observation")
         return self._following(turn, following)
 
     def _following(self, turn: Sequence[int], text: str) -> list[int]:
         """Encode what follows a turn, without the end of its message if the turn has it."""
-        tokens = encode_text(self._tokenizer, text, "an observation")
+        tokens = encode_continuation(self._tokenizer, text, "an observation")
         return tokens[1:] if turn and tokens and turn[-1] == tokens[0] else tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -12,9 +13,11 @@ from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer import (
     encode_answers,
+    encode_continuation,
     encode_prompt,
     encode_prompts,
     encode_prompts_together,
+    encode_text,
     fit_prompts,
     make_chat_tokenizer,
 )
@@ -79,3 +82,46 @@ def test_a_response_has_one_end(tokenizer: PreTrainedTokenizerBase, answer: str,
     around(tokenizer, "<bos> $A <|end|>")
     [tokens] = encode_answers(tokenizer, [Example("1+1=", answer)], max_tokens=99)
     assert tokenizer.decode(tokens) == response
+
+
+def sentencepiece_like(
+    normalizer: normalizers.Normalizer | None, pre_tokenizer: pre_tokenizers.PreTokenizer | None
+) -> PreTrainedTokenizerBase:
+    """A tokenizer of letters with SentencePiece's blank before words, and the end of a line as a byte."""
+    tokens = ["<unk>", "</s>", "<0x0A>", "▁", *"abc", "▁a", "▁b", "ab", "▁ab"]
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer"),
+    [
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
+        (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+        (None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
+    ],
+)
+def test_no_blank_stands_between_a_text_and_its_continuation(
+    normalizer: normalizers.Normalizer | None, pre_tokenizer: pre_tokenizers.PreTokenizer | None
+) -> None:
+    tokenizer = sentencepiece_like(normalizer, pre_tokenizer)
+    assert tokenizer.convert_ids_to_tokens(encode_text(tokenizer, "ab", "")) == ["▁ab"]
+    for text, tokens in (("ab", ["ab"]), (" ab c", ["▁ab", "▁", "c"]), ("", []), ("\nb", ["<0x0A>", "b"])):
+        following = encode_continuation(tokenizer, text, "")
+        assert tokenizer.convert_ids_to_tokens(following) == tokens
+        together = encode_text(tokenizer, "c" + text, "")
+        assert [*encode_text(tokenizer, "c", ""), *following] == together
+    (answer,) = encode_answers(tokenizer, [Example(prompt="c", answer="ab")], max_tokens=4)
+    assert tokenizer.convert_ids_to_tokens(answer) == ["ab", "</s>"]
+
+
+def test_a_continuation_is_encoded_as_a_text_where_no_blank_is_put_before_texts(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    assert encode_continuation(tokenizer, " 1+1", "") == encode_text(tokenizer, " 1+1", "")

@@ -26,7 +26,7 @@ from hybridflow.data.packed_prompts import ENDS, TOKENS, PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts, text_hash
 from hybridflow.data.remarks import RemarkCounts, of_prompt, of_response
 from hybridflow.data.tasks import Example
-from hybridflow.data.tokenizer import encode_prompt, encode_text, ended
+from hybridflow.data.tokenizer import encode_continuation, encode_prompt, encode_text, ended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,7 +164,7 @@ class Encoder:
             )
         if source.is_raw(row):
             tokens = encode_prompt(self._tokenizer, prompt, f"{location}: the prompt")
-            trained_on = ended(self._tokenizer, self._text(answer, location))
+            trained_on = ended(self._tokenizer, encode_continuation(self._tokenizer, answer, location))
             if not tokens:
                 raise UserError(f"{location}: the prompt has no tokens, expected at least one")
             return Conversation([*tokens, *trained_on], len(tokens), [True] * len(trained_on), prompt)
@@ -187,8 +187,8 @@ class Encoder:
         trained_on: list[bool] = []
         before = 0
         for begin, end in rendered.trained_on:
-            given = self._text(rendered.text[before:begin], location)
-            written = self._text(rendered.text[begin:end], location)
+            given = self._encode(rendered.text, before, begin, location)
+            written = self._encode(rendered.text, begin, end, location)
             if self._tokenizer.eos_token_id not in written:
                 raise UserError(
                     f"{location}: the chat template ends a message of the assistant without the tokenizer's "
@@ -203,8 +203,9 @@ class Encoder:
         prompt = rendered.text[: rendered.trained_on[0][0]]
         return Conversation(tokens[:end_of_last], start, trained_on[start:end_of_last], prompt)
 
-    def _text(self, text: str, location: str) -> list[int]:
-        return encode_text(self._tokenizer, text, location)
+    def _encode(self, text: str, begin: int, end: int, location: str) -> list[int]:
+        encode = encode_continuation if begin else encode_text
+        return encode(self._tokenizer, text[begin:end], location)
 
 
 @dataclass(frozen=True)
