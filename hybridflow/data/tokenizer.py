@@ -320,6 +320,18 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, name: str
     return both[len(before) :] if both[: len(before)] == before else tokens
 
 
+def without_end_of(turn: Sequence[int], following: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that follow a turn, without the end of its message if the policy has written that itself.
+
+    A chat template may put blanks before that end, as Llama 2's does.
+    """
+    if not turn or turn[-1] not in following:
+        return following
+    index = following.index(turn[-1])
+    is_end = turn[-1] == tokenizer.eos_token_id and all(_is_blank(tokenizer, token) for token in following[:index])
+    return following[index + 1 :] if index == 0 or is_end else following
+
+
 @functools.lru_cache(maxsize=16)
 def _puts_blank_before(tokenizer: PreTrainedTokenizerBase) -> bool:
     if not tokenizer.is_fast:

@@ -14,7 +14,7 @@ from engine3d.errors import UserError, first_difference
 from engine3d.rollout.tool_calls import ToolCallReader
 from hybridflow.data.files.conversations.chat import ChatTemplate
 from hybridflow.data.files.conversations.messages import Message, Tools, read_messages, read_tools
-from hybridflow.data.tokenizer import encode_continuation, encode_prompt, encode_text, response_texts
+from hybridflow.data.tokenizer import encode_continuation, encode_prompt, encode_text, response_texts, without_end_of
 from hybridflow.endpoint.token_tree import Branch, TokenTree
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ class SessionTokens:
                 known = self.tree.upto(keys[number])
                 if known is not None:
                     text = _after(self._template, checked[number - 1], checked[number:])
-                    context = _joined(known, encode_continuation(self._tokenizer, text, _LOCATION))
+                    following = encode_continuation(self._tokenizer, text, _LOCATION)
+                    context = [*known, *without_end_of(known, following, self._tokenizer)]
                     self._compare(context, checked, tools)
                     return Position(self.tree.branch(context), context, keys[-1], tools)
         text = self._template.prompt(checked, _LOCATION, tools)
@@ -221,11 +222,6 @@ def _after(template: ChatTemplate, answer: Message, following: Sequence[Message]
 
 def _length(entry: tuple[str, str]) -> int:
     return len(entry[0])
-
-
-def _joined(known: Sequence[int], following: Sequence[int]) -> list[int]:
-    """Tokens of a turn and what follows, without the end of a message that the policy has written itself."""
-    return [*known, *(following[1:] if following and known[-1] == following[0] else following)]
 
 
 def _keys(messages: Sequence[Message], tools: Tools) -> Iterator[str]:

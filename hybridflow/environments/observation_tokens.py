@@ -11,7 +11,7 @@ from engine3d.rollout.tool_calls import CallsOfText, ToolCallReader, find_parser
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.files.conversations.chat import ChatTemplate, call_of
 from hybridflow.data.files.conversations.messages import Message, from_json
-from hybridflow.data.tokenizer import encode_continuation, response_texts
+from hybridflow.data.tokenizer import encode_continuation, response_texts, without_end_of
 from hybridflow.environments.config import EnvironmentConfig, ObservationRole
 
 if TYPE_CHECKING:
@@ -209,4 +209,4 @@ class ObservationTokens:
     def _following(self, turn: Sequence[int], text: str) -> list[int]:
         """Encode what follows a turn, without the end of its message if the turn has it."""
         tokens = encode_continuation(self._tokenizer, text, "an observation")
-        return tokens[1:] if turn and tokens and turn[-1] == tokens[0] else tokens
+        return without_end_of(turn, tokens, self._tokenizer)

@@ -20,6 +20,7 @@ from hybridflow.data.tokenizer import (
     encode_text,
     fit_prompts,
     make_chat_tokenizer,
+    without_end_of,
 )
 
 
@@ -125,3 +126,15 @@ def test_a_continuation_is_encoded_as_a_text_where_no_blank_is_put_before_texts(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     assert encode_continuation(tokenizer, " 1+1", "") == encode_text(tokenizer, " 1+1", "")
+
+
+def test_the_end_that_a_turn_has_is_not_repeated(tokenizer: PreTrainedTokenizerBase) -> None:
+    end = tokenizer.eos_token_id
+    blank, one, two = (encode_text(tokenizer, text, "") for text in (" ", "1", "2"))
+    turn = [*one, end]
+    for before in ([], blank, blank * 2):
+        assert without_end_of(turn, [*before, end, *two], tokenizer) == two
+    for kept in ([*two, end], blank, []):
+        assert without_end_of(turn, kept, tokenizer) == kept
+    assert without_end_of(one, [*blank, end, *two], tokenizer) == [*blank, end, *two]  # which its limit has cut
+    assert without_end_of(one, [*blank, *one], tokenizer) == [*blank, *one]
