@@ -19,9 +19,8 @@ from engine3d.reshard.plan.coordinate import ReceiveOrder
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.reshard.verify import BufferDifference
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.engine import RolloutEngine
+from engine3d.rollout.engine import EngineMember, RolloutEngine
 from engine3d.rollout.host.stream import InFlightPolicy
-from engine3d.rollout.member import EngineMember
 from engine3d.rollout.scheduler.rank import AdapterBase
 from engine3d.rollout.shard import EngineShard, ShardCalls
 from engine3d.training.offload import OffloadStats

@@ -20,10 +20,9 @@ from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
 from engine3d.rollout.scheduler import attention_groups, local_experts, peer_collectives, routes
-from engine3d.rollout.scheduler.last_token import end_at_last_token
 from engine3d.rollout.scheduler.released import wait_while_paused, wait_while_released
 from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
-from engine3d.rollout.scheduler.text_stops import end_at_text
+from engine3d.rollout.scheduler.text_stops import end_at_last_token, end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.stacks import write_stacks_on_request

@@ -28,8 +28,8 @@ from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import CreateModel
 from hybridflow.config.run import PlacementConfig
-from hybridflow.metrics.trackers import check_trackers
-from hybridflow.metrics.wandb_sink import check_wandb
+from hybridflow.metrics.sinks.trackers import check_trackers
+from hybridflow.metrics.sinks.wandb_sink import check_wandb
 from hybridflow.planning.checks.engine import check_sampling, precision_notes
 from hybridflow.planning.checks.environment import check_environment
 from hybridflow.planning.checks.feature_matrix import RunFeatures, check_tested

@@ -39,8 +39,7 @@ from hybridflow.roles.offload import begin_in_turn
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
-from hybridflow.roles.teacher import TeacherWorker
-from hybridflow.roles.teacher_engine import TeacherEngineWorker
+from hybridflow.roles.teacher import TeacherEngineWorker, TeacherWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.rundir.status.lock import SHARDS
 from hybridflow.trainer.startup.run_setup import Run

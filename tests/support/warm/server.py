@@ -78,7 +78,7 @@ _MODULES = {
     "test_rank": ("tests.support.preloaded",),
     "host": (
         *("transformers", "sglang.srt.entrypoints.engine", "engine3d.rollout.scheduler.plugin"),
-        *("sglang.srt.model_executor.model_runner", "engine3d.rollout.host.client_connection"),
+        *("sglang.srt.model_executor.model_runner", "engine3d.rollout.host.messages"),
         *("engine3d.rollout.host.messages", "engine3d.rollout.host.log"),
     ),
 }

@@ -21,7 +21,7 @@ from engine3d.errors import UserError
 from hybridflow.cli.main import main
 from hybridflow.metrics.config import MetricsConfig, WandbConfig
 from hybridflow.metrics.logger import Metrics
-from hybridflow.metrics.wandb_sink import check_wandb, mode_of
+from hybridflow.metrics.sinks.wandb_sink import check_wandb, mode_of
 
 ROOT = Path(__file__).parents[3]
 DEMO = str(ROOT / "launch/recipes/demo.yaml")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.rewards import function_process, supervisor
+from hybridflow.rewards.processes import function_process, supervisor
 
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORD_S = 2.0

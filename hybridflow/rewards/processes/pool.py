@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from hybridflow.rewards.process_handle import KilledError, RewardProcess
+from hybridflow.rewards.processes.handle import KilledError, RewardProcess
 
 
 class ProcessPool:

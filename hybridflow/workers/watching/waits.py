@@ -23,7 +23,9 @@ from hybridflow.cluster.processes.rank_look import RankLook
 from hybridflow.cluster.ray import node_actors
 from hybridflow.errors.log import log
 from hybridflow.rundir.status.progress import where_now
-from hybridflow.workers.call_progress import (
+from hybridflow.workers.failure_diagnosis import where
+from hybridflow.workers.ranks import Ranks
+from hybridflow.workers.watching.call_progress import (
     Standstill,
     Usage,
     amount_done,
@@ -32,9 +34,7 @@ from hybridflow.workers.call_progress import (
     standstill,
     starting_stage,
 )
-from hybridflow.workers.failure_diagnosis import where
-from hybridflow.workers.flight_recorder import request_recordings, wait_for_recordings
-from hybridflow.workers.ranks import Ranks
+from hybridflow.workers.watching.flight_recorder import request_recordings, wait_for_recordings
 
 _LOOK_EVERY_S = 0.5
 # A call that takes as long as one before is not stuck; twice as long may be.

@@ -14,7 +14,7 @@ from engine3d.errors import UserError
 from engine3d.input_files import read_text
 from hybridflow.errors.redaction import redacted_arguments
 from hybridflow.metrics.config import WandbConfig
-from hybridflow.metrics.sinks import Record, refuse_existing
+from hybridflow.metrics.sinks.files import Record, refuse_existing
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.yaml_reader import read_yaml_file
 

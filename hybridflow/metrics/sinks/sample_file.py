@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.metrics.sinks import begin_lines
+from hybridflow.metrics.sinks.files import begin_lines
 from hybridflow.rundir.atomic_files import AppendedFile
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import read_text
 from hybridflow.metrics.config import MlflowConfig, TrackioConfig
-from hybridflow.metrics.sinks import Record, refuse_existing
-from hybridflow.metrics.wandb_sink import name_in_phase
+from hybridflow.metrics.sinks.files import Record, refuse_existing
+from hybridflow.metrics.sinks.wandb_sink import name_in_phase
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.yaml_reader import read_yaml_file
 

@@ -12,7 +12,7 @@ import pytest
 
 from hybridflow.cluster.processes.rank_look import RankLook, RankPlace
 from hybridflow.rundir.status.heartbeat import Heartbeat
-from hybridflow.workers.call_progress import (
+from hybridflow.workers.watching.call_progress import (
     ProgressLimits,
     Standstill,
     Usage,

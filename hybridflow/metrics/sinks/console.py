@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from hybridflow.metrics.sinks import Record
+from hybridflow.metrics.sinks.files import Record
 from hybridflow.rundir.status.progress import where_now
 
 _STEPS, _WARM_UP = "train", "sft"

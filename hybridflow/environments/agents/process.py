@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridflow.environments.call_server import CallServer, serve_calls
 from hybridflow.environments.environment import Observation, Task
-from hybridflow.rewards.function_process import encode_message
+from hybridflow.rewards.processes.function_process import encode_message
 
 _MOST_THREADS = 4096
 """Functions that are not async at a time."""

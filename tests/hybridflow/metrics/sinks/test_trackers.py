@@ -15,7 +15,7 @@ from engine3d.errors import UserError
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics.config import MetricsConfig, MlflowConfig, TrackioConfig
 from hybridflow.metrics.logger import Metrics
-from hybridflow.metrics.trackers import check_trackers
+from hybridflow.metrics.sinks.trackers import check_trackers
 
 NOTHING = {"console": False, "jsonl": False, "csv": False, "tensorboard": False, "samples_per_step": 0}
 

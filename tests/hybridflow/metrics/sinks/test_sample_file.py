@@ -11,7 +11,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.metrics.logger import Metrics
-from hybridflow.metrics.sample_file import SampleText
+from hybridflow.metrics.sinks.sample_file import SampleText
 from hybridflow.trainer.samples.texts import shortened
 
 ONLY_SAMPLES = MetricsConfig(console=False, jsonl=False, csv=False, tensorboard=False)

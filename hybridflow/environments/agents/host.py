@@ -23,7 +23,7 @@ from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, Episode
 from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens
 from hybridflow.environments.process_handle import EnvironmentProcess, FailedEnvironmentError
-from hybridflow.rewards.supervised_process import in_words
+from hybridflow.rewards.processes.supervised_process import in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,9 @@ import pytest
 
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.config import MetricsConfig
-from hybridflow.metrics.console import console_line
 from hybridflow.metrics.logger import Metrics
-from hybridflow.metrics.sinks import Record
+from hybridflow.metrics.sinks.console import console_line
+from hybridflow.metrics.sinks.files import Record
 
 CONSOLE = MetricsConfig(jsonl=False, csv=False, tensorboard=False)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.rewards import function_process
 from hybridflow.rewards.compute_score import SOURCE
 from hybridflow.rewards.config import RewardFunctionConfig
-from hybridflow.rewards.supervised_process import SupervisedProcess, import_setup, in_words
+from hybridflow.rewards.processes import function_process
+from hybridflow.rewards.processes.supervised_process import SupervisedProcess, import_setup, in_words
 
 _ANSWER_BYTES, _BYTES_PER_SAMPLE = 1 << 16, 1 << 13
 """Largest size of an answer, and of each of its samples on top of it."""

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import UserError
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.tokenizer import make_chat_tokenizer
-from hybridflow.environments import agent_process
-from hybridflow.environments.agent_host import AgentHost, agent_template
+from hybridflow.environments.agents import process as agent_process
+from hybridflow.environments.agents.host import AgentHost, agent_template
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeStart, EpisodeTurn
