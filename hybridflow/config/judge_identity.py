@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine3d.models.safetensors_files import TensorFiles
+from engine3d.models.files.safetensors_files import TensorFiles
 from hybridflow.config.roles import JudgeModel
 from hybridflow.rewards.config import RewardFunctionConfig
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.engine import RolloutEngine
-from engine3d.training.sequences import CHOSEN
+from engine3d.training.passes.sequences import CHOSEN
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.roles.model import ModelWorker

@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engine3d.engine_stats import EngineStats
-from engine3d.rollout.requests import Response
+from engine3d.rollout.requests import EngineStats, Response
 from engine3d.run_files import remove_run_files
 
 

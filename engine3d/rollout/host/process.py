@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import LOST_RANKS, EngineError, UserError
 from engine3d.progress import progress
 from engine3d.rollout.config import RolloutConfig
@@ -34,7 +33,7 @@ from engine3d.rollout.host.messages import (
     Progress,
     Reply,
 )
-from engine3d.rollout.requests import Response
+from engine3d.rollout.requests import EngineStats, Response
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
 from engine3d.stacks import STACKS_VARIABLE, stacks_path
 

@@ -18,7 +18,7 @@ from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.serving.model import ServedModel
 from engine3d.startup.lazy_imports import torch
 from engine3d.training.config import TrainConfig
-from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
+from engine3d.training.megatron.settings import check_effect, check_options, megatron_settings
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device

@@ -71,7 +71,7 @@ _MODULES = {
     "rank": (
         *("transformers", "jsonschema", "requests", "yaml"),
         *("engine3d.checkpoint.writing.save", "engine3d.models.build"),
-        *("engine3d.models.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
+        *("engine3d.models.files.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
         *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
         "hybridflow.workers.rank_process",
     ),
