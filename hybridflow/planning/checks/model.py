@@ -22,7 +22,7 @@ from engine3d.training.megatron.settings import check_effect, check_options, meg
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.roles import JudgeModel, ModelRole, ScoringModel, TeacherModel
+from hybridflow.roles.config import JudgeModel, ModelRole, ScoringModel, TeacherModel
 
 LANGUAGE_MODELS = ("reference", "teacher")
 """The models beside the actor that have a vocabulary and no scalar head."""

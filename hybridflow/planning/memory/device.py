@@ -31,8 +31,8 @@ from engine3d.models import ModelSpec
 from engine3d.models.precision import Precision
 from engine3d.rollout.config import RolloutConfig
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.roles import MegatronRole
 from hybridflow.planning.memory.ledger import GpuMemory, MemoryPhase
+from hybridflow.roles.config import MegatronRole
 
 GENERATE = "rollout"
 """Phase in which engines generate."""

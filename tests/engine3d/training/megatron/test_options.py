@@ -31,7 +31,7 @@ from engine3d.training.megatron.options import (
 from engine3d.training.megatron.settings import check_effect, check_options, megatron_settings
 from tests.support import tiny_families
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 MOE, DENSE, DEEPSEEK = (named_model("qwen3-30b-a3b"), named_model("llama-3-70b"), model_spec(tiny_families.DEEPSEEK))
 

@@ -23,7 +23,7 @@ from hybridflow.metrics.config import MetricsConfig, WandbConfig
 from hybridflow.metrics.logger import Metrics
 from hybridflow.metrics.sinks.wandb_sink import check_wandb, mode_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DEMO = str(ROOT / "launch/recipes/demo.yaml")
 ONLY_WANDB = MetricsConfig(console=False, jsonl=False, csv=False, tensorboard=False, wandb=True)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engine3d.models.files.safetensors_files import TensorFiles
-from hybridflow.config.roles import JudgeModel
 from hybridflow.rewards.config import RewardFunctionConfig
+from hybridflow.roles.config import JudgeModel
 
 _OF_TOKENIZERS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken"),
