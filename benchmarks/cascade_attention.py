@@ -27,7 +27,7 @@ from benchmarks.cuda_graphs import captured, replay_us
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
 from engine3d.platform import platform
-from engine3d.rollout.scheduler.cascade_attention import attend, requests_of_a_group, share
+from engine3d.rollout.scheduler.attention.cascade_attention import attend, requests_of_a_group, share
 
 _REPEATED = 20
 """Calls that are captured together, so that what a replay takes to start does not count."""

@@ -35,9 +35,9 @@ from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
+from engine3d.models.files.safetensors_files import TensorFiles
+from engine3d.models.files.weights import begin_export, finish_export
 from engine3d.models.precision import Precision
-from engine3d.models.safetensors_files import TensorFiles
-from engine3d.models.weights import begin_export, finish_export
 from engine3d.rollout.requests import BEGINS
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.config.recipe import load_recipe

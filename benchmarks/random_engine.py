@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from engine3d.layout import Layout
+from engine3d.models.files.weights import rank_parameters
 from engine3d.models.rules import LocalParameter
-from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
 from engine3d.training.config import LayoutConfig, TrainConfig
 from engine3d.training.engine import TrainEngine
-from engine3d.training.forward import TokenOutputs
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.forward import TokenOutputs
+from engine3d.training.passes.sequences import Sequences
 from engine3d.training.update import UpdateResult
 
 

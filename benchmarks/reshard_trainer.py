@@ -32,12 +32,12 @@ class TrainerRank:
 
     def __init__(self, model: Path, layout: Layout, dtype: str, precision: Precision | None) -> None:
         from engine3d.models import build_model, load_model_spec
-        from engine3d.models.weights import rank_parameters
+        from engine3d.models.files.weights import rank_parameters
         from engine3d.reshard.describe.source import model_shards
         from engine3d.reshard.transport.quantised import QuantisedWeights
         from engine3d.reshard.transport.sender import WeightSender
-        from engine3d.training import parallel
         from engine3d.training.config import OptimizerConfig, TrainConfig
+        from engine3d.training.megatron import parallel
         from engine3d.training.optimizer import wrap_for_training
 
         self.rank = int(os.environ["RANK"])

@@ -45,8 +45,8 @@ from engine3d.rendezvous import STORE_VARIABLE, file_address
 from engine3d.rollout import Request, Response, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.engine import TrainEngine
-from engine3d.training.forward import TokenOutputs
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.forward import TokenOutputs
+from engine3d.training.passes.sequences import Sequences
 
 NONE, UPDATE, ROLLOUT = "none", "update", "rollout"
 STEP = "after_step"

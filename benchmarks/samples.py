@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from hybridflow.batch.load_balance import balanced_partition
 from hybridflow.batch.remote_batch import BatchShard, RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine3d.engine_stats import EngineStats
-from engine3d.rollout.requests import Response
+from engine3d.rollout.requests import EngineStats, Response
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StoredRow, StreamRequest
 
 _REPORTS_EVERY_S = 2.0

@@ -42,8 +42,8 @@ from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.engine import TrainEngine
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
-from engine3d.training.forward import TokenOutputs
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.forward import TokenOutputs
+from engine3d.training.passes.sequences import Sequences
 from engine3d.training.update import UpdateResult
 
 WAYS = ("engine", "bare")

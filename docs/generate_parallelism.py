@@ -25,7 +25,7 @@ from engine3d.memory import resident_by_rank, update_peak  # noqa: E402
 from engine3d.memory.traffic import micro_batch_traffic, update_traffic  # noqa: E402
 from engine3d.models import ModelSpec, model_spec  # noqa: E402
 from engine3d.training.config import LayoutConfig, TrainConfig  # noqa: E402
-from engine3d.training.megatron_settings import check_options  # noqa: E402
+from engine3d.training.megatron.settings import check_options  # noqa: E402
 
 PAGE = ROOT / "docs/parallelism.md"
 COMMAND = "python docs/generate_parallelism.py"

@@ -13,12 +13,12 @@ from engine3d.checkpoint.reading.verify import check_described
 from engine3d.durable import bring_to_disk
 from engine3d.errors import EngineError, UserError
 from engine3d.models import check_weights, load_model_spec
+from engine3d.models.files.multi_token import MultiTokenLayers
+from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles
+from engine3d.models.files.weights import begin_export, finish_export, plan_model_export, write_index
 from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, peft_config
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
-from engine3d.models.multi_token import MultiTokenLayers
 from engine3d.models.rules import HFTensor
-from engine3d.models.safetensors_files import ExportFiles, TensorFiles
-from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
 from engine3d.startup.lazy_imports import torch
 
 _INITIAL = "initial"

@@ -30,12 +30,12 @@ from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
 from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
-from engine3d.models.multi_token import LAYERS_KEY, MultiTokenLayers, may_have_multi_token_layers
+from engine3d.models.files.multi_token import LAYERS_KEY, MultiTokenLayers, may_have_multi_token_layers
+from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles
+from engine3d.models.files.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision, stored_tensors
-from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
+from engine3d.models.quantisation.stored import fp8_tensors, mxfp4_tensors
 from engine3d.models.rules import Box, HFTensor
-from engine3d.models.safetensors_files import ExportFiles, TensorFiles
-from engine3d.models.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
 from engine3d.startup.lazy_imports import torch
 
 if TYPE_CHECKING:

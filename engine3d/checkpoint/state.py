@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine3d.models.files.weights import rank_parameters
 from engine3d.models.rules import LocalParameter
-from engine3d.models.weights import rank_parameters
 from engine3d.training.optimizer import buffer_optimizers
 
 if TYPE_CHECKING:

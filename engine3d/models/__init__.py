@@ -20,8 +20,8 @@ from engine3d.models.families.qwen3 import QWEN3
 from engine3d.models.families.qwen3_moe import QWEN3_MOE
 from engine3d.models.families.qwen3_next import QWEN3_NEXT
 from engine3d.models.family import Family, ModelSpec
-from engine3d.models.hf_config import HFConfig
-from engine3d.models.quantised import QUANTISATION_KEYS
+from engine3d.models.files.hf_config import HFConfig
+from engine3d.models.quantisation.stored import QUANTISATION_KEYS
 from engine3d.models.rope import read_rope
 from engine3d.models.rules import Box, LocalParameter, TensorSlice
 from engine3d.models.sizes import Sizes
@@ -29,8 +29,14 @@ from engine3d.startup.lazy_imports import attributes_later
 
 if TYPE_CHECKING:
     from engine3d.models.build import build_model
-    from engine3d.models.random_weights import initialise_random
-    from engine3d.models.weights import check_finite_weights, check_weights, export_weights, load_weights, weight_notes
+    from engine3d.models.files.random_weights import initialise_random
+    from engine3d.models.files.weights import (
+        check_finite_weights,
+        check_weights,
+        export_weights,
+        load_weights,
+        weight_notes,
+    )
 
 __all__ = [
     "FAMILIES",
@@ -57,12 +63,12 @@ _later = attributes_later(
     __name__,
     {
         "build_model": "build",
-        "check_finite_weights": "weights",
-        "check_weights": "weights",
-        "export_weights": "weights",
-        "initialise_random": "random_weights",
-        "load_weights": "weights",
-        "weight_notes": "weights",
+        "check_finite_weights": "files.weights",
+        "check_weights": "files.weights",
+        "export_weights": "files.weights",
+        "initialise_random": "files.random_weights",
+        "load_weights": "files.weights",
+        "weight_notes": "files.weights",
     },
 )
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import blocks
-from engine3d.models.hf_config import HFConfig
+from engine3d.models.files.hf_config import HFConfig
 from engine3d.models.rope import KINDS, Rope
 from engine3d.models.rules import (
     ExpertNumbering,

@@ -31,7 +31,7 @@ from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
 from engine3d.models.precision import Precision, is_quantised_layer, quantises_shared_experts
-from engine3d.models.quantised_linear import with_quantised_linears
+from engine3d.models.quantisation.linear import with_quantised_linears
 from engine3d.models.sizes import Delta, Latent, Sizes
 from engine3d.platform import platform
 

@@ -201,7 +201,7 @@ def quantiser(matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]
             on one device. Columns follow one another in memory, and so do rows of values and of scales.
     """
     if matrices and matrices[0][0].is_cuda:
-        from engine3d.models.quantise_kernels import quantise_bands
+        from engine3d.models.quantisation.kernels import quantise_bands
 
         return quantise_bands(matrices, block=BLOCK, largest=LARGEST, smallest_peak=_SMALLEST_PEAK)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine3d.errors import UserError
-from engine3d.models.hf_config import HFConfig
+from engine3d.models.files.hf_config import HFConfig
 from engine3d.startup.lazy_imports import torch
 
 KINDS = ("default", "linear", "llama3", "yarn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine3d.models.hf_config import HFConfig
+from engine3d.models.files.hf_config import HFConfig
 
 ROW_ELEMENTS = 8
 """Grouped GEMMs need rows of bf16 that are multiples of these elements, that is of 16 bytes."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from engine3d.errors import UserError
+from engine3d.models.files.safetensors_files import TensorFiles
 from engine3d.models.lora.peft_files import ADAPTERS
 from engine3d.models.lora.spec import A, B, module_name
-from engine3d.models.safetensors_files import TensorFiles
 from engine3d.reshard.describe.adapter import resident_adapter
 from engine3d.reshard.describe.shards import Holding
 from engine3d.reshard.describe.trace import LoadTrace, derived_tensors

@@ -8,8 +8,7 @@ from engine3d.startup.lazy_imports import attributes_later
 
 if TYPE_CHECKING:
     from engine3d.rollout.config import RolloutConfig, SamplingConfig
-    from engine3d.rollout.engine import RolloutEngine
-    from engine3d.rollout.member import EngineMember
+    from engine3d.rollout.engine import EngineMember, RolloutEngine
     from engine3d.rollout.requests import Request, Response
     from engine3d.rollout.shard import EngineShard
 
@@ -19,7 +18,7 @@ __all__ = ["EngineMember", "EngineShard", "Request", "Response", "RolloutConfig"
 __getattr__ = attributes_later(
     __name__,
     {
-        "EngineMember": "member",
+        "EngineMember": "engine",
         "EngineShard": "shard",
         "Request": "requests",
         "Response": "requests",

@@ -13,7 +13,7 @@ from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.messages import GivenLogprobs
-from engine3d.rollout.host.process import HostProcess
+from engine3d.rollout.host.process import HostOwner, HostProcess
 from engine3d.rollout.host.stream import InFlightPolicy
 from engine3d.rollout.scheduler.rank import AdapterBase, Call
 from engine3d.rollout.shard import SINGLE_HOST, EngineShard
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine3d.reshard.plan.coordinate import ReceiveOrder
     from engine3d.reshard.transport.sender import Sent, Transport
     from engine3d.reshard.verify import BufferDifference
+
 
 _RELEASED = "their memory was released, and they were not transferred since"
 _BOUND = "they are the trainer's, who committed none yet"
@@ -306,3 +307,47 @@ class RolloutEngine(ResponseStreams):
         if self._released:
             raise EngineError("rollout engine's KV cache was released: restore_memory comes first")
         return host
+
+
+class EngineMember(HostOwner):
+    """The ranks of an engine on another host than its first: SGLang's front end on that host makes their calls."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        config: RolloutConfig,
+        devices: Sequence[int] = (),
+        log_path: str | Path | None = None,
+        weight_sources: Sequence[Path | None] = (),
+        *,
+        shard: EngineShard,
+    ) -> None:
+        """Check everything that can be checked without starting anything. The arguments are those of `RolloutEngine`.
+
+        `shard`: any but the first.
+        """
+        if shard.index == 0:
+            raise UserError("shard 0 of a rollout engine is a RolloutEngine, expected another shard")
+        launch.check_shard(config, shard, devices, weight_sources)
+        super().__init__(config, log_path)
+        self._shard, self._devices = shard, tuple(devices)
+        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=config.loads_weights)
+        self._weight_sources = tuple(weight_sources)
+
+    def start(self) -> Self:
+        """Start the ranks, and wait until they have met the others and loaded the model.
+
+        Raises:
+            EngineError: after `start_timeout_s` at the latest.
+        """
+        if self._host is not None:
+            raise UserError("this shard of the rollout engine was started already")
+        self._host = launch.start_host(
+            self.config, self._model, self._devices, self._weight_sources, self._shard, self._log_path
+        )
+        self._host.wait_until_up(self.config.start_timeout_s)
+        return self
+
+    def check(self, phase: str) -> None:
+        """Raise EngineError, in one line that names the phase, if the ranks are not there."""
+        self._running().check(phase)

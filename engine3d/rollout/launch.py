@@ -15,12 +15,12 @@ from engine3d.input_files import read_model_config
 from engine3d.models import load_model_spec, sglang_overrides
 from engine3d.models.families.gpt_oss import GPT_OSS
 from engine3d.models.families.qwen3_next import QWEN3_NEXT
+from engine3d.models.files.safetensors_files import read_header
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import peft_config
 from engine3d.models.lora.spec import target_names
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, quantisation_config, quantises_shared_experts
-from engine3d.models.quantised import QUANTISATION_KEY
-from engine3d.models.safetensors_files import read_header
+from engine3d.models.quantisation.stored import QUANTISATION_KEY
 from engine3d.platform import platform
 from engine3d.rollout.cache import (
     PAGE_TOKENS,
@@ -159,7 +159,7 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         arguments["attention_backend"] = config.attention_kernels
     if groups > 1:
         # A group that sleeps until it is asked for something keeps those waiting that were. They sleep while memory is
-        # released (`engine3d.rollout.scheduler.released`).
+        # released (`engine3d.rollout.scheduler.plugin`).
         arguments |= attention_arguments(groups) | {"sleep_on_idle": False}
     if shard.count > 1:
         arguments |= {"nnodes": shard.count, "node_rank": shard.index}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
+from engine3d.models.files.safetensors_files import StoredTensor, TensorFiles
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import BLOCK, quantises_shared_experts
-from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
-from engine3d.models.safetensors_files import StoredTensor, TensorFiles
+from engine3d.models.quantisation.stored import fp8_tensors, mxfp4_tensors
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.scheduler.local_experts import LEAST_EXPERTS
 

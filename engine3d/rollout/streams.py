@@ -6,12 +6,10 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import SamplingConfig
-from engine3d.rollout.host.owner import HostOwner
-from engine3d.rollout.host.process import HostProcess
-from engine3d.rollout.requests import Request, Response
+from engine3d.rollout.host.process import HostOwner, HostProcess
+from engine3d.rollout.requests import EngineStats, Request, Response
 
 if TYPE_CHECKING:
     from engine3d.rollout.launch import ModelDirectory

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
-from engine3d.models.quantised import unquantised_overrides
+from engine3d.models.quantisation.stored import unquantised_overrides
 from engine3d.serving.config import ServerConfig
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")

@@ -22,7 +22,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.host.log import describe_death, temporary_log
-from engine3d.rollout.host.run_environment import run_environment
+from engine3d.rollout.host.process import run_environment
 from engine3d.rollout.launch import server_environment
 from engine3d.rollout.scheduler.plugin import ALONE_VARIABLE
 from engine3d.run_files import make_run_directory, remove_run_files

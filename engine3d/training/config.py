@@ -12,7 +12,7 @@ from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import Fp8Settings, Precision
 from engine3d.models.sizes import ROW_ELEMENTS, Sizes
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
-from engine3d.training.megatron_options import refusals
+from engine3d.training.megatron.options import refusals
 
 
 class LayoutConfig(Settings):

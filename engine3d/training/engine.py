@@ -17,13 +17,13 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import export_weights, load_weights
 from engine3d.models.experts.token_dispatcher import forget_pass
+from engine3d.models.files.safetensors_files import TensorFiles
+from engine3d.models.files.weights import rank_parameters
 from engine3d.models.lora.peft_files import ADAPTERS
 from engine3d.models.precision import Precision, check_shards
-from engine3d.models.safetensors_files import TensorFiles
-from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
-from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
+from engine3d.training.megatron import parallel
 from engine3d.training.optimizer import buffer_optimizers
 from engine3d.training.update import TrainedModel
 

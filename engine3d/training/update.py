@@ -21,11 +21,11 @@ from engine3d.models.experts.load_balance import Routing
 from engine3d.models.experts.routing_replay import ReplayStats
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
-from engine3d.training.forward import ForwardModel, LossFunction
 from engine3d.training.host_state import HostState
 from engine3d.training.optimizer import buffer_optimizers, build_optimizer, element_bytes, wrap_for_training
+from engine3d.training.passes.forward import ForwardModel, LossFunction
+from engine3d.training.passes.sequences import MicroBatch, Sequences
 from engine3d.training.profile import UpdateTrace
-from engine3d.training.sequences import MicroBatch, Sequences
 
 
 @dataclass(frozen=True)

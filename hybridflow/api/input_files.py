@@ -14,7 +14,7 @@ import cloudpickle
 
 from engine3d.durable import naming
 from engine3d.errors import UserError
-from engine3d.models.weights import TOKENIZER_FILES
+from engine3d.models.files.weights import TOKENIZER_FILES
 from hybridflow.api.recipe_builder import Given
 from hybridflow.rundir.status.lock import hold, move_aside
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
 from engine3d.rollout.config import SamplingConfig
-from engine3d.rollout.requests import Response
+from engine3d.rollout.requests import EngineStats, Response
 from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.remote_batch import RemoteBatch
 

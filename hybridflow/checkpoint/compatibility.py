@@ -13,9 +13,9 @@ from typing import Any
 from engine3d.checkpoint.manifest import checksum
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec, load_model_spec
+from engine3d.models.files.safetensors_files import TensorFiles
+from engine3d.models.files.weights import TOKENIZER_FILES, exported_config
 from engine3d.models.precision import NOTHING_LEFT_OUT
-from engine3d.models.safetensors_files import TensorFiles
-from engine3d.models.weights import TOKENIZER_FILES, exported_config
 from hybridflow.algorithms.own_files import file_of, is_own
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.checkpoint.own_code import without_code

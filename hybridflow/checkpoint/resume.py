@@ -37,9 +37,9 @@ from hybridflow.checkpoint.own_code import changed_code, code_checksums
 from hybridflow.cluster.hosts.checks.host_check import check_writable
 from hybridflow.config.reading.yaml_loader import public_settings
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import CheckpointConfig
 from hybridflow.rewards.config import RewardConfig
+from hybridflow.rollout.config import RolloutRole
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
 from hybridflow.rundir.run_record import started_from

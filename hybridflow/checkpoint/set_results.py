@@ -23,9 +23,9 @@ from hybridflow.rundir.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from hybridflow.config.evaluation import PlannedSet
-    from hybridflow.config.roles import JudgeModel, ScoringModel
     from hybridflow.config.run import BestConfig
     from hybridflow.data.prompts import Prompts
+    from hybridflow.roles.config import JudgeModel, ScoringModel
 
 RESULTS = "evaluation.json"
 """Measurements of a step that came after its checkpoint was complete: `last_measured` and `best` of driver.json."""
@@ -114,7 +114,7 @@ def set_identity(
         judge: that functions may ask.
         reward_model: which scores where there are no functions.
     """
-    from hybridflow.config.judge_identity import asked_judge_identity  # imports torch
+    from hybridflow.roles.judge_identity import asked_judge_identity  # imports torch
 
     rewards: list[Any] = []
     if planned.pairs:

@@ -14,8 +14,8 @@ from engine3d.checkpoint.manifest import MANIFEST, find_checkpoints, read_manife
 from engine3d.errors import UserError, shortened, visible
 from engine3d.input_files import JsonError, parse_json
 from hybridflow.cluster.hosts.description import listed
-from hybridflow.metrics.console import console_line
-from hybridflow.metrics.sinks import Record
+from hybridflow.metrics.sinks.console import console_line
+from hybridflow.metrics.sinks.files import Record
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import EXPORT, FAILURE, LOGS, METRICS
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe, saved_to

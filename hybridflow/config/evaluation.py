@@ -11,7 +11,6 @@ from pydantic import Field, ValidationError, field_validator
 
 from engine3d.rollout.config import Alterations, SamplingConfig
 from engine3d.settings import MOST_SAMPLES, MOST_TOKENS, Settings
-from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import CheckpointConfig
 from hybridflow.data.config import DataConfig
 from hybridflow.data.files.config import FileSource
@@ -30,6 +29,7 @@ from hybridflow.metrics.evaluation_statistics import (
     figure_names,
 )
 from hybridflow.rewards.config import RewardConfig
+from hybridflow.rollout.config import RolloutRole
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _SCORER = "evaluation."

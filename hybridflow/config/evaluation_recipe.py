@@ -8,8 +8,8 @@ from pydantic import PrivateAttr
 
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import ModelRole
 from hybridflow.rewards.config import RewardConfig
+from hybridflow.roles.config import ModelRole
 
 
 class EvaluationRecipe(Recipe):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from engine3d.models import ModelSpec, initialise_random, load_model_spec, model_spec
 from engine3d.startup.lazy_imports import torch
-from hybridflow.config.roles import CreateModel, ModelConfig
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.data.tokenizer import load_tokenizer, make_character_tokenizer, make_chat_tokenizer
+from hybridflow.roles.config import CreateModel, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

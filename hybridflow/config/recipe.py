@@ -26,21 +26,23 @@ from hybridflow.config.fit.episodes import episode_errors
 from hybridflow.config.machine_defaults import placed_on_machine
 from hybridflow.config.reading.known_names import RECIPE_NAMES
 from hybridflow.config.reading.yaml_loader import SettingsError, load_settings
-from hybridflow.config.roles import (
-    JudgeModel,
-    MegatronRole,
-    ModelConfig,
-    ModelRole,
-    RolloutRole,
-    ScoringModel,
-    TeacherModel,
-)
-from hybridflow.config.run import CheckpointConfig, PlacementConfig, SamplesConfig, TrainerConfig, WarmupConfig
+from hybridflow.config.run import CheckpointConfig, TrainerConfig, WarmupConfig
 from hybridflow.data.config import DataConfig
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.rewards.config import RewardConfig
+from hybridflow.roles.config import (
+    JudgeModel,
+    MegatronRole,
+    ModelConfig,
+    ModelRole,
+    PlacementConfig,
+    ScoringModel,
+    TeacherModel,
+)
+from hybridflow.rollout.config import RolloutRole
 from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
+from hybridflow.rundir.samples.config import SamplesConfig
 
 
 class Recipe(Settings):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import ModelRole, ScoringModel
 from hybridflow.rewards.config import RewardConfig
+from hybridflow.roles.config import ModelRole, ScoringModel
 
 _SCORING = ("reward_model", "cost_model")
 _OF_SAMPLES = ("rollout", "reward", *_SCORING)

@@ -1,10 +1,9 @@
-"""Settings of the loop, of checkpoints and of devices: `trainer:`, `warmup:`, `checkpoint:`, `samples:`,
-`placement:`."""
+"""Settings of the loop and of checkpoints: `trainer:`, `warmup:`, `checkpoint:`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -217,76 +216,3 @@ class CheckpointConfig(Settings):
     @property
     def saves_in_background(self) -> bool:
         return self.save_interval is not None and self.async_save
-
-
-class SamplesConfig(Settings):
-    """Storage of the samples that were trained on: Parquet files in `samples/` of the run's directory."""
-
-    store: bool = True
-    """Keep every sample that was trained on, with its tokens, log-probs, versions and rewards."""
-    keep_mb: int | None = Field(1000, ge=1)
-    """Megabytes (1e6 bytes) that they may take: the oldest steps go first, never the newest. All of them stay if
-    null."""
-    events: bool = True
-    """Write `events.jsonl`: the decisions on which samples each step trained on, and digests of its weights, which
-    `hybridflow replay` compares.
-    """
-
-    @model_validator(mode="after")
-    def _keeps_what_is_stored(self) -> SamplesConfig:
-        if not self.store and self.keep_mb != type(self).model_fields["keep_mb"].default:
-            given = "null" if self.keep_mb is None else self.keep_mb
-            raise ValueError(f"keep_mb={given} with store=false, which keeps nothing; expected store=true")
-        return self
-
-
-class PlacementConfig(Settings):
-    """Devices of each role: a device map such as "cuda:0-3", or the name of a pool."""
-
-    pools: dict[str, str] = Field(default_factory=dict)
-    """Pools by name; they share no device."""
-    actor: str
-    """Devices of the actor. Where a recipe names neither these nor pools nor a cluster, actor and engines are on all
-    GPUs of the machine in bfloat16, and an engine takes 0.3 of a GPU's free memory; or on `cpu:0` in float32."""
-    rollout: str | None = None
-    """Devices of the engines. Only where the algorithm needs engines, and then it must be given."""
-    reference: str | None = None
-    """Only where the algorithm needs a reference policy; the actor's devices if null."""
-    teacher: str | None = None
-    """Only where the algorithm needs a teacher; the actor's devices if null."""
-    critic: str | None = None
-    """Only where the algorithm needs a critic; the actor's devices if null."""
-    cost_critic: str | None = None
-    """Only where the algorithm needs a critic of costs; the critic's devices if null."""
-    reward_model: str | None = None
-    """Only with a reward model; the reference's devices if null."""
-    cost_model: str | None = None
-    """Only with a cost model; the reward model's devices if null."""
-    judge: str | None = None
-    """Only with a judge; devices of its own."""
-    reward: str | None = None
-    """Devices of the processes that call reward and cost functions, which use no GPU; next to the first rank of rollout
-    if null. Only where there are functions.
-    """
-    cluster: str | None = None
-    """Address of a running Ray cluster; one is started on this machine if null."""
-    shared_gpus: bool = False
-    """Start although others use the run's GPUs: those with more than 2 GB in use are refused otherwise."""
-
-    def roles(self, models: Sequence[str]) -> dict[str, str]:
-        """The device map or pool of every role that runs, given the models that run besides the actor."""
-        critic, reference = self.critic or self.actor, self.reference or self.actor
-        reward_model = self.reward_model or reference
-        devices = {
-            "actor": self.actor,
-            "rollout": self.rollout,
-            "reference": reference,
-            "teacher": self.teacher or self.actor,
-            "judge": self.judge,
-            "critic": critic,
-            "cost_critic": self.cost_critic or critic,
-            "reward_model": reward_model,
-            "cost_model": self.cost_model or reward_model,
-        }
-        roles = {role: text for role in ("actor", "rollout", *models) if (text := devices[role]) is not None}
-        return roles | ({"reward": self.reward} if self.reward is not None else {})

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from engine3d.errors import shortened
 from engine3d.input_files import MOST_LIST_BYTES, FileError, check_regular, read_json_object, read_text
-from engine3d.models.weights import TOKENIZER_FILES
+from engine3d.models.files.weights import TOKENIZER_FILES
 
 _LARGE = ("tokenizer.json", "vocab.json")
 """Parsed by the libraries alone, unless they fail."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridflow.environments.environment import Observation
-from hybridflow.rewards.function_process import describe, encode_message
+from hybridflow.rewards.processes.function_process import describe, encode_message
 
 MOST_COUNTS = 64
 """Names of counts in an observation."""

@@ -24,7 +24,7 @@ ObservationRole = Literal["user", "tool"]
 
 TOOL_ENVIRONMENT = "hybridflow.environments.tools.tool_environment:ToolEnvironment"
 """Class of the environment of `tools`."""
-AGENT_COMMAND = "hybridflow.environments.agent_command:play"
+AGENT_COMMAND = "hybridflow.environments.agents.command:play"
 """Function of an agent that is a command."""
 
 
@@ -170,7 +170,7 @@ class EnvironmentConfig(Settings):
     def server(self) -> str:
         """The function that serves its calls in its process."""
         if self.agent is not None:
-            return "hybridflow.environments.agent_process:serve"
+            return "hybridflow.environments.agents.process:serve"
         return f"hybridflow.environments.{'environment_process' if self.tools is None else 'tools.process'}:serve"
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from engine3d.rollout.tool_calls import ToolCall
 from hybridflow.environments.call_server import CLOSE_S, CallServer, serve_calls
 from hybridflow.environments.environment import Environment, Observation, Task, Turn
-from hybridflow.rewards.function_process import encode_message
+from hybridflow.rewards.processes.function_process import encode_message
 
 _METHODS = ("reset", "step", "close")
 

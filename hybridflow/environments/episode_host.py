@@ -20,7 +20,7 @@ from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeMessage, EpisodeStart, EpisodeTurn
 from hybridflow.environments.observation_tokens import ObservationTokens
 from hybridflow.environments.process_handle import EnvironmentProcess, FailedEnvironmentError
-from hybridflow.rewards.supervised_process import in_words
+from hybridflow.rewards.processes.supervised_process import in_words
 
 _MOST_LOGGED = 5
 """Conversations that differ from their messages and are logged."""

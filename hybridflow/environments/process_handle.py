@@ -14,8 +14,8 @@ from typing import Any, Literal
 from engine3d.errors import UserError
 from hybridflow.environments.call_server import CLOSE_S, NonsenseError, checked
 from hybridflow.environments.config import EnvironmentConfig
-from hybridflow.rewards.function_process import encode_message
-from hybridflow.rewards.supervised_process import SupervisedProcess, import_setup, in_words
+from hybridflow.rewards.processes.function_process import encode_message
+from hybridflow.rewards.processes.supervised_process import SupervisedProcess, import_setup, in_words
 
 FailureKind = Literal["raised", "timeout", "hung", "died", "nonsense", "flooded"]
 """Failures of an environment: an exception, no answer in time, no answer of its process in time, the end of its

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engine3d.errors import UserError
 from engine3d.input_files import parse_json
 from hybridflow.metrics.names import UpdateNames
-from hybridflow.metrics.sinks import begin_lines
+from hybridflow.metrics.sinks.files import begin_lines
 from hybridflow.rundir.atomic_files import AppendedFile, replace_file, whole_lines
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import TextIO
 
 from engine3d.cleaning import cleaning
 from hybridflow.metrics.config import MetricsConfig
-from hybridflow.metrics.console import ConsoleSink
 from hybridflow.metrics.expert_loads import ExpertLoads, ExpertLoadSink, StepLoads
-from hybridflow.metrics.sample_file import SampleSink, SampleText, StepSamples
-from hybridflow.metrics.sinks import CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
-from hybridflow.metrics.trackers import MlflowSink, TrackioSink
-from hybridflow.metrics.wandb_sink import WandbSink
+from hybridflow.metrics.sinks.console import ConsoleSink
+from hybridflow.metrics.sinks.files import CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
+from hybridflow.metrics.sinks.sample_file import SampleSink, SampleText, StepSamples
+from hybridflow.metrics.sinks.trackers import MlflowSink, TrackioSink
+from hybridflow.metrics.sinks.wandb_sink import WandbSink
 from hybridflow.rundir.file_names import EXPERT_LOADS, METRICS, SAMPLES
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from engine3d.errors import UserError
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
-from hybridflow.rewards.process_handle import CallError, CallResult, RewardInputs, RewardProcess
-from hybridflow.rewards.process_pool import ProcessPool
+from hybridflow.rewards.processes.handle import CallError, CallResult, RewardInputs, RewardProcess
+from hybridflow.rewards.processes.pool import ProcessPool
 from hybridflow.rewards.result import RewardResult, combine
 from hybridflow.rewards.scoring import Scoring, Worker
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine3d.errors import UserError
 from engine3d.startup.lazy_imports import torch
 from hybridflow.rewards.config import RewardFunctionConfig
-from hybridflow.rewards.process_handle import CallError
+from hybridflow.rewards.processes.handle import CallError
 from hybridflow.rewards.scoring import Scoring
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardFunctionConfig
-from hybridflow.rewards.process_handle import CallError, CallResult, RewardInputs, RewardProcess
-from hybridflow.rewards.process_pool import ProcessPool
+from hybridflow.rewards.processes.handle import CallError, CallResult, RewardInputs, RewardProcess
+from hybridflow.rewards.processes.pool import ProcessPool
 
 _MOST_SHARES = 8
 _LEAST_SHARE_S = 0.01

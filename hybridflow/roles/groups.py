@@ -12,8 +12,7 @@ from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
-from hybridflow.roles.teacher import TeacherWorker
-from hybridflow.roles.teacher_engine import TeacherEngineWorker
+from hybridflow.roles.teacher import TeacherEngineWorker, TeacherWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.workers.methods import Caller
 from hybridflow.workers.worker_group import SomeRanks, WorkerGroup

@@ -21,7 +21,7 @@ from engine3d.startup.imports import quick_imports
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 from engine3d.training.offload import OffloadStats
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
@@ -33,7 +33,7 @@ from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
     from engine3d.checkpoint.writing.save import SaveStart
-    from engine3d.training.forward import LossFunction
+    from engine3d.training.passes.forward import LossFunction
     from engine3d.training.update import UpdateGuard
 
 
@@ -302,7 +302,7 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         """Leave the process groups."""
-        from engine3d.training import parallel
+        from engine3d.training.megatron import parallel
 
         parallel.leave()
 

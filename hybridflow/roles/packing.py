@@ -8,7 +8,7 @@ from torch import Tensor
 from engine3d.errors import EngineError
 from engine3d.models.experts.routes import TokenRoutes
 from engine3d.rollout.requests import BEGINS
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from hybridflow.batch.sample_batch import SampleBatch
 
 

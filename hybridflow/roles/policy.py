@@ -13,7 +13,7 @@ from engine3d.models.experts.routes import RouteFormat, TokenRoutes
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import SendOrder
 from engine3d.reshard.transport.sender import Sent, Transport
-from engine3d.training.sequences import CHOSEN
+from engine3d.training.passes.sequences import CHOSEN
 from hybridflow.algorithms.advantages.whitening import Moments, whiten
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.kl_control import KLGuard
@@ -30,7 +30,7 @@ from hybridflow.roles.packing import of_responses, to_sequences
 from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
-    from engine3d.training.forward import TokenOutputs
+    from engine3d.training.passes.forward import TokenOutputs
 
 
 class PolicyWorker(ModelWorker):

@@ -103,7 +103,7 @@ class FunctionRewardWorker:
             self._host = self._start_environments(self._environment)
 
     def _start_environments(self, config: EnvironmentConfig) -> EpisodeHost:
-        from hybridflow.environments.agent_host import AgentHost, agent_template
+        from hybridflow.environments.agents.host import AgentHost, agent_template
         from hybridflow.environments.episode_host import EpisodeHost
         from hybridflow.environments.observation_tokens import ObservationTokens, observation_template, tool_messages
 

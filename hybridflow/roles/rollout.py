@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, cast
 
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings
@@ -19,9 +18,9 @@ from engine3d.reshard.plan.coordinate import ReceiveOrder
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.reshard.verify import BufferDifference
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.engine import RolloutEngine
+from engine3d.rollout.engine import EngineMember, RolloutEngine
 from engine3d.rollout.host.stream import InFlightPolicy
-from engine3d.rollout.member import EngineMember
+from engine3d.rollout.requests import EngineStats
 from engine3d.rollout.scheduler.rank import AdapterBase
 from engine3d.rollout.shard import EngineShard, ShardCalls
 from engine3d.training.offload import OffloadStats

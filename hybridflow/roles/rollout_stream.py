@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from engine3d.engine_stats import EngineStats
 from engine3d.rollout.engine import RolloutEngine
-from engine3d.rollout.requests import Request, Response
+from engine3d.rollout.requests import EngineStats, Request, Response
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds
 from hybridflow.batch.worker_output import Packed, Summary, pack, send_tensors_as_arrays

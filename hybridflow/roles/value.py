@@ -17,7 +17,7 @@ from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
 from hybridflow.workers.protocols import THREE_D_PROTO, register
 
 if TYPE_CHECKING:
-    from engine3d.training.forward import TokenOutputs
+    from engine3d.training.passes.forward import TokenOutputs
 
 NAMES = {"reward": CRITIC, "cost": COST_CRITIC}
 """Metric names of either critic."""

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine3d.engine_stats import EngineStats
 from engine3d.rollout.config import Sampling
+from engine3d.rollout.requests import EngineStats
 from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine3d.engine_stats import EngineStats
+from engine3d.rollout.requests import EngineStats
 
 SWING = 0.2
 """Distance from the target share at which the limit moves by one for each response that ends: up below the target, down

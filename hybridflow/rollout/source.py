@@ -11,9 +11,9 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import Sampling
+from engine3d.rollout.requests import EngineStats
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.stream_requests import gathered
 from hybridflow.cluster.limits import LimitsConfig

@@ -22,10 +22,11 @@ from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.orphans import remove_orphans
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import ModelConfig, RolloutRole
 from hybridflow.config.run import TrainerConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics.timeline import timeline
+from hybridflow.roles.config import ModelConfig
+from hybridflow.rollout.config import RolloutRole
 from hybridflow.rundir.file_names import DEVICES, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
 from hybridflow.rundir.run_record import record_end
 from hybridflow.rundir.status.lock import WEIGHTS, move_aside

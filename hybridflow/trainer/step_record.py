@@ -17,7 +17,7 @@ from hybridflow.batch.worker_output import MISSING_ROUTES, OLDER_TOKENS, ROUTE_B
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.expert_loads import ExpertLoads
-from hybridflow.metrics.sample_file import SampleText
+from hybridflow.metrics.sinks.sample_file import SampleText
 from hybridflow.rewards.result import RewardResult, join_results, reward_metrics
 from hybridflow.roles.model import Update, routings
 from hybridflow.rollout.rollouts import Rollout

@@ -25,12 +25,12 @@ from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.rollout.host.stream import InFlightPolicy
 from engine3d.rollout.scheduler.rank import AdapterBase
 from hybridflow.cluster.ray import ray_session
-from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.timeline import TimelineSpan, timeline
 from hybridflow.roles.groups import EngineCalls, PolicyGroup, RolloutGroup
 from hybridflow.roles.rollout import Pause
+from hybridflow.rollout.config import RolloutRole
 from hybridflow.workers.device_turns import turns
 from hybridflow.workers.future import as_they_answer, wait_together
 

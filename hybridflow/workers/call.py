@@ -27,7 +27,7 @@ from hybridflow.workers.failure_diagnosis import (
     kind_of,
 )
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.waits import StandsStillError, Wait, waits
+from hybridflow.workers.watching.waits import StandsStillError, Wait, waits
 
 _LOOK_S = 0.2  # at what has happened already
 _LOOK_EVERY_S = 1.0  # at earlier calls, while ranks wait for their turn

@@ -29,7 +29,7 @@ from hybridflow.metrics.timeline import TimelineSpan
 from hybridflow.rundir.private import take_umask
 from hybridflow.rundir.status.heartbeat import BEAT_S, Heartbeat, HeartbeatFile, heartbeat_path
 from hybridflow.workers.context import RankAnswer, WorkerContext
-from hybridflow.workers.flight_recorder import FlightRecorder
+from hybridflow.workers.watching.flight_recorder import FlightRecorder
 
 if TYPE_CHECKING:  # the rank's environment is set before torch is loaded
     from torch.distributed import TCPStore

@@ -15,8 +15,8 @@ from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.processes.process_tree import kill_trees
 from hybridflow.cluster.processes.rank_look import RankPlace
 from hybridflow.cluster.ray import ray_session
-from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
+from hybridflow.workers.watching.call_progress import ProgressLimits
 
 
 class Ranks:

@@ -46,7 +46,6 @@ from hybridflow.cluster.ray.resource_pool import Bundle, ResourcePool
 from hybridflow.rundir.private import umask_environment
 from hybridflow.rundir.status.heartbeat import heartbeat_path
 from hybridflow.workers.call import GroupCall
-from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import OFFLOAD, ONLOAD, RankRequest, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
@@ -63,7 +62,8 @@ from hybridflow.workers.methods import (
 )
 from hybridflow.workers.rank_process import CONCURRENT, RankProcess
 from hybridflow.workers.ranks import Ranks
-from hybridflow.workers.waits import waits
+from hybridflow.workers.watching.call_progress import ProgressLimits
+from hybridflow.workers.watching.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine3d.durable import naming
-from engine3d.models.safetensors_files import ExportFiles, plan_export
+from engine3d.models.files.safetensors_files import ExportFiles, plan_export
 from hybridflow.cli.common.outcome import system_error_text
 from hybridflow.rundir.atomic_files import AppendedFile, replace_file
 from hybridflow.rundir.samples.files import replacing

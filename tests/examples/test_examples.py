@@ -13,7 +13,7 @@ import pytest
 from engine3d.checkpoint.manifest import find_checkpoints
 from hybridflow.config.recipe import load_recipe
 from hybridflow.data.tokenizer import make_chat_tokenizer
-from hybridflow.environments.agent_host import AgentHost, agent_template
+from hybridflow.environments.agents.host import AgentHost, agent_template
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeStart, EpisodeTurn
 from hybridflow.environments.episode_host import EpisodeHost

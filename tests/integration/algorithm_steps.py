@@ -24,9 +24,9 @@ from typing import Any
 from hybridflow.algorithms.base import Experience
 from hybridflow.config.reading.yaml_loader import build_settings, read_with_bases
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import ModelRole
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.data.recipe_prompts import RecipePrompts
+from hybridflow.roles.config import ModelRole
 from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
 from hybridflow.trainer.event_log import EventLog
 from hybridflow.trainer.run import start_trainer

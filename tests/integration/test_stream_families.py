@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import logprobs
 from hybridflow.config.initial_model import create_model
-from hybridflow.config.roles import CreateModel, ModelConfig
+from hybridflow.roles.config import CreateModel, ModelConfig
 from tests.support.proves import proves
 from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
 from tests.support.tiny_families import CONFIGS, family_of

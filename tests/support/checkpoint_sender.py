@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engine3d.models import load_model_spec
-from engine3d.models.safetensors_files import TensorFiles
+from engine3d.models.files.safetensors_files import TensorFiles
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Buffer, Holding, Location, RankShards
 from engine3d.reshard.describe.strided import contiguous_strides

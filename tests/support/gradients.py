@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from engine3d.models.files.weights import rank_parameters
 from engine3d.models.rules import Box, TensorSlice
-from engine3d.models.weights import rank_parameters
 
 
 def gradients(engine: Any) -> list[tuple[TensorSlice, Tensor]]:

@@ -11,8 +11,8 @@ import pytest
 from engine3d.memory import ServingBytes
 from engine3d.models import ModelSpec
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.roles import RolloutRole
 from hybridflow.planning.memory import estimate as memory_estimate
+from hybridflow.rollout.config import RolloutRole
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from engine3d.models import model_spec
+from engine3d.models.files.weights import rank_parameters
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import PREFIX
 from engine3d.models.lora.spec import target_names
-from engine3d.models.weights import rank_parameters
 from tests.support import tiny_families
 from tests.support.gradients import slices
 

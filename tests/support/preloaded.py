@@ -11,9 +11,9 @@ with quick_imports():  # which also spares the ranks looking through all of it
     import engine3d.checkpoint.hf
     import engine3d.checkpoint.writing.save
     import engine3d.models.build
-    import engine3d.models.weights
+    import engine3d.models.files.weights
     import engine3d.reshard.describe.source
     import engine3d.training.engine
-    import engine3d.training.parallel  # noqa: F401
+    import engine3d.training.megatron.parallel  # noqa: F401
     import tests.support.tiny_families
     import tests.support.tiny_models  # noqa: F401

@@ -165,7 +165,7 @@ class Trainer:
 
     def change(self, *, seed: int) -> None:
         """Give every weight that is trained another value, the same on all ranks that hold it."""
-        from engine3d.models.weights import rank_parameters
+        from engine3d.models.files.weights import rank_parameters
 
         engine = self._engine
         with torch.no_grad():

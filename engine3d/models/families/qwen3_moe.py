@@ -6,7 +6,7 @@ from typing import Any
 
 from engine3d.models import blocks
 from engine3d.models.family import Family
-from engine3d.models.hf_config import HFConfig
+from engine3d.models.files.hf_config import HFConfig
 from engine3d.models.rules import Rule
 from engine3d.models.sizes import Sizes, attention_biases, dense_sizes, divided_head_dim
 

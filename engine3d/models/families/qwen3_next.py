@@ -12,7 +12,7 @@ from typing import Any
 from engine3d.models import blocks
 from engine3d.models.families import qwen2_moe, qwen3_moe
 from engine3d.models.family import Family
-from engine3d.models.hf_config import HFConfig
+from engine3d.models.files.hf_config import HFConfig
 from engine3d.models.rules import HeadRows, HFTensor, Rule
 from engine3d.models.sizes import Delta, Sizes, dense_sizes
 

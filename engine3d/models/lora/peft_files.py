@@ -8,9 +8,9 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_json_object
+from engine3d.models.files.safetensors_files import read_header
 from engine3d.models.lora.spec import AdapterSpec
 from engine3d.models.rules import Box
-from engine3d.models.safetensors_files import read_header
 from engine3d.startup.lazy_imports import torch
 
 PREFIX = "base_model.model."

@@ -8,13 +8,13 @@ import resource
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
-from engine3d.platform.cpu import gloo_groups, sampling
+from engine3d.platform.cpu import gloo_groups
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.cpu.gloo_wire import GlooWire
-from engine3d.platform.cpu.peer_memory import CpuPeerExchange, CpuPeerMemory
+from engine3d.platform.cpu.memory import CpuPeerExchange, CpuPeerMemory
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.offload_memory import FileMemory, OffloadMemory
@@ -22,6 +22,23 @@ from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 from engine3d.startup import leave_out
 from engine3d.startup.lazy_imports import dist, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def draw_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Platform.draw_tokens`."""
+    every = (logits.float() / temperatures[:, None]).log_softmax(dim=-1)
+    probabilities = every.double().exp()
+    cumulative = probabilities.cumsum(dim=-1)
+    targets = uniforms[:, None] * cumulative[:, -1:]
+    # Where rounding leaves none beyond, the last that can be drawn.
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    last = torch.where(probabilities > 0, columns, 0).amax(dim=-1, keepdim=True)
+    tokens = torch.minimum(torch.searchsorted(cumulative, targets, right=True), last)
+    return tokens[:, 0].int(), every.gather(1, tokens)[:, 0]
+
 
 _FOR_GPUS = ("flash_attn", "flashinfer", "cutlass", "quack")
 """Kernels that run on no CPU. Megatron-Core and SGLang import them where they are installed, which takes seconds of
@@ -118,14 +135,14 @@ class CpuPlatform(Platform):
         return sglang_cpu.environment(tp)
 
     def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
-        from engine3d.platform.cpu import sglang_memory as sglang_cpu_memory
+        from engine3d.platform.cpu.sglang_modules import memory as sglang_cpu_memory
 
         return sglang_cpu_memory.create
 
     def draw_tokens(
         self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return sampling.draw_tokens(logits, temperatures, uniforms)
+        return draw_tokens(logits, temperatures, uniforms)
 
     def device_name(self, slot: int) -> str:
         return f"cpu:{slot}"

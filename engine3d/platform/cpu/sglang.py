@@ -34,7 +34,7 @@ def activate() -> str | None:
     if "transformers" not in sys.modules:  # which looks once for what there is
         for name in _LEFT_OUT:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    return "engine3d.platform.cpu.sglang_platform.NativeCpuPlatform"
+    return "engine3d.platform.cpu.sglang_modules.platform.NativeCpuPlatform"
 
 
 def server_arguments() -> dict[str, Any]:

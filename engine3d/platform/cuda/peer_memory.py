@@ -64,7 +64,7 @@ class CudaPeerExchange(PeerExchange):
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> None:
         # Triton is slow to import, and only engines need it here.
-        from engine3d.platform.cuda import peer_kernels
+        from engine3d.platform.cuda.kernels import peer as peer_kernels
 
         super().__init__(group.rank(), group.size())
         layout = peer_kernels.ExchangeBuffer.of(nbytes, self.ranks)

@@ -10,8 +10,7 @@ import signal
 import sys
 from typing import Any
 
-from engine3d.rollout.host.client_connection import ClientConnection
-from engine3d.rollout.host.messages import START_ID, HostCall, Progress, Reply
+from engine3d.rollout.host.messages import START_ID, ClientConnection, HostCall, Progress, Reply
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, scheduler_state
 from engine3d.run_files import remove_run_files
 

@@ -12,15 +12,17 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import LOST_RANKS, EngineError, UserError
 from engine3d.progress import progress
+from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.log import describe_death, lost_neighbour
 from engine3d.rollout.host.messages import (
     START_ID,
@@ -31,12 +33,29 @@ from engine3d.rollout.host.messages import (
     Progress,
     Reply,
 )
-from engine3d.rollout.host.run_environment import run_environment
-from engine3d.rollout.requests import Response
-from engine3d.run_files import make_run_directory, remove_run_files
+from engine3d.rollout.requests import EngineStats, Response
+from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
+from engine3d.stacks import STACKS_VARIABLE, stacks_path
 
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
+
+
+def run_environment(run_directory: Path, log_path: Path) -> dict[str, str]:
+    """Variables by which the processes have their client's code, the files of their run, and a place for stacks.
+
+    Args:
+        run_directory: that `make_run_directory` has made for them.
+        log_path: of what they print.
+    """
+    return {
+        # The client's code, in the process and in all that it starts; not what lies in the working directory.
+        "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
+        "PYTHONSAFEPATH": "1",
+        "TMPDIR": str(run_directory),
+        RUN_DIRECTORY_VARIABLE: str(run_directory),
+        STACKS_VARIABLE: str(stacks_path(log_path.absolute())),
+    }
 
 
 class PendingResponses:
@@ -350,3 +369,46 @@ class HostProcess:
             if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
                 return
             time.sleep(0.01)
+
+
+class HostOwner(ABC):
+    """A client of an engine, or of its part on one host.
+
+    Args:
+        config: of the engine.
+        log_path: where all that its processes print goes; a temporary file, kept when they die, if None.
+    """
+
+    def __init__(self, config: RolloutConfig, log_path: str | Path | None) -> None:
+        self.config = config
+        self._log_path = Path(log_path) if log_path is not None else None
+        self._host: HostProcess | None = None
+
+    @abstractmethod
+    def start(self) -> Self:
+        """Start it and wait until it is up. Raises EngineError after `start_timeout_s` at the latest."""
+
+    def is_alive(self) -> bool:
+        """True if its process runs, even while it is busy or stuck."""
+        return self._host is not None and self._host.is_alive
+
+    def shutdown(self) -> None:
+        """End it and everything that it started; by force after `shutdown_timeout_s`. Idempotent."""
+        if self._host is None or not self._host.is_alive:
+            return
+        self._host.shutdown(self.config.shutdown_timeout_s)
+        if self._log_path is None:
+            self._host.log_path.unlink(missing_ok=True)  # nothing went wrong that it could tell of
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _running(self) -> HostProcess:
+        if self._host is None:
+            raise EngineError("rollout engine was not started")
+        return self._host

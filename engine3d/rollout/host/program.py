@@ -9,6 +9,7 @@ engine on several hosts has such a process on each; the first one's answers, the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import os
@@ -19,17 +20,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from engine3d.errors import EngineError
 from engine3d.models import load_model_spec
 from engine3d.models.experts.routes import RouteFormat
 from engine3d.platform import platform
 from engine3d.rollout import moe_configs
-from engine3d.rollout.host.client_connection import ClientConnection
 from engine3d.rollout.host.generation import SglangBatches, adapter_name, add_adapter
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.member import end_engine, serve_member
 from engine3d.rollout.host.messages import (
     START_ID,
+    ClientConnection,
     GivenLogprobs,
     HostCall,
     Limits,
@@ -37,7 +40,6 @@ from engine3d.rollout.host.messages import (
     Reply,
 )
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, SchedulerState, scheduler_state
-from engine3d.rollout.host.ranks import watched_ranks
 from engine3d.rollout.host.stream import InFlightPolicy, ResponseStream
 from engine3d.rollout.requests import Request, Response
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
@@ -46,6 +48,24 @@ from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
 from engine3d.stacks import write_stacks_on_request
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
+
+_TITLE = "sglang::scheduler"
+
+
+def watched_ranks() -> dict[int, str]:
+    """A descriptor for each rank's process, which can be read once that has ended, and what to call it."""
+    titles: dict[int, str] = {}
+    for process in psutil.Process().children(recursive=True):  # those before what they have started
+        with contextlib.suppress(psutil.NoSuchProcess):  # a compiler, perhaps
+            title = " ".join(process.cmdline()[:1])
+            if title.startswith(_TITLE) and process.ppid() not in titles:  # a rank's forks have its title
+                titles[process.pid] = title.removeprefix("sglang::")
+    descriptors: dict[int, str] = {}
+    for pid, title in titles.items():
+        with contextlib.suppress(OSError):  # a system without, where SGLang's own watch is all
+            descriptors[os.pidfd_open(pid)] = f"{title} (pid={pid})"
+    return descriptors
+
 
 _CLEAR_UP_S = 10.0  # between the last response and a scheduler that has cleared up after it
 _KEEPING_CACHE: tuple[InFlightPolicy, ...] = ("continue", "recompute")  # responses stay with a scheduler that is paused

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from engine3d.engine_stats import EngineStats
 from engine3d.rollout.host.generation import SglangBatches, adapter_name, drawn, sampling_parameters
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.messages import EndedResponses
 from engine3d.rollout.host.progress import SchedulerState
-from engine3d.rollout.requests import Request, Response
+from engine3d.rollout.requests import EngineStats, Request, Response
 from engine3d.rollout.scheduler.text_stops import BEFORE, PARAMETER, window
 
 if TYPE_CHECKING:

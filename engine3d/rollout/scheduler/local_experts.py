@@ -86,7 +86,7 @@ def add_up(original: Callable[..., Any], rows: torch.Tensor, into: torch.Tensor,
         original(rows, into, scale)
         return
     # Triton is slow to import, and only engines need it here.
-    from engine3d.platform.cuda.expert_sum_kernels import sum_local
+    from engine3d.platform.cuda.kernels.expert_sum import sum_local
 
     sum_local(rows, _experts, into, scale)
     _experts = None

@@ -19,11 +19,10 @@ from urllib.parse import parse_qsl, urlsplit
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
-from engine3d.rollout.scheduler import attention_groups, local_experts, peer_collectives, routes
-from engine3d.rollout.scheduler.last_token import end_at_last_token
-from engine3d.rollout.scheduler.released import wait_while_paused, wait_while_released
+from engine3d.rollout.scheduler import local_experts, peer_collectives, routes
+from engine3d.rollout.scheduler.attention import attention_groups
 from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
-from engine3d.rollout.scheduler.text_stops import end_at_text
+from engine3d.rollout.scheduler.text_stops import end_at_last_token, end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.stacks import write_stacks_on_request
@@ -179,7 +178,7 @@ def _draw_by_one_kernel(runner: Any) -> None:
 
 def _read_once(runner: Any) -> None:
     # Here for the same reason. It refuses drafts by itself.
-    from engine3d.rollout.scheduler import cascade_backend
+    from engine3d.rollout.scheduler.attention import cascade_backend
 
     cascade_backend.register()
 
@@ -219,3 +218,37 @@ def _name_segment(name: Callable[[str], str], kind: str) -> str:
 def _set_start_method(result: Any, *args: Any, **kwargs: Any) -> None:
     # SGLang sets "spawn" just before it starts its processes; the platform may know that another is right and faster.
     multiprocessing.set_start_method(os.environ[START_METHOD_VARIABLE], force=True)
+
+
+_LONGEST_MS = 50
+"""Longest wait, in milliseconds. A request to the first rank ends it. A request to another group of ranks waits for its
+end.
+"""
+
+
+def wait_while_released(result: None, scheduler: Any) -> None:
+    """Wait for what the engine is asked, after SGLang's `Scheduler.maybe_sleep_on_idle`.
+
+    SGLang calls that in each iteration without work, in all of its loops. The first rank of all waits at its sockets.
+    All others wait for it in the collective that hands on what it received, also those of groups with attention of
+    their own: it is on the CPU, and takes no core. With `sleep_on_idle` SGLang waits by itself.
+    """
+    if not scheduler.weight_updater.offload_tags or scheduler.server_args.sleep_on_idle:
+        return
+    if scheduler.ps.tp_rank > 0 or scheduler.ps.pp_rank > 0:
+        return
+    import zmq
+
+    sockets = zmq.Poller()
+    sockets.register(scheduler.ipc_channels.recv_from_tokenizer, zmq.POLLIN)
+    sockets.register(scheduler.ipc_channels.recv_from_rpc, zmq.POLLIN)
+    sockets.poll(_LONGEST_MS)
+
+
+def wait_while_paused(result: None, scheduler: Any, *_: Any) -> None:
+    """Put a paused scheduler to sleep like an idle one, after SGLang's `Scheduler.process_input_requests`.
+
+    SGLang goes from there to the next requests at once, and with requests in flight it is never idle.
+    """
+    if scheduler._engine_paused:
+        scheduler.maybe_sleep_on_idle()

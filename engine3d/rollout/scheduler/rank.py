@@ -23,7 +23,8 @@ from engine3d.platform import platform
 from engine3d.rollout.host.generation import ADAPTER_VARIABLE
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.requests import Response
-from engine3d.rollout.scheduler.in_flight import drop_unused, responses_in_flight
+from engine3d.rollout.scheduler.routes import routes_so_far
+from engine3d.rollout.scheduler.versions import VERSIONS
 from engine3d.run_files import open_own
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from engine3d.reshard.transport.program import CopyProgram
     from engine3d.reshard.transport.sender import Sent, Transport
     from engine3d.reshard.verify import BufferDifference
+
 
 # The files in which trainer's ranks say where their weights lie: for each of the engine's ranks one path, or nothing
 # between two os.pathsep.
@@ -393,3 +395,34 @@ def weight_source(rank: int) -> SharedShards | None:
     with open_own(path) as file:  # a pickle runs what it says: nobody else may have put it there
         shared: SharedShards = pickle.load(file)
     return shared
+
+
+def responses_in_flight(scheduler: Any) -> dict[str, Response]:
+    """The responses of SGLang's scheduler that have a token, by the names of their requests.
+
+    A token whose forward pass still runs is not among them.
+    """
+    batches = [scheduler.running_batch, scheduler.last_batch]
+    requests = [request for batch in batches if batch is not None for request in batch.reqs] + scheduler.waiting_queue
+    responses = {}
+    for request in requests:
+        count = len(request.output_ids)
+        if count and not request.finished():
+            versions = (request.customized_info or {}).get(VERSIONS, [])
+            logprobs = request.logprob.output_token_logprobs_val
+            routes = routes_so_far(request, scheduler.req_to_token_pool)
+            responses[request.rid] = Response(
+                list(request.output_ids),
+                [float(logprob) for logprob in logprobs],
+                list(versions),
+                routes=None if routes is None else routes.numpy(),
+            )
+    return responses
+
+
+def drop_unused(scheduler: Any) -> None:
+    """Evict from SGLang's prefix cache everything that no request uses."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    cache = scheduler.tree_cache
+    cache.evict(EvictParams(num_tokens=cache.evictable_size()))

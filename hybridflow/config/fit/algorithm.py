@@ -12,9 +12,9 @@ from hybridflow.algorithms.pf_ppo import PFPPOSettings
 from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.algorithms.preferences import PreferenceSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import TrainerConfig
 from hybridflow.data.config import DataConfig
+from hybridflow.rollout.config import RolloutRole
 
 
 def misfits(

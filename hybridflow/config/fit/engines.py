@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel
 
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.config.roles import RolloutRole
-from hybridflow.config.run import PlacementConfig, TrainerConfig
+from hybridflow.config.run import TrainerConfig
 from hybridflow.data.config import DataConfig
+from hybridflow.roles.config import PlacementConfig
+from hybridflow.rollout.config import RolloutRole
 
 
 def engine_errors(

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.roles import RolloutRole
 from hybridflow.data.config import DataConfig
 from hybridflow.environments.config import EnvironmentConfig
+from hybridflow.rollout.config import RolloutRole
 
 EPISODIC = (
     *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "opo", "pass_at_k"),

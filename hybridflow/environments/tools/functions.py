@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 
 from hybridflow.environments.call_server import NonsenseError
-from hybridflow.rewards.function_process import RewardError, describe
+from hybridflow.rewards.processes.function_process import RewardError, describe
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,50}", re.ASCII)
 _MOST_ABANDONED = 32

@@ -9,7 +9,13 @@ from hybridflow.environments.call_server import MOST_COUNTS
 from hybridflow.environments.environment_process import run_environments
 from hybridflow.environments.tools.functions import Tool
 from hybridflow.environments.tools.tool_environment import ToolEnvironment
-from hybridflow.rewards.function_process import RewardError, ScoringFunction, describe, encode_message, load_callable
+from hybridflow.rewards.processes.function_process import (
+    RewardError,
+    ScoringFunction,
+    describe,
+    encode_message,
+    load_callable,
+)
 
 _OTHER_COUNTS = 8
 """Names of counts that are no tool's."""

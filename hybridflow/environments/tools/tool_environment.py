@@ -11,7 +11,7 @@ from hybridflow.environments.call_server import NonsenseError
 from hybridflow.environments.environment import Observation, Task, Turn
 from hybridflow.environments.tools.functions import ArgumentsError, Tool, ToolFailureError, in_thread
 from hybridflow.rewards.compute_score import SOURCE
-from hybridflow.rewards.function_process import RewardError, ScoringFunction
+from hybridflow.rewards.processes.function_process import RewardError, ScoringFunction
 
 _MALFORMED = "error: the call cannot be read"
 

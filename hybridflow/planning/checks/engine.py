@@ -21,8 +21,8 @@ from engine3d.rollout.served import (
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
-from hybridflow.config.roles import ModelConfig, RolloutRole
-from hybridflow.config.run import PlacementConfig
+from hybridflow.roles.config import ModelConfig, PlacementConfig
+from hybridflow.rollout.config import RolloutRole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

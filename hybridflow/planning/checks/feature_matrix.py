@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from engine3d.layout import Layout
     from engine3d.models import ModelSpec
     from engine3d.training.config import TrainConfig
-    from hybridflow.config.roles import MegatronRole, RolloutRole
+    from hybridflow.roles.config import MegatronRole
+    from hybridflow.rollout.config import RolloutRole
 
 FAMILIES = (
     "llama",

@@ -16,7 +16,7 @@ from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.devices.nvml import answer
-from hybridflow.config.roles import MegatronRole
+from hybridflow.roles.config import MegatronRole
 
 Devices = Mapping[str, Sequence[Device]]
 """The devices of each role."""

@@ -18,11 +18,11 @@ from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.serving.model import ServedModel
 from engine3d.startup.lazy_imports import torch
 from engine3d.training.config import TrainConfig
-from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
+from engine3d.training.megatron.settings import check_effect, check_options, megatron_settings
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.roles import JudgeModel, ModelRole, ScoringModel, TeacherModel
+from hybridflow.roles.config import JudgeModel, ModelRole, ScoringModel, TeacherModel
 
 LANGUAGE_MODELS = ("reference", "teacher")
 """The models beside the actor that have a vocabulary and no scalar head."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.roles import MegatronRole, RolloutRole
+from hybridflow.roles.config import MegatronRole
+from hybridflow.rollout.config import RolloutRole
 
 
 def check_offload(

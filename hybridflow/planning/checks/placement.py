@@ -18,8 +18,7 @@ from hybridflow.algorithms.preferences import PreferenceSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import ROLES, Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import RolloutRole
-from hybridflow.config.run import PlacementConfig, TrainerConfig, WarmupConfig
+from hybridflow.config.run import TrainerConfig, WarmupConfig
 from hybridflow.planning.checks.engine import (
     check_baselines,
     check_engine_nodes,
@@ -27,6 +26,8 @@ from hybridflow.planning.checks.engine import (
     hosts_of_engine,
 )
 from hybridflow.planning.checks.model import check_megatron
+from hybridflow.roles.config import PlacementConfig
+from hybridflow.rollout.config import RolloutRole
 
 _NODE_GPUS = 8
 """GPUs of a node, where nothing says how many it has."""

@@ -22,7 +22,7 @@ from hybridflow.data.given_responses import GivenResponses
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
-from hybridflow.environments.agent_host import agent_parser, agent_template
+from hybridflow.environments.agents.host import agent_parser, agent_template
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.observation_tokens import observation_template, tool_messages
 from hybridflow.planning.checks.engine import check_same_tokens, end_notes

@@ -26,10 +26,8 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.reading.recipe_paths import explained
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import CreateModel
-from hybridflow.config.run import PlacementConfig
-from hybridflow.metrics.trackers import check_trackers
-from hybridflow.metrics.wandb_sink import check_wandb
+from hybridflow.metrics.sinks.trackers import check_trackers
+from hybridflow.metrics.sinks.wandb_sink import check_wandb
 from hybridflow.planning.checks.engine import check_sampling, precision_notes
 from hybridflow.planning.checks.environment import check_environment
 from hybridflow.planning.checks.feature_matrix import RunFeatures, check_tested
@@ -49,6 +47,7 @@ from hybridflow.planning.checks.reward import check_rewards, check_set_rewards
 from hybridflow.planning.memory.estimate import foresee, recipe_ledger
 from hybridflow.planning.memory.ledger import MemoryLedger
 from hybridflow.planning.memory.samples import check_kept_routes, check_replay, store_notes
+from hybridflow.roles.config import CreateModel, PlacementConfig
 
 
 def check_recipe(

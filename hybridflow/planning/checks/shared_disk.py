@@ -11,8 +11,8 @@ from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.hosts.description import Host, listed
 from hybridflow.cluster.ray.node_actors import nodes_apart
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.run import PlacementConfig
 from hybridflow.planning.checks.placement import planned_devices
+from hybridflow.roles.config import PlacementConfig
 from hybridflow.rundir.file_names import EXPORT
 
 

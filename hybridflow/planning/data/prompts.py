@@ -10,7 +10,6 @@ from engine3d.errors import UserError
 from engine3d.rollout.config import RolloutConfig
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.initial_model import initial_spec
-from hybridflow.config.roles import ModelConfig, RolloutRole
 from hybridflow.data.config import DataConfig, OverlongPolicy, SameResponses
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.conversations.supervised import SupervisedPrompts, encode_supervised
@@ -25,6 +24,8 @@ from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.planning.checks.environment import with_tools
+from hybridflow.roles.config import ModelConfig
+from hybridflow.rollout.config import RolloutRole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

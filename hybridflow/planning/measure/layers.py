@@ -17,8 +17,8 @@ from torch import Tensor
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, model_spec
 from engine3d.training.config import LayoutConfig, TrainConfig
-from engine3d.training.forward import TokenOutputs
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.forward import TokenOutputs
+from engine3d.training.passes.sequences import Sequences
 from hybridflow.planning.measure.ranks import on_ranks, seconds_together
 from hybridflow.planning.measure.rates import MeasuredRate, seconds_of
 from hybridflow.planning.time.hardware import Hardware

@@ -31,8 +31,8 @@ from engine3d.models import ModelSpec
 from engine3d.models.precision import Precision
 from engine3d.rollout.config import RolloutConfig
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.config.roles import MegatronRole
 from hybridflow.planning.memory.ledger import GpuMemory, MemoryPhase
+from hybridflow.roles.config import MegatronRole
 
 GENERATE = "rollout"
 """Phase in which engines generate."""
@@ -230,7 +230,7 @@ def rank_workspace(config: RolloutConfig, spec: ModelSpec, *, on_gpu: bool) -> i
     """Predict what an engine takes on a rank next to weights and KV cache."""
     # These import torch, which the other half of a ledger does without.
     from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
-    from engine3d.rollout.scheduler.cascade_attention import table_bytes
+    from engine3d.rollout.scheduler.attention.cascade_attention import table_bytes
     from engine3d.rollout.scheduler.peer_collectives import PEER_MEMORY
 
     requests = config.most_requests

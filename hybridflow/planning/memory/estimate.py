@@ -24,7 +24,6 @@ from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import JudgeModel, RolloutRole
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.planning.checks.gpu import gpu_without_fused_experts
 from hybridflow.planning.checks.model import role_spec
@@ -33,6 +32,8 @@ from hybridflow.planning.checks.prompt import encoded_prompts
 from hybridflow.planning.memory.device import RoleMemory, device_memory
 from hybridflow.planning.memory.ledger import GpuMemory, HostMemory, MemoryLedger
 from hybridflow.planning.memory.samples import cache_tokens, replay_bytes, route_bytes_by_node
+from hybridflow.roles.config import JudgeModel
+from hybridflow.rollout.config import RolloutRole
 
 _NOTHING = ServingBytes(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)
 

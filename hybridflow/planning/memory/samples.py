@@ -16,10 +16,10 @@ from engine3d.rollout.config import RolloutConfig
 from hybridflow.algorithms.replay import most_bytes
 from hybridflow.cluster.devices.device_map import Device, DeviceKind
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.roles import RolloutRole
-from hybridflow.config.run import SamplesConfig
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
+from hybridflow.rollout.config import RolloutRole
+from hybridflow.rundir.samples.config import SamplesConfig
 
 
 @dataclass(frozen=True, slots=True)

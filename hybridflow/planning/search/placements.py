@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from engine3d.errors import UserError
 from engine3d.memory.overhead import CONTEXT_BYTES, device_overhead
-from hybridflow.planning.search.allocations import allocations, partitions
 from hybridflow.planning.search.engines import EngineChoice
 from hybridflow.planning.search.layouts import Proposal
 from hybridflow.planning.search.role_choices import RoleChoices, SearchSettings
@@ -25,6 +24,33 @@ from hybridflow.planning.time.phases import PhaseCosts
 from hybridflow.planning.time.step import PhaseSeconds, StepSeconds, step_seconds
 from hybridflow.planning.time.transfer import transfer_cost
 from hybridflow.planning.time.workload import Workload
+
+
+def partitions(names: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
+    """Yield every partition of names into sets, in a fixed order."""
+    if not names:
+        yield []
+        return
+    first, rest = names[0], names[1:]
+    for partition in partitions(rest):
+        yield [(first,), *partition]
+        for index, block in enumerate(partition):
+            yield [*partition[:index], (first, *block), *partition[index + 1 :]]
+
+
+def allocations(gpus: int, groups: int, gpus_per_node: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to give all GPUs to groups: in single GPUs within a node, else in eighths that are whole nodes.
+
+    A group of fewer GPUs than the steps would have none is not among them.
+    """
+    step = 1 if gpus <= gpus_per_node else max(gpus_per_node, gpus // 8 // gpus_per_node * gpus_per_node)
+    units = gpus // step
+    for cuts in itertools.combinations(range(1, units), groups - 1):
+        edges = (0, *cuts, units)
+        sizes = [(after - before) * step for before, after in itertools.pairwise(edges)]
+        sizes[-1] += gpus - units * step
+        yield tuple(sizes)
+
 
 _ROUNDING = 1.01
 """Margin of the memory that engines may take: pages of a KV cache are rounded."""

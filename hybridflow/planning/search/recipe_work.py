@@ -17,8 +17,6 @@ from engine3d.rollout.served import check_on_gpus, check_served
 from engine3d.training.config import TrainConfig
 from hybridflow.cluster.devices.device_map import Device, DeviceKind
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import MegatronRole, RolloutRole
-from hybridflow.config.run import PlacementConfig
 from hybridflow.data.given_responses import GivenResponses
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.checks.engine import check_engine_nodes, check_served_adapters
@@ -31,6 +29,8 @@ from hybridflow.planning.search.role_choices import SearchSettings
 from hybridflow.planning.search.run_plan import ROLLOUT, RunPlan
 from hybridflow.planning.time.generation import EngineShape
 from hybridflow.planning.time.workload import RoleWork, Workload, drawn_lengths
+from hybridflow.roles.config import MegatronRole, PlacementConfig
+from hybridflow.rollout.config import RolloutRole
 
 _MOST_SPREAD = 3.0
 """Largest spread of the logarithm of lengths: one in six responses would be twenty times as long as the median."""

@@ -24,7 +24,7 @@ from engine3d.settings import LONGEST_S, Settings
 from hybridflow.remote.endpoint import Deadline, settings_of
 from hybridflow.rewards.builtin import CODE_TIMEOUT_S
 from hybridflow.rewards.code.cases import Case, CasesError, cases_of, ended_well
-from hybridflow.rewards.function_process import NoRewardError
+from hybridflow.rewards.processes.function_process import NoRewardError
 from hybridflow.sandbox.config import SandboxSettings
 from hybridflow.sandbox.opening import open_sandbox
 from hybridflow.sandbox.program import Sandbox, SandboxError, Verdict

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 
 from engine3d.errors import shortened
 from hybridflow.remote.endpoint import Deadline, Endpoint, EndpointSettings, RequestCounts, RequestError, settings_of
-from hybridflow.rewards.function_process import OPTIONAL_COLUMNS, NoRewardError, RewardError, check_metrics
+from hybridflow.rewards.processes.function_process import OPTIONAL_COLUMNS, NoRewardError, RewardError, check_metrics
 
 _TEXTS = "responses"
 _MOST_BYTES, _BYTES_PER_SAMPLE = 1 << 16, 1 << 13

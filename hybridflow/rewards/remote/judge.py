@@ -38,7 +38,7 @@ from pydantic import Field, model_validator
 from engine3d.errors import shortened
 from engine3d.settings import MOST_TOKENS, Settings
 from hybridflow.remote.endpoint import Deadline, Endpoint, EndpointSettings, RequestCounts, RequestError, settings_of
-from hybridflow.rewards.function_process import NoRewardError
+from hybridflow.rewards.processes.function_process import NoRewardError
 from hybridflow.rewards.remote.rubric import COLUMNS, RESPONSE, Rubric, RubricError
 from hybridflow.rewards.remote.verdict import MalformedError, Scale, StructuredVerdict, WrittenVerdict
 from hybridflow.rewards.remote.verdict_cache import VerdictCache

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from engine3d.engine_stats import EngineStats
+from engine3d.rollout.requests import EngineStats
 from hybridflow.metrics import names as metrics
 
 if TYPE_CHECKING:

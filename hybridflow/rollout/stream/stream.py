@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import Response
+from engine3d.rollout.requests import EngineStats, Response
 from hybridflow.batch.stream_requests import (
     EngineLostError,
     SampleEnd,

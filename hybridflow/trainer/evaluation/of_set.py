@@ -15,7 +15,6 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.checkpoint.set_results import MeasuredSet, learned_from, set_identity
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.roles import JudgeModel, ScoringModel
 from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
@@ -29,6 +28,7 @@ from hybridflow.metrics.evaluation_statistics import (
 )
 from hybridflow.rewards.result import RewardResult, function_metrics, reward_metrics
 from hybridflow.rewards.votes import NO_VOTE
+from hybridflow.roles.config import JudgeModel, ScoringModel
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
 from hybridflow.rollout.rollouts import Responses, Samples

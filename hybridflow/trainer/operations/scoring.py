@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.config.roles import ScoringModel
 from hybridflow.data.prompts import Prompts
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Timer
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.result import RewardResult, check_given
+from hybridflow.roles.config import ScoringModel
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result
 from hybridflow.rollout.source import RolloutSource

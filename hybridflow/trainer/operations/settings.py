@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import TrainerConfig
+from hybridflow.rollout.config import RolloutRole
 
 
 @dataclass(frozen=True)

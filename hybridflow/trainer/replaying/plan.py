@@ -20,11 +20,11 @@ from hybridflow.checkpoint.resume import run_identity
 from hybridflow.config.reading.yaml_loader import parse_override, public_settings
 from hybridflow.config.recipe import Recipe, load_run_recipe
 from hybridflow.config.replay_recipe import ReplayRecipe
-from hybridflow.config.run import SamplesConfig
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.file_names import EVENTS, METRICS, SAMPLE_STORE
 from hybridflow.rundir.kept_recipe import saved_to
+from hybridflow.rundir.samples.config import SamplesConfig
 from hybridflow.rundir.samples.files import stored_steps
 from hybridflow.rundir.status.watching import checked_run
 from hybridflow.trainer.replaying.stored_step import StepMetadata, all_learned

@@ -25,9 +25,9 @@ from hybridflow.batch.sample_fields import ROUTES
 from hybridflow.batch.sample_table import ANSWER, DATA_ROW, ByName, ScoreColumns, sample_schema, table_of
 from hybridflow.batch.worker_output import ROUTE_BYTES
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.config.run import SamplesConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
+from hybridflow.rundir.samples.config import SamplesConfig
 from hybridflow.rundir.samples.files import forget_later_steps, forget_oldest_steps, replacing, sample_file
 
 FORMAT = 1

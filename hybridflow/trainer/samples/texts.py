@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.data.tasks import Example
-from hybridflow.metrics.sample_file import SampleText
+from hybridflow.metrics.sinks.sample_file import SampleText
 
 _CHARACTERS = 1000
 """Most characters of an answer in the store."""

@@ -13,9 +13,9 @@ from hybridflow.cluster.ray import ray_session
 from hybridflow.cluster.ray.cluster_nodes import ClusterNode, found_nodes
 from hybridflow.cluster.ray.host_checks import HostCheck, check_nodes, check_this_host
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.run import PlacementConfig
 from hybridflow.errors.log import log
 from hybridflow.planning.checks.shared_disk import check_shared_disks, shared_files
+from hybridflow.roles.config import PlacementConfig
 
 
 def check_nodes_of(recipe: Recipe) -> None:

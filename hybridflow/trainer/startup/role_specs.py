@@ -19,7 +19,6 @@ from hybridflow.batch.remote_batch import SampleCosts
 from hybridflow.checkpoint.resume import WARMED_UP
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.fit.episodes import OF_SAMPLING
-from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.checks.engine import hosts_of_engine
 from hybridflow.planning.checks.placement import leased_engines
@@ -35,12 +34,12 @@ from hybridflow.roles.groups import (
     ValueGroup,
 )
 from hybridflow.roles.judge import JudgeWorker
+from hybridflow.roles.judge_identity import judge_identity
 from hybridflow.roles.offload import begin_in_turn
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
-from hybridflow.roles.teacher import TeacherWorker
-from hybridflow.roles.teacher_engine import TeacherEngineWorker
+from hybridflow.roles.teacher import TeacherEngineWorker, TeacherWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.rundir.status.lock import SHARDS
 from hybridflow.trainer.startup.run_setup import Run

@@ -44,10 +44,10 @@ from hybridflow.rundir.status.watching import ENGINES, JUDGE_SERVERS, TEACHER_EN
 from hybridflow.trainer.startup.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.startup.run_setup import Run
 from hybridflow.workers.call import end_of_standstill
-from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.failure_diagnosis import GRACE_S
 from hybridflow.workers.rank_process import CONCURRENT
-from hybridflow.workers.waits import StandsStillError, waits
+from hybridflow.workers.watching.call_progress import ProgressLimits
+from hybridflow.workers.watching.waits import StandsStillError, waits
 from hybridflow.workers.worker_group import START_TIMEOUT_S, WorkerGroup
 
 _ENGINE_LOGS: Mapping[type, str] = {

@@ -22,8 +22,8 @@ from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleSummary, file_
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, load_model_spec, model_spec
+from engine3d.models.files.safetensors_files import TensorFiles
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, quantise, scale_box, scale_name
-from engine3d.models.safetensors_files import TensorFiles
 from tests.support.distributed import run_distributed
 from tests.support.tiny_families import CONFIGS, DEEPSEEK, make
 
@@ -83,7 +83,7 @@ def _train_and_save(root: Path) -> dict[str, tuple[RoleSummary, list[FileEntry]]
     from engine3d.checkpoint.writing.save import EngineCheckpoint
     from engine3d.training.config import OptimizerConfig, TrainConfig
     from engine3d.training.engine import TrainEngine
-    from engine3d.training.sequences import Sequences
+    from engine3d.training.passes.sequences import Sequences
 
     def loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
         return (outputs.logprobs if outputs.values is None else outputs.values).sum(), None

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine3d.layout import Layout
 from engine3d.memory.traffic import MicroBatchTraffic, micro_batch_traffic, update_traffic
 from engine3d.training.config import LayoutConfig, TrainConfig
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from tests.engine3d.checkpoint.writing.test_save import build_engine
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed

@@ -24,7 +24,7 @@ from engine3d.models import (
     model_spec,
     weight_notes,
 )
-from engine3d.models.safetensors_files import ExportFiles, TensorFiles, plan_export
+from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles, plan_export
 from engine3d.rollout.served import check_files
 from tests.support.distributed import RankFailedError, run_distributed
 from tests.support.tiny_families import CONFIGS, MOE, make
@@ -371,7 +371,7 @@ def test_files_stay_below_the_limit(sound: Path) -> None:
 
 
 def start(layout: Layout) -> Any:
-    from engine3d.training import parallel
+    from engine3d.training.megatron import parallel
 
     return parallel.initialise(layout, seed=1, timeout_s=300)
 
@@ -457,7 +457,7 @@ def test_a_critic_of_a_language_model_starts_with_a_new_head(sound: Path) -> Non
 
 def failing_export(directory: Path, export: Path, layout: Layout) -> list[str]:
     """Messages of each rank when one of them cannot write, and when the target exists."""
-    import engine3d.models.weights as weights
+    import engine3d.models.files.weights as weights
     from engine3d.models import build_model, load_weights
 
     coordinates = start(layout)

@@ -164,7 +164,7 @@ def test_logits_and_files_equal_transformers(models: Path, world_size: int, furt
 
 
 def compare_all(models: Path, names: dict[Layout, list[str]], exports: Path) -> dict[tuple[str, str], dict[str, float]]:
-    from engine3d.training import parallel
+    from engine3d.training.megatron import parallel
 
     differences = {}
     for layout, of_layout in names.items():
@@ -242,7 +242,7 @@ def gradient_difference(model: Any, spec: Any, layout: Layout, coordinates: Any,
     """Largest difference of this rank's gradients from transformers', relative to the tensor's largest gradient."""
     from megatron.core import parallel_state
 
-    from engine3d.models.weights import rank_parameters
+    from engine3d.models.files.weights import rank_parameters
 
     tokens = reference["tokens"][0]
     logits: torch.Tensor = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)

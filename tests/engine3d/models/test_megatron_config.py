@@ -16,7 +16,7 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec, model_spec
 from engine3d.platform import platform
 from engine3d.training.config import TrainConfig
-from engine3d.training.megatron_settings import check_options, megatron_settings
+from engine3d.training.megatron.settings import check_options, megatron_settings
 from tests.support.tiny_families import CONFIGS, DEEPSEEK, MOE
 
 LAYOUTS: list[dict[str, int]] = [

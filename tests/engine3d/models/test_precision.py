@@ -16,6 +16,8 @@ from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec, weight_notes
 from engine3d.models.family import ModelSpec
+from engine3d.models.files.safetensors_files import TensorFiles
+from engine3d.models.files.weights import finish_export
 from engine3d.models.precision import (
     QUANTISATION_CONFIG,
     Fp8Settings,
@@ -32,9 +34,7 @@ from engine3d.models.precision import (
     served_shapes,
     stored_tensors,
 )
-from engine3d.models.quantised import unquantised_overrides
-from engine3d.models.safetensors_files import TensorFiles
-from engine3d.models.weights import finish_export
+from engine3d.models.quantisation.stored import unquantised_overrides
 from engine3d.rollout import RolloutConfig, launch
 from engine3d.rollout.served import check_files, check_served
 from tests.engine3d.models.test_rules import QWEN3_30B
@@ -319,7 +319,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export_all(root: Path) -> None:
     """Export each model in bf16 by two tensor ranks in fp8, and that by two stages in both."""
-    from engine3d.training import parallel
+    from engine3d.training.megatron import parallel
 
     for layout in (Layout(tp=2), Layout(pp=2)):
         coordinates = parallel.initialise(layout, seed=1, timeout_s=300)

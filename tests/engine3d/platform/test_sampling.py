@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine3d.platform import platform
-from engine3d.platform.cpu.sampling import draw_tokens
+from engine3d.platform.cpu.cpu_platform import draw_tokens
 from tests.support.interpreted import run_interpreted
 
 LARGEST = float(np.nextafter(1.0, 0.0))

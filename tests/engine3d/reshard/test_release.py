@@ -13,7 +13,7 @@ import torch
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
-from engine3d.platform.cpu.sglang_memory import CpuMemorySaver
+from engine3d.platform.cpu.sglang_modules.memory import CpuMemorySaver
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import PlannedTrainer

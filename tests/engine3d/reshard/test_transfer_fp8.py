@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.logprobs import dequantised
 from engine3d.models import initialise_random, load_model_spec, model_spec
+from engine3d.models.files.safetensors_files import TensorFiles
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, served_tensors
-from engine3d.models.safetensors_files import TensorFiles
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.proves import proves, runs_of

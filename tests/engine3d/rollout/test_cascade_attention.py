@@ -16,7 +16,7 @@ from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.launch import ModelDirectory, server_arguments
-from engine3d.rollout.scheduler.cascade_attention import attend, requests_of_a_group, share, table_bytes
+from engine3d.rollout.scheduler.attention.cascade_attention import attend, requests_of_a_group, share, table_bytes
 from engine3d.rollout.served import check_device, check_served
 from tests.support import tiny_families
 from tests.support.interpreted import run_interpreted
@@ -153,7 +153,7 @@ def _groups(device: str) -> None:
 
 
 def _interpreted(device: str) -> None:
-    from engine3d.platform.cuda import cascade_kernels
+    from engine3d.platform.cuda.kernels import cascade as cascade_kernels
 
     cascade_kernels._PAGES, cascade_kernels._HEADS = 16, 2  # several blocks
     _groups(device)
@@ -167,7 +167,7 @@ def test_kernels_interpreted() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_without_a_gpu() -> None:
-    from engine3d.platform.cuda import cascade_kernels as kernels
+    from engine3d.platform.cuda.kernels import cascade as kernels
 
     for kernel, constants in (
         (kernels._nearest, {"BLOCK": 256}),

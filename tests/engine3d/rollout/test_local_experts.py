@@ -28,7 +28,7 @@ from tests.support.ptx import compiled_for_hopper
 
 
 def _sums(device: str) -> None:
-    from engine3d.platform.cuda import expert_sum_kernels
+    from engine3d.platform.cuda.kernels import expert_sum as expert_sum_kernels
 
     expert_sum_kernels._WIDTH = 32
     generator = torch.Generator().manual_seed(0)
@@ -61,7 +61,7 @@ def test_the_sum_on_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_the_sum_compiles_without_a_gpu() -> None:
-    from engine3d.platform.cuda import expert_sum_kernels
+    from engine3d.platform.cuda.kernels import expert_sum as expert_sum_kernels
 
     text = compiled_for_hopper(
         expert_sum_kernels._sum_local_experts,
@@ -110,7 +110,7 @@ def _added(rows: Tensor, experts: Tensor, into: Tensor, scale: float) -> None:
 
 def test_rows_are_left_out_where_the_sum_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(sum_local=_added)
-    monkeypatch.setitem(sys.modules, "engine3d.platform.cuda.expert_sum_kernels", kernels)
+    monkeypatch.setitem(sys.modules, "engine3d.platform.cuda.kernels.expert_sum", kernels)
     sglang = _SGLang()
     hidden, weights = torch.zeros(2, 4), torch.ones(3, 8, 4)
     experts = torch.tensor([[0, -1, 2, -1], [-1, -1, -1, -1]], dtype=torch.int32)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine3d.platform import platform
-from engine3d.platform.cpu.peer_memory import CpuPeerMemory
+from engine3d.platform.cpu.memory import CpuPeerMemory
 from engine3d.rollout.scheduler import peer_collectives
 from tests.support.distributed import meet_others, run_distributed
 from tests.support.interpreted import run_interpreted
@@ -80,7 +80,7 @@ def test_ranks_exchange_tokens_on_gpus() -> None:
 
 def _exchanges(_device: str) -> None:
     """Kernels in processes that have mapped each other's memory, at the same time."""
-    from engine3d.platform.cuda import peer_kernels
+    from engine3d.platform.cuda.kernels import peer as peer_kernels
 
     everyone = meet_others("cpu")
     mine, ranks = everyone.rank(), everyone.size()
@@ -117,7 +117,7 @@ def test_kernels_interpreted(world: int) -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_without_a_gpu() -> None:
-    from engine3d.platform.cuda import peer_kernels
+    from engine3d.platform.cuda.kernels import peer as peer_kernels
 
     tensors = ("flags", "halves", "counts", "tensor", "into")
     ints = dict.fromkeys(("words", "mine"), "i32") | {"half": "i32", "tries": "i32"}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine3d.layout import Layout
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
-from engine3d.training.sequences import CHOSEN, Sequences
+from engine3d.training.passes.sequences import CHOSEN, Sequences
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 

@@ -20,8 +20,8 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
+from engine3d.training.passes.sequences import Sequences
 from engine3d.training.profile import UpdateTrace
-from engine3d.training.sequences import Sequences
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 from tests.support.proves import proves, runs_of

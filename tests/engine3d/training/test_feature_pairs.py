@@ -15,7 +15,7 @@ from engine3d.layout import Layout
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 from tests.support.proves import proves, run_of

@@ -21,7 +21,7 @@ MODELS = [(name, False) for name in CONFIGS] + [("qwen3-tied", True), ("deepseek
 
 
 def _count_all() -> dict[tuple[str, bool], tuple[int, int, int]]:
-    from engine3d.training import parallel
+    from engine3d.training.megatron import parallel
 
     layout = Layout()
     parallel.initialise(layout, seed=1, timeout_s=300)

@@ -17,7 +17,7 @@ from engine3d.models.experts.routing_replay import ReplayStats, decode, encode
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.rules import TensorSlice
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from tests.engine3d.checkpoint.writing.test_save import build_engine, save
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed

@@ -15,7 +15,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 from tests.support.proves import proves
@@ -84,7 +84,7 @@ def run_case(root: Path, case: Case) -> Seen:
     """Values and scores; updates with a schedule that begins again half way; values, scores and an export."""
     from engine3d.checkpoint.state import optimizer_step, parameter_shards
     from engine3d.training.engine import TrainEngine
-    from engine3d.training.forward import TokenOutputs
+    from engine3d.training.passes.forward import TokenOutputs
 
     config = TrainConfig(
         layout=LayoutConfig(**case.sizes),
@@ -138,8 +138,8 @@ def run_case(root: Path, case: Case) -> Seen:
 
 def run_all(root: Path) -> tuple[list[Seen], str]:
     """All cases, and what is said of a frozen model without a head."""
-    from engine3d.training import parallel
     from engine3d.training.engine import TrainEngine
+    from engine3d.training.megatron import parallel
 
     with pytest.raises(UserError) as error:
         TrainEngine(root / "language", TrainConfig(dtype="float32"), Layout(pp=2), value_head=True, trainable=False)

@@ -24,12 +24,12 @@ from hybridflow.checkpoint.set_results import (
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.config.roles import JudgeModel
 from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.metrics.evaluation_statistics import Measure
 from hybridflow.planning.data.evaluation_sets import encode_sets
+from hybridflow.roles.config import JudgeModel
 from hybridflow.trainer.run import train
 from tests.support.judge_model import judge_and_another, make_judge
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint

@@ -11,7 +11,7 @@ from engine3d.errors import UserError
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.tokenizer import make_chat_tokenizer
 from hybridflow.endpoint.conversation import SessionTokens
-from hybridflow.environments.agent_host import agent_template
+from hybridflow.environments.agents.host import agent_template
 from tests.support.runs import ROOT
 
 

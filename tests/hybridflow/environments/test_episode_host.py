@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 SOURCE = """
 import asyncio, gc, os, time
 from hybridflow.environments.environment import Observation
-from hybridflow.rewards.function_process import encode_message
+from hybridflow.rewards.processes.function_process import encode_message
 
 class Echo:
     def __init__(self, length=1):

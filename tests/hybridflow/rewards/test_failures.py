@@ -13,8 +13,8 @@ import torch
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.functions import RewardFunctions
-from hybridflow.rewards.process_handle import RewardInputs, RewardProcess
-from hybridflow.rewards.process_pool import ProcessPool
+from hybridflow.rewards.processes.handle import RewardInputs, RewardProcess
+from hybridflow.rewards.processes.pool import ProcessPool
 from hybridflow.rewards.result import RewardFailure, RewardResult, reward_metrics
 from hybridflow.rewards.scoring import Scoring, Worker, split_calls
 

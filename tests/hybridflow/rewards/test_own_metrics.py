@@ -11,8 +11,8 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
-from hybridflow.rewards.function_process import RewardError, check_metrics
 from hybridflow.rewards.functions import RewardFunctions
+from hybridflow.rewards.processes.function_process import RewardError, check_metrics
 from hybridflow.rewards.result import by_sample, join_results, of_samples, reward_metrics
 from tests.hybridflow.rewards.test_failures import evaluated, function
 

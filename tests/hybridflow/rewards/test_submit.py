@@ -13,7 +13,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import PendingRewards, RewardFunctions
-from hybridflow.rewards.process_handle import KilledError, RewardInputs, RewardProcess
+from hybridflow.rewards.processes.handle import KilledError, RewardInputs, RewardProcess
 from tests.hybridflow.rewards.test_failures import evaluated, function
 from tests.hybridflow.rewards.test_functions import SPAWNS, gone, process_ids, wait_until
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS
-from hybridflow.rewards.function_process import ScoringFunction, load_callable
+from hybridflow.rewards.processes.function_process import ScoringFunction, load_callable
 
 pytestmark = pytest.mark.processes
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.stand_in_engine import StandInCache, StandInEngine
 from benchmarks.virtual_clock import run
-from engine3d.engine_stats import EngineStats
+from engine3d.rollout.requests import EngineStats
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.rollout.dynamic_batching import SWING, DynamicBatching, EngineReport, RequestBounds, next_limit
 from hybridflow.rollout.ledger import StreamLimits

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.virtual_clock import run
-from engine3d.engine_stats import EngineStats
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.requests import EngineStats
 from hybridflow.batch.stream_requests import SampleEnds, StreamRequest
 from hybridflow.data.prompts import Draw
 from hybridflow.rollout import controller

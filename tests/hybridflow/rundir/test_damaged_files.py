@@ -15,7 +15,7 @@ from engine3d.input_files import FileError, JsonError, parse_json
 from engine3d.json_records import record_of
 from hybridflow.checkpoint.resume import RUN_IDENTITY, run_identity
 from hybridflow.cli.main import main
-from hybridflow.metrics.sinks import begin_lines
+from hybridflow.metrics.sinks.files import begin_lines
 from hybridflow.rundir.file_names import FAILURE, HOSTS, METRICS, PHASE, RECIPE, RUN_RECORD
 from hybridflow.rundir.run_record import RunStart, read_run_record
 from hybridflow.rundir.samples.evaluation_texts import EvaluationText

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics.timeline import timeline
 from hybridflow.roles.rollout import Pause
+from hybridflow.rollout.config import RolloutRole
 from hybridflow.trainer.weight_sync import WeightSync, _Transfer
 
 _LIMIT_S = 10.0

@@ -19,9 +19,9 @@ from engine3d.stacks import stacks_path
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.ray.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.errors.rank_failure import Failure
-from hybridflow.workers.call_progress import ProgressLimits
 from hybridflow.workers.failure_diagnosis import error_of
 from hybridflow.workers.future import as_they_answer
+from hybridflow.workers.watching.call_progress import ProgressLimits
 from hybridflow.workers.worker_group import Future, RankError, RankUserError, wait_together
 from tests.support.called_group import CalledGroup
 from tests.support.group_workers import FULL, Arithmetic, Failing

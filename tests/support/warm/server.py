@@ -71,14 +71,14 @@ _MODULES = {
     "rank": (
         *("transformers", "jsonschema", "requests", "yaml"),
         *("engine3d.checkpoint.writing.save", "engine3d.models.build"),
-        *("engine3d.models.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
+        *("engine3d.models.files.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
         *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
         "hybridflow.workers.rank_process",
     ),
     "test_rank": ("tests.support.preloaded",),
     "host": (
         *("transformers", "sglang.srt.entrypoints.engine", "engine3d.rollout.scheduler.plugin"),
-        *("sglang.srt.model_executor.model_runner", "engine3d.rollout.host.client_connection"),
+        *("sglang.srt.model_executor.model_runner", "engine3d.rollout.host.messages"),
         *("engine3d.rollout.host.messages", "engine3d.rollout.host.log"),
     ),
 }

@@ -65,7 +65,7 @@ def _saved_by_all(directory: Path, world_size: int) -> dict[tuple[str, str], _Re
     from engine3d.checkpoint.writing.save import EngineCheckpoint
     from engine3d.training.config import TrainConfig
     from engine3d.training.engine import TrainEngine
-    from engine3d.training.sequences import Sequences
+    from engine3d.training.passes.sequences import Sequences
 
     def loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
         return outputs.logprobs.sum(), None
@@ -86,7 +86,7 @@ def _saved_by_all(directory: Path, world_size: int) -> dict[tuple[str, str], _Re
 
 def _written_and_read(engine: Any) -> tuple[int, int, dict[str, torch.Tensor]]:
     """Bytes that this rank's optimizer has to write and to read, and how often each element is written."""
-    from engine3d.models.weights import rank_parameters
+    from engine3d.models.files.weights import rank_parameters
 
     ranges: dict[Any, Any] = {}
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):

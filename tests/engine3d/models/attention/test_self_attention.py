@@ -22,9 +22,9 @@ from engine3d.models.attention import self_attention
 from engine3d.models.attention.requirements import check_fused_query_key
 from engine3d.models.attention.self_attention import FusedSelfAttention, why_not_fused
 from engine3d.platform import platform
-from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from engine3d.training.megatron_settings import check_options
+from engine3d.training.megatron import parallel
+from engine3d.training.megatron.settings import check_options
 from tests.engine3d.training.test_engine import _engine, _gradients, _local_samples, _loss, _samples, _train
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed

@@ -35,10 +35,10 @@ from engine3d.models.experts.token_dispatcher import (
     release,
 )
 from engine3d.platform import platform
-from engine3d.platform.cpu.peer_memory import CpuPeerMemory
+from engine3d.platform.cpu.memory import CpuPeerMemory
 from engine3d.platform.peer_memory import Copy
-from engine3d.training import parallel
 from engine3d.training.config import TrainConfig
+from engine3d.training.megatron import parallel
 from tests.engine3d.models.experts.test_load_balance import LOSSES
 from tests.support import tiny_families
 from tests.support.distributed import meet_others, run_distributed

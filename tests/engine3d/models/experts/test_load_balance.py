@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine3d.models.files.weights import rank_parameters
 from engine3d.models.rules import TensorSlice
-from engine3d.models.weights import rank_parameters
 from engine3d.training.config import OptimizerConfig
-from engine3d.training.sequences import Sequences
+from engine3d.training.passes.sequences import Sequences
 from engine3d.training.update import UpdateGuard
 from tests.engine3d.checkpoint.writing.test_save import build_engine, save
 from tests.support import tiny_families

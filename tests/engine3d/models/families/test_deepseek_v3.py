@@ -14,9 +14,9 @@ from engine3d.checkpoint.hf import export_checkpoint, import_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec, weight_notes
-from engine3d.models.multi_token import MultiTokenLayers
+from engine3d.models.files.multi_token import MultiTokenLayers
+from engine3d.models.files.weights import exported_config
 from engine3d.models.precision import dequantise, quantise, scale_name
-from engine3d.models.weights import exported_config
 from tests.engine3d.training import test_engine
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from engine3d.layout import Layout
+from engine3d.models.files.weights import rank_parameters
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
-from engine3d.training import megatron_settings
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
-from engine3d.training.sequences import Sequences
+from engine3d.training.megatron import settings as megatron_settings
+from engine3d.training.passes.sequences import Sequences
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 from tests.support.gradients import gradients, slices

@@ -17,7 +17,7 @@ from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from engine3d.models.lora.spec import AdapterSpec, linear_layers, module_name, target_names
 from engine3d.training.config import TrainConfig
-from engine3d.training.megatron_settings import check_options
+from engine3d.training.megatron.settings import check_options
 from tests.support.tiny_families import CONFIGS
 
 SPEC = model_spec(CONFIGS["deepseek_v3"])

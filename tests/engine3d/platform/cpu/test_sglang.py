@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine3d.platform.cpu import sglang as sglang_cpu
-from engine3d.platform.cpu.sglang_sampling import murmur_hash32
+from engine3d.platform.cpu.sglang_modules.sampling import murmur_hash32
 
 
 def reference_murmur3(data: bytes) -> int:
@@ -51,7 +51,7 @@ def test_every_rank_has_cores_of_its_own_where_there_are_enough(monkeypatch: pyt
 
 def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert sglang_cpu.activate() == "engine3d.platform.cpu.sglang_platform.NativeCpuPlatform"
+    assert sglang_cpu.activate() == "engine3d.platform.cpu.sglang_modules.platform.NativeCpuPlatform"
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert sglang_cpu.activate() is None
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
@@ -66,7 +66,7 @@ def test_attention_by_length_equals_sglangs_loop(
 ) -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
-    from engine3d.platform.cpu import sglang_attention as ours
+    from engine3d.platform.cpu.sglang_modules import attention as ours
 
     monkeypatch.setattr(ours, "_GATHERED_TOKENS", group_tokens)
     generator = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ def test_planned_memory_is_real_memory(world_size: int) -> None:
 
 def compare_all() -> dict[tuple[str, str], list[str]]:
     """Compare planned with real memory for every layout and model. Returns the differences."""
-    from engine3d.training import parallel
+    from engine3d.training.megatron import parallel
 
     differing = {}
     for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
@@ -78,7 +78,7 @@ def compare_all() -> dict[tuple[str, str], list[str]]:
 
 def compare(spec: Any, layout: Layout, coordinates: Any) -> list[str]:
     from engine3d.models import build_model
-    from engine3d.models.weights import rank_parameters
+    from engine3d.models.files.weights import rank_parameters
     from engine3d.training.config import TrainConfig
     from engine3d.training.optimizer import wrap_for_training
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine3d.rollout.scheduler.last_token import end_at_last_token
+from engine3d.rollout.scheduler.text_stops import end_at_last_token
 
 STOP = 9
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from engine3d.rollout.scheduler import released
+from engine3d.rollout.scheduler import plugin as released
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.environments.call_server import NonsenseError
 from hybridflow.environments.tools.functions import ArgumentsError, Tool, ToolFailureError
-from hybridflow.rewards.function_process import RewardError
+from hybridflow.rewards.processes.function_process import RewardError
 
 
 def add(left: int, right: int = 1, *, names: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from hybridflow.environments.episode import EpisodeAnswer, EpisodeStart, Episode
 from hybridflow.environments.episode_host import EpisodeHost
 from hybridflow.environments.observation_tokens import ObservationTokens, ToolMessages, tool_messages
 from hybridflow.environments.tools.process import _load_tools
-from hybridflow.rewards.function_process import RewardError
+from hybridflow.rewards.processes.function_process import RewardError
 
 pytestmark = pytest.mark.processes
 

@@ -14,13 +14,13 @@ from engine3d.layout import Layout
 from engine3d.models import initialise_random, model_spec
 from hybridflow.cli.main import main
 from hybridflow.cluster.devices.device_map import Device, DeviceKind, Node, pool_devices
-from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning.checks.model import check_teacher_engine
 from hybridflow.planning.checks.recipe import check_recipe
 from hybridflow.planning.memory.estimate import foresee, recipe_specs
 from hybridflow.roles.groups import TeacherEngineGroup, TeacherGroup
+from hybridflow.roles.judge_identity import judge_identity
 from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.trainer.startup.role_specs import role_specs
 from hybridflow.trainer.startup.run_setup import prepare

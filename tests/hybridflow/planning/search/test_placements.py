@@ -12,10 +12,9 @@ from engine3d.layout import Layout
 from engine3d.memory.overhead import DRIVER_BYTES
 from engine3d.models import model_spec
 from engine3d.training.config import TrainConfig
-from hybridflow.planning.search.allocations import allocations, partitions
 from hybridflow.planning.search.engines import EngineSearch
 from hybridflow.planning.search.layouts import LayoutSearch
-from hybridflow.planning.search.placements import PlacementSearch
+from hybridflow.planning.search.placements import PlacementSearch, allocations, partitions
 from hybridflow.planning.search.role_choices import SearchSettings
 from hybridflow.planning.search.run_plan import RoleGroup, RunPlan
 from hybridflow.planning.time.generation import EngineShape

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from benchmarks.virtual_clock import run
-from engine3d.engine_stats import EngineStats
 from engine3d.rollout import Response
+from engine3d.rollout.requests import EngineStats
 from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.plan import StreamPlan

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hybridflow.batch.sample_table import batch_of
-from hybridflow.config.run import SamplesConfig
 from hybridflow.data.tasks import Example
+from hybridflow.rundir.samples.config import SamplesConfig
 from hybridflow.rundir.samples.files import stored_steps
 from hybridflow.rundir.samples.store import SampleFilter, StepFile
 from hybridflow.trainer.samples import store as sample_store

@@ -1,0 +1,94 @@
+"""Layers for multi-token prediction in the files of a model: they are not trained, and exports have them as they are.
+
+The files number them after the model's own layers, or have names of their own for them (`Family.multi_token`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine3d.errors import UserError
+from engine3d.models.family import ModelSpec
+from engine3d.models.files.safetensors_files import DTYPES, FP8, TensorFiles
+from engine3d.models.precision import Precision, scale_name
+from engine3d.models.rules import Box
+from engine3d.startup.lazy_imports import torch
+
+LAYERS_KEY = "num_nextn_predict_layers"
+"""Key of a config for their number."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def may_have_multi_token_layers(spec: ModelSpec) -> bool:
+    """True if the files of the model may have layers for multi-token prediction. One with a value head has none."""
+    return not spec.value_head and (spec.family.multi_token is not None or bool(spec.hf_config.get(LAYERS_KEY)))
+
+
+def is_multi_token(spec: ModelSpec, tensor: str) -> bool:
+    """True of a tensor of such a layer."""
+    if spec.family.multi_token is not None:
+        return tensor.startswith(spec.family.multi_token)
+    layer = _LAYER.match(tensor)
+    return layer is not None and int(layer[1]) >= spec.sizes.layers
+
+
+class MultiTokenLayers:
+    """Tensors of the layers for multi-token prediction, as an export writes them.
+
+    Those in 16 or 32 bits keep their dtypes and bits. Those in fp8 do too in an export in fp8, and are dequantised in
+    another.
+
+    Args:
+        spec: of the model.
+        directory: with the model's files; None for none.
+        dtype: of the export.
+        precision: of the export.
+
+    Attributes:
+        tensors: shape and dtype in the export, by name.
+
+    Raises:
+        UserError: a tensor is of a dtype that cannot be read; or the export is in fp8, and the tensors are not.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, directory: Path | None, dtype: torch.dtype, precision: Precision | None = None
+    ) -> None:
+        self._directory, self._as_stored = directory, precision is not None
+        self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if directory is None or not may_have_multi_token_layers(spec):
+            return
+        with TensorFiles(directory) as files:
+            stored = {name: tensor for name, tensor in files.tensors.items() if is_multi_token(spec, name)}
+            in_fp8 = {name for name, tensor in stored.items() if tensor.dtype == FP8}
+            if stored and self._as_stored and not in_fp8:
+                raise UserError(
+                    f"export: precision={precision} with layers for multi-token prediction in {directory} that are not "
+                    "in fp8 was not tried; expected --no-multi-token, which leaves them out"
+                )
+            scales = set(map(scale_name, in_fp8))
+            for name, tensor in stored.items():
+                if name in in_fp8 and not self._as_stored:
+                    files.check(name, tensor.shape)
+                    self.tensors[name] = tensor.shape, dtype
+                elif name not in scales or self._as_stored:
+                    if tensor.dtype not in (*DTYPES, FP8):
+                        files.check(name, tensor.shape)
+                    self.tensors[name] = tensor.shape, _torch_dtype(tensor.dtype)
+
+    def read(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Read one tensor after another: name, complete box and values."""
+        if not self.tensors:
+            return
+        assert self._directory is not None
+        with TensorFiles(self._directory) as files:
+            for name, (shape, _) in self.tensors.items():
+                box = tuple((0, size) for size in shape)
+                yield name, box, files.stored(name, box) if self._as_stored else files.read(name, box)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtypes = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return (dtypes | {FP8: torch.float8_e4m3fn})[name]

@@ -1,0 +1,1 @@
+"""Quantised tensors: as they are stored, and as they are computed with."""

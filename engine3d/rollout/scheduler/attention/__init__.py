@@ -1,0 +1,1 @@
+"""Attention of SGLang's schedulers: shared pages, groups of ranks."""

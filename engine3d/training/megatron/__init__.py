@@ -1,0 +1,1 @@
+"""Megatron-Core's part of a model: its settings, its process groups, its modules."""

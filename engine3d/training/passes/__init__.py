@@ -1,0 +1,1 @@
+"""Passes of sequences through a model: micro-batches, routes, log-probs."""

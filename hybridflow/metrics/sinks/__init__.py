@@ -1,0 +1,1 @@
+"""Destinations of a run's metrics and samples."""

@@ -1,0 +1,1 @@
+"""Processes of reward functions: their start, their calls, their limits."""

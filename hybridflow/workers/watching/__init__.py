@@ -1,0 +1,1 @@
+"""Progress of calls on ranks, and the wait for it."""
