@@ -51,6 +51,7 @@ _RECIPE = _HERE / "ours.yaml"
 _REWARD = _HERE.parent / "drawn_reward.py"
 _SYSTEMS = ("ours", "verl")
 _RESULT = "result.json"
+_THREADS = "threads.jsonl"
 _LAST_LINES = 15
 _INTERVAL_S = 0.25
 _PR_SET_CHILD_SUBREAPER = 36
@@ -209,7 +210,7 @@ def run_all(
                 continue
             shutil.rmtree(run, ignore_errors=True)
             command, environment = run_of(options, variants, name, directory, run, verl)
-            with _peak_memory() as peak:
+            with _peak_memory() as peak, _host_threads(run):
                 result = run_command(command, run, options.limit_s, environment)
             _end_orphans()
             result |= {"command": command, "peak_bytes": max(peak, default=None), "steps": _steps(options)}
@@ -284,6 +285,18 @@ def _peak_memory() -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def _host_threads(run: Path) -> Iterator[None]:
+    """Sample the threads of the host, in a process of its own, into the directory of a run."""
+    run.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen([sys.executable, str(_HERE / "host_threads.py"), str(run / _THREADS)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _result(run: Path) -> dict[str, Any]:
