@@ -15,7 +15,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.models import check_weights, load_model_spec
 from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, peft_config
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
-from engine3d.models.multi_token import MultiTokenLayers
+from engine3d.models.multi_token import KeptTensors
 from engine3d.models.rules import HFTensor
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
@@ -114,7 +114,7 @@ def export_merged(
     model = load_model_spec(base)
     check_weights(model, base)
     dtype = getattr(torch, summary.dtype)
-    further = MultiTokenLayers(model, base if multi_token else None, dtype)
+    further = KeptTensors(model, base if multi_token else None, dtype)
     plan = plan_model_export(model, dtype, 5e9, further=further)
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)

@@ -30,7 +30,7 @@ from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
 from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
-from engine3d.models.multi_token import LAYERS_KEY, MultiTokenLayers, may_have_multi_token_layers
+from engine3d.models.multi_token import LAYERS_KEY, KeptTensors, may_have_multi_token_layers
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision, stored_tensors
 from engine3d.models.quantised import fp8_tensors, mxfp4_tensors
 from engine3d.models.rules import Box, HFTensor
@@ -120,7 +120,7 @@ def export_checkpoint(
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
     source = _multi_token_source(checkpoint, manifest, spec, base, model_of_run) if multi_token else None
-    further = MultiTokenLayers(spec, source, written, precision)
+    further = KeptTensors(spec, source, written, precision)
     if base is not None and not further.tensors:
         raise UserError(
             f"export: --base {base} has no layers for multi-token prediction; expected --no-multi-token in its place"
