@@ -114,7 +114,7 @@ def export_merged(
     model = load_model_spec(base)
     check_weights(model, base)
     dtype = getattr(torch, summary.dtype)
-    further = KeptTensors(model, base if multi_token else None, dtype)
+    further = KeptTensors(model, base, dtype, multi_token=multi_token)
     plan = plan_model_export(model, dtype, 5e9, further=further)
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)

@@ -19,7 +19,8 @@ from engine3d.startup.lazy_imports import torch
 
 LAYERS_KEY = "num_nextn_predict_layers"
 """Key of a config for their number."""
-_VISION_TOWER = "model.visual."
+VISION_TOWER = "model.visual."
+"""Beginning of the names of a vision tower's tensors."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -43,7 +44,7 @@ def has_vision_tower(spec: ModelSpec) -> bool:
 
 def is_kept(spec: ModelSpec, tensor: str) -> bool:
     """True of a tensor that is not trained and that exports have."""
-    return is_multi_token(spec, tensor) or (has_vision_tower(spec) and tensor.startswith(_VISION_TOWER))
+    return is_multi_token(spec, tensor) or (has_vision_tower(spec) and tensor.startswith(VISION_TOWER))
 
 
 class KeptTensors:
@@ -63,8 +64,7 @@ class KeptTensors:
         tensors: shape and dtype in the export, by name.
 
     Raises:
-        UserError: a tensor is of a dtype that cannot be read; the export is in fp8, and the tensors are not; or there
-            is no vision tower.
+        UserError: a tensor is of a dtype that cannot be read; or the export is in fp8, and the tensors are not.
     """
 
     def __init__(
@@ -91,11 +91,6 @@ class KeptTensors:
                 for name, tensor in files.tensors.items()
                 if is_kept(spec, name) and (multi_token or not is_multi_token(spec, name))
             }
-            if tower and not any(name.startswith(_VISION_TOWER) for name in stored):
-                raise UserError(
-                    f"export: {directory} has no tensor {_VISION_TOWER}*, expected the vision tower of "
-                    f"{spec.family.architecture}"
-                )
             in_fp8 = {name for name, tensor in stored.items() if tensor.dtype == FP8}
             if stored and self._as_stored and not in_fp8:
                 raise UserError(

@@ -15,7 +15,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.blocks import EMBEDDING, OUTPUT_LAYER
 from engine3d.models.family import ModelSpec
-from engine3d.models.multi_token import LAYERS_KEY, KeptTensors, has_vision_tower, is_kept
+from engine3d.models.multi_token import LAYERS_KEY, VISION_TOWER, KeptTensors, has_vision_tower, is_kept
 from engine3d.models.precision import (
     Precision,
     check_shards,
@@ -377,6 +377,11 @@ def _check(spec: ModelSpec, files: TensorFiles) -> None:
     for name, tensor in spec.hf_tensors.items():
         if not (tensor.optional and name not in files.tensors):
             files.check(name, tensor.shape)
+    if has_vision_tower(spec) and not any(name.startswith(VISION_TOWER) for name in files.tensors):
+        raise UserError(
+            f"{files.directory}: no tensor {VISION_TOWER}*, expected the vision tower of {spec.family.architecture}, "
+            "which exports have"
+        )
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:

@@ -334,8 +334,11 @@ def may_cut(name: str, layout: Layout) -> bool:
     return family_of(name) != "gpt_oss" or layout.etp == 1
 
 
-def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0) -> Any:
-    """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it."""
+def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0, **changes: Any) -> Any:
+    """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it.
+
+    `changes` are values of its language model's config.
+    """
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     import torch
     from transformers import (
@@ -345,7 +348,7 @@ def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0)
         AutoModelForSequenceClassification,
     )
 
-    given = (CONFIGS | BLOCK_CONFIGS)[name]
+    given = changed((CONFIGS | BLOCK_CONFIGS)[name], **changes)
     options = {key: value for key, value in given.items() if key not in ("architectures", "model_type")}
     config = AutoConfig.for_model(given["model_type"], **options)
     torch.manual_seed(sum(name.encode()) + seed)
