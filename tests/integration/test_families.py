@@ -27,7 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen3_5-tied": {"tp": 2},
 }
 SHORTER = ("gpt_oss", "qwen3_next", "qwen3_5_moe")
-"""Two of a different attention, and a language model next to a vision tower. The transfer to an engine of the others has tests of its own."""
+"""Two of a different attention, and one next to a vision tower. The transfer to an engine of the others has tests of
+its own."""
 
 
 @pytest.mark.processes
@@ -39,7 +40,7 @@ def test_a_run_draws_from_the_weights_that_it_trains(name: str, tmp_path: Path) 
     ends = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
     settings = [f"train.layout={json.dumps(LAYOUTS[name])}"]
     if "text_config" in CONFIGS[name]:
-        make(name, tmp_path / "model", **ends)
+        make(name, tmp_path / "model", changes=ends)
         make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path / "model")
         settings += ["model.create=null", f"model.path={tmp_path / 'model'}"]
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,8 +307,8 @@ def family_of(name: str) -> str:
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
     """The config of a model's language model."""
-    config = config.get("text_config", config)
-    return config
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
 
 
 def changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -334,7 +335,9 @@ def may_cut(name: str, layout: Layout) -> bool:
     return family_of(name) != "gpt_oss" or layout.etp == 1
 
 
-def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0, **changes: Any) -> Any:
+def make(
+    name: str, directory: Path, *, value_head: bool = False, seed: int = 0, changes: Mapping[str, Any] | None = None
+) -> Any:
     """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it.
 
     `changes` are values of its language model's config.
@@ -348,7 +351,7 @@ def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0,
         AutoModelForSequenceClassification,
     )
 
-    given = changed((CONFIGS | BLOCK_CONFIGS)[name], **changes)
+    given = changed((CONFIGS | BLOCK_CONFIGS)[name], **(changes or {}))
     options = {key: value for key, value in given.items() if key not in ("architectures", "model_type")}
     config = AutoConfig.for_model(given["model_type"], **options)
     torch.manual_seed(sum(name.encode()) + seed)

@@ -65,7 +65,9 @@ def _check_rope(config: HFConfig, head_dim: int) -> None:
         return
     counts = sections if isinstance(sections, list) and all(type(count) is int for count in sections) else []
     if len(counts) != 3 or min(counts) < 0 or sum(counts) != int(head_dim * beside) // 2:
-        raise config.error("rope_parameters", "mrope_section of three numbers that add up to half of the rotary elements")
+        raise config.error(
+            "rope_parameters", "mrope_section of three numbers that add up to half of the rotary elements of a head"
+        )
 
 
 def layer(sizes: Sizes, number: int) -> tuple[Rule, ...]:

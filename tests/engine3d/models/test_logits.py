@@ -75,7 +75,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in CONFIGS.items():
         model = make(name, root / name)
         # Every data-parallel rank has its own batch.
-        tokens = torch.randint(0, text_of(config)["vocab_size"], (4, BATCH, LENGTH), generator=torch.Generator().manual_seed(7))
+        tokens = torch.randint(
+            0, text_of(config)["vocab_size"], (4, BATCH, LENGTH), generator=torch.Generator().manual_seed(7)
+        )
         with torch.no_grad():
             fixed = [model(batch).logits for batch in tokens]
             packed = [

@@ -370,8 +370,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gpt-oss-20b": (gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": (gpt_oss(36, 128), 116_829_156_672),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
-    "Qwen3.5-35B-A3B": (QWEN3_5_MOE, 0),
-    "Qwen3.5-9B": (QWEN3_5, 0),
+    "Qwen3.5-35B-A3B": (QWEN3_5_MOE, 34_660_610_688),
+    "Qwen3.5-9B": (QWEN3_5, 8_953_803_264),
     "Llama-3.1-8B": (llama(32, 4096, 14336, 32, 8, scaling=llama3(8.0)), 8_030_261_248),
     "Llama-3.2-1B": (
         llama(16, 2048, 8192, 32, 8, scaling=llama3(32.0), head_dim=64, tie_word_embeddings=True),
@@ -470,11 +470,17 @@ def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
             "linear_num_value_heads: expected a multiple of linear_num_key_heads=4, found 6",
         ),
         (of_tiny("qwen3_next", output_gate_type="sigmoid"), 'output_gate_type: expected "silu" or "swish", found "sig'),
-        (of_tiny("qwen3_5_moe", full_attention_interval=2), "full_attention_interval: expected 4, found 2"),
-        (of_tiny("qwen3_5_moe", attn_output_gate=False), "attn_output_gate: expected true, found false"),
-        (of_tiny("qwen3_5_moe", norm_topk_prob=False), "norm_topk_prob: expected true, found false"),
-        (of_tiny("qwen3_5_moe", mamba_ssm_dtype="bfloat16"), 'mamba_ssm_dtype: expected "float32", found "bfloat16"'),
-        (of_tiny("qwen3_5-tied", attention_bias=True), "attention_bias: expected false, found true"),
+        (
+            of_tiny("qwen3_5_moe", full_attention_interval=2),
+            "text_config: full_attention_interval: expected 4, found 2",
+        ),
+        (of_tiny("qwen3_5_moe", attn_output_gate=False), "text_config: attn_output_gate: expected true, found false"),
+        (of_tiny("qwen3_5_moe", norm_topk_prob=False), "text_config: norm_topk_prob: expected true, found false"),
+        (
+            of_tiny("qwen3_5_moe", mamba_ssm_dtype="bfloat16"),
+            'text_config: mamba_ssm_dtype: expected "float32", found "bfloat16"',
+        ),
+        (of_tiny("qwen3_5-tied", attention_bias=True), "text_config: attention_bias: expected false, found true"),
         (
             of_tiny("qwen3_5_moe", model_type="qwen3_5_text"),
             'text_config: model_type: expected "qwen3_5_moe_text", found "qwen3_5_text"',
@@ -483,15 +489,21 @@ def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
             of_tiny("qwen3_5-tied", tie_word_embeddings=False),
             "tie_word_embeddings: expected false, as text_config has it, found true",
         ),
-        (of_tiny("qwen3_5_moe", rope_parameters=None), "rope_parameters: expected an object with rope_theta, found nu"),
-        (of_tiny("qwen3_5_moe", partial_rotary_factor=0.5), "partial_rotary_factor: expected 0.25, as rope_parameters"),
+        (
+            of_tiny("qwen3_5_moe", rope_parameters=None),
+            "text_config: rope_parameters: expected an object with rope_theta, found nu",
+        ),
+        (
+            of_tiny("qwen3_5_moe", partial_rotary_factor=0.5),
+            "text_config: partial_rotary_factor: expected 0.25, as rope_parameters",
+        ),
         (
             of_tiny("qwen3_5_moe", rope_parameters={**_ROPE, "mrope_section": [11, 11, 10]}),
-            "rope_parameters: expected mrope_section of three numbers that add up to half of the rotary elements",
+            "text_config: rope_parameters: expected mrope_section of three numbers that add up to half of the rotary",
         ),
         (
             of_tiny("qwen3_5_moe", rope_parameters={**_ROPE, "rope_type": "yarn", "factor": 4.0}),
-            "rope_parameters: expected rope_type default",
+            "text_config: rope_parameters: expected rope_type default",
         ),
         (CONFIGS["qwen3_5_moe"] | {"text_config": None}, "text_config: expected an object with model_type "),
         (
