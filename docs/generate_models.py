@@ -127,9 +127,9 @@ only other models the other, and a run may have both.
 | `lora` | `train.lora`: adapters are trained, and the model stays as it is |
 
 {_MODELS}
-Gated delta nets (Qwen3-Next, Qwen3.5) are linear attention with a state that passes from token to token. They run in PyTorch on
-CPUs, on packed sequences too, where nothing passes from one sequence to the next. SGLang's kernels for them are
-replaced on CPUs. Their layers for multi-token prediction (`mtp.*`) are not trained, and exports have them.
+Gated delta nets (Qwen3-Next, Qwen3.5) are linear attention with a state that passes from token to token. They run in
+PyTorch on CPUs, on packed sequences too, where nothing passes from one sequence to the next. SGLang's kernels for them
+are replaced on CPUs. Their layers for multi-token prediction (`mtp.*`) are not trained, and exports have them.
 
 Qwen3.5 is a language model next to a vision tower, in one directory (`Qwen3_5MoeForConditionalGeneration`,
 `Qwen3_5ForConditionalGeneration`). The language model is trained and served, on text alone: prompts with pictures are

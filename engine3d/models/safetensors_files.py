@@ -124,14 +124,14 @@ def name_beside_tower(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _FileSlice:
     """A tensor of the files, or the rows of one expert in a tensor of all experts.
 
     Args:
         name: in the files.
-        shape: of the part.
+        shape: of the slice.
         expert: None for the complete tensor.
-        row: the part's first one.
+        row: the first one of the slice.
     """
 
     name: str
@@ -140,12 +140,12 @@ class _Part:
     row: int = 0
 
 
-def _parts_of(name: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
+def _slices_of(name: str, stored: StoredTensor) -> Iterator[tuple[str, _FileSlice]]:
     """The tensors, by the names of a language model alone, that a tensor of one next to a vision tower consists of."""
     alone = _ALONE + name.removeprefix(LANGUAGE_MODEL)
     match = _ALL_EXPERTS.fullmatch(alone)
     if match is None or len(stored.shape) != 3:
-        yield alone, _Part(name, stored.shape)
+        yield alone, _FileSlice(name, stored.shape)
         return
     experts, rows, columns = stored.shape
     linears = ("gate", "up") if match[2] == "gate_up" else ("down",)
@@ -154,7 +154,7 @@ def _parts_of(name: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
     rows //= len(linears)
     for expert in range(experts):
         for index, linear in enumerate(linears):
-            yield f"{match[1]}{expert}.{linear}_proj.weight", _Part(name, (rows, columns), expert, index * rows)
+            yield f"{match[1]}{expert}.{linear}_proj.weight", _FileSlice(name, (rows, columns), expert, index * rows)
 
 
 class TensorFiles:
@@ -167,7 +167,7 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._open: dict[Path, Any] = {}
-        self._parts: dict[str, _Part] = {}
+        self._slices: dict[str, _FileSlice] = {}
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -196,11 +196,11 @@ class TensorFiles:
                 tensors[base] = StoredTensor(blocks.path, MXFP4, (experts, count * mxfp4.BLOCK, rows))
         for name in [name for name in tensors if name.startswith(LANGUAGE_MODEL)]:
             stored = tensors.pop(name)
-            for alone, part in _parts_of(name, stored):
+            for alone, file_slice in _slices_of(name, stored):
                 if alone in tensors:
                     raise UserError(f"tensor {alone}: in {tensors[alone].path}, and as part of {name} in {stored.path}")
-                tensors[alone] = StoredTensor(stored.path, stored.dtype, part.shape)
-                self._parts[alone] = part
+                tensors[alone] = StoredTensor(stored.path, stored.dtype, file_slice.shape)
+                self._slices[alone] = file_slice
         return tensors
 
     @cached_property
@@ -296,16 +296,16 @@ class TensorFiles:
 
     def stored(self, name: str, box: Box) -> torch.Tensor:
         """The elements `box` of a tensor, on the CPU, as they are in the file."""
-        part = self._parts.get(name) if name in self.tensors else None
-        name = name if part is None else part.name
+        file_slice = self._slices.get(name) if name in self.tensors else None
+        name = name if file_slice is None else file_slice.name
         path = self._in_files[name].path
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
-        if part is None or part.expert is None:
+        if file_slice is None or file_slice.expert is None:
             return self._open[path].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
         rows, columns = box
-        rows = rows[0] + part.row, rows[1] + part.row
-        return self._open[path].get_slice(name)[part.expert, slice(*rows), slice(*columns)]
+        rows = rows[0] + file_slice.row, rows[1] + file_slice.row
+        return self._open[path].get_slice(name)[file_slice.expert, slice(*rows), slice(*columns)]
 
     def differ(self, name: str, other: str) -> bool:
         """True if two tensors of one shape have other values, in whatever dtypes."""

@@ -115,7 +115,7 @@ _VIEW_OF_WEIGHT = "conv_weights"
 
 
 def rebind_views(model: nn.Module) -> None:
-    """Renew the view of a parameter that Qwen3-Next's linear attention keeps, after the parameter got other memory."""
+    """Renew the view of a parameter that gated delta nets keep, after the parameter got other memory."""
     for module in model.modules():
         if isinstance(getattr(getattr(module, "attn", None), _VIEW_OF_WEIGHT, None), Tensor):
             layer: Any = module
