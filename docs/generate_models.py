@@ -19,7 +19,7 @@ from tests.support.proves import collected  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 COMMAND = "python docs/generate_models.py"
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
 """Families without experts."""
 _NAMES = {
     "llama": "Llama",
@@ -34,6 +34,8 @@ _NAMES = {
     "minimax_m2": "MiniMax-M2",
     "gpt_oss": "gpt-oss",
     "qwen3_next": "Qwen3-Next",
+    "qwen3_5_moe": "Qwen3.5-MoE",
+    "qwen3_5": "Qwen3.5",
 }
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
 _OF_ROLES = (*product(("fp8", "episodes"), ("critic", "offload")), ("routing_replay", "critic"), ("lora", "critic"))
@@ -72,6 +74,13 @@ _MODELS = _rows(
         "default, of a part of each head",
         "GPUs, `cp`, `lora`, fp8, `attention_dp`, routes of the engine, `full_attention_interval` other than 4",
     ),
+    (
+        "Qwen3.5-MoE",
+        "Qwen3.5-35B-A3B and larger ones, without pictures",
+        "default, of a part of each head",
+        "as Qwen3-Next, pictures, critics, `model.create`",
+    ),
+    ("Qwen3.5", "dense models of Qwen3.5, without pictures", "default, of a part of each head", "as Qwen3.5-MoE"),
 )
 _SHOWN_OTHERWISE = _rows(
     "family, Transformer Engine compared with `transformers`, balance losses of routers, "
@@ -83,7 +92,8 @@ _SHOWN_OTHERWISE = _rows(
     ("Mistral and Qwen2", "-", "no experts", "no experts", "none"),
     ("GLM-4.5 and MiniMax-M2", "-", "the router of DeepSeek-V3", "yes", "none"),
     ("gpt-oss", "-", "the router of Qwen3-MoE", "no such bias", "none"),
-    ("Qwen3-Next", "-", "the router of Qwen3-MoE", "no such bias", "none"),
+    ("Qwen3-Next and Qwen3.5-MoE", "-", "the router of Qwen3-MoE", "no such bias", "none"),
+    ("Qwen3.5", "-", "no experts", "no experts", "none"),
     ("Qwen2-MoE and Mixtral", "-", "the router of Qwen3-MoE", "no such bias", "none"),
 )
 
@@ -117,9 +127,14 @@ only other models the other, and a run may have both.
 | `lora` | `train.lora`: adapters are trained, and the model stays as it is |
 
 {_MODELS}
-Gated delta nets (Qwen3-Next) are linear attention with a state that passes from token to token. They run in PyTorch on
-CPUs, on packed sequences too, where nothing passes from one sequence to the next. SGLang's kernels for them are
-replaced on CPUs. Its layers for multi-token prediction (`mtp.*`) are not trained, and exports have them.
+Gated delta nets (Qwen3-Next, Qwen3.5) are linear attention with a state that passes from token to token. They run in
+PyTorch on CPUs, on packed sequences too, where nothing passes from one sequence to the next. SGLang's kernels for them
+are replaced on CPUs. Their layers for multi-token prediction (`mtp.*`) are not trained, and exports have them.
+
+Qwen3.5 is a language model next to a vision tower, in one directory (`Qwen3_5MoeForConditionalGeneration`,
+`Qwen3_5ForConditionalGeneration`). The language model is trained and served, on text alone: prompts with pictures are
+refused. The vision tower (`model.visual.*`) is not trained, and exports have it as it is. Published files have the
+experts of a layer in two tensors. Exports have three tensors for each expert, as `transformers` saves them.
 
 Exports keep their `model_type`. The rotary embeddings dynamic and longrope are refused everywhere: they make the
 log-probs of a token depend on the other sequences of its batch. So is `attention_factor` of yarn, which SGLang does

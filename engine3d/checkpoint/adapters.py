@@ -13,7 +13,7 @@ from engine3d.checkpoint.reading.verify import check_described
 from engine3d.durable import bring_to_disk
 from engine3d.errors import EngineError, UserError
 from engine3d.models import check_weights, load_model_spec
-from engine3d.models.files.multi_token import MultiTokenLayers
+from engine3d.models.files.multi_token import KeptTensors
 from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.files.weights import begin_export, finish_export, plan_model_export, write_index
 from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, peft_config
@@ -114,7 +114,7 @@ def export_merged(
     model = load_model_spec(base)
     check_weights(model, base)
     dtype = getattr(torch, summary.dtype)
-    further = MultiTokenLayers(model, base if multi_token else None, dtype)
+    further = KeptTensors(model, base, dtype, multi_token=multi_token)
     plan = plan_model_export(model, dtype, 5e9, further=further)
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)

@@ -30,7 +30,7 @@ from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
 from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
-from engine3d.models.files.multi_token import LAYERS_KEY, MultiTokenLayers, may_have_multi_token_layers
+from engine3d.models.files.multi_token import LAYERS_KEY, KeptTensors, has_vision_tower, may_have_multi_token_layers
 from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.files.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision, stored_tensors
@@ -90,8 +90,9 @@ def export_checkpoint(
         precision: fp8 quantises values of that dtype, as the run's engines get them: `train.fp8` of the run holds.
         max_shard_bytes: largest file, unless a single tensor is larger.
         verify: false exports what is there, whatever the checksums say.
-        base: directory with the layers for multi-token prediction, which no checkpoint has; None for the run's model.
-        multi_token: False to leave these layers out, as for engines.
+        base: directory with the tensors that are not trained (`multi_token`), which no checkpoint has; None for the
+            run's model.
+        multi_token: False to leave out layers for multi-token prediction, as for engines.
         model_of_run: where the run's model is now; None for where it was.
 
     Returns:
@@ -119,8 +120,9 @@ def export_checkpoint(
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
-    source = _multi_token_source(checkpoint, manifest, spec, base, model_of_run) if multi_token else None
-    further = MultiTokenLayers(spec, source, written, precision)
+    kept = multi_token or has_vision_tower(spec)
+    source = _source_of_kept(checkpoint, manifest, spec, base, model_of_run) if kept else None
+    further = KeptTensors(spec, source, written, precision, multi_token=multi_token)
     if base is not None and not further.tensors:
         raise UserError(
             f"export: --base {base} has no layers for multi-token prediction; expected --no-multi-token in its place"
@@ -159,16 +161,22 @@ def _fp8_settings(manifest: Manifest, role: str) -> Fp8Settings:
     return Fp8Settings(**train.get("fp8", {}))
 
 
-def _multi_token_source(
+def _source_of_kept(
     checkpoint: Path, manifest: Manifest, spec: ModelSpec, base: Path | None, model_of_run: Path | None
 ) -> Path | None:
-    """Check the directory with the layers for multi-token prediction of a checkpoint's model; None without any.
+    """Check the directory with a vision tower or layers for multi-token prediction of a checkpoint's model.
+
+    None without any.
 
     Raises:
-        UserError: there is no such directory, or it has another model; none is known, and the model has such layers; or
-            `base` is given, and no such layers exist.
+        UserError: there is no such directory, or it has another model; none is known, and the model has such tensors;
+            or `base` is given, and no such tensors exist.
     """
-    if not may_have_multi_token_layers(spec):
+    tower = has_vision_tower(spec)
+    kept, otherwise = "layers for multi-token prediction", ", or --no-multi-token"
+    if tower:
+        kept, otherwise = "vision tower", ""
+    if not tower and not may_have_multi_token_layers(spec):
         if base is not None:
             raise UserError(
                 f"export: --base {base} is the model of --merged, or has layers for multi-token prediction, of which "
@@ -177,6 +185,10 @@ def _multi_token_source(
         return None
     known = base or model_of_run or manifest.recipe.get("model", {}).get("path")
     if known is None:
+        if tower:
+            raise UserError(
+                f"export: {checkpoint} is without the vision tower of its model; expected --base of that model"
+            )
         if not manifest.recipe and (count := spec.hf_config.get(LAYERS_KEY)):  # imported
             raise UserError(
                 f"export: {checkpoint} is without the layers for multi-token prediction of its model "
@@ -186,13 +198,13 @@ def _multi_token_source(
     given = Path(known)
     if not given.is_dir():
         raise UserError(
-            f"export: no directory {given}, the model whose layers for multi-token prediction are those of "
-            f"{checkpoint}; expected --base of that model, or --no-multi-token"
+            f"export: no directory {given}, the model of {checkpoint} with the {kept}, which exports have; "
+            f"expected --base of that model{otherwise}"
         )
     if load_model_spec(given).sizes != spec.sizes:
         raise UserError(
-            f"export: {given} is another model than that of {checkpoint}, whose layers for multi-token prediction "
-            "an export has; expected --base of that model"
+            f"export: {given} is another model than that of {checkpoint}, whose {kept} an export has; expected "
+            "--base of that model"
         )
     return given
 

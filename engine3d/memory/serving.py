@@ -8,6 +8,7 @@ from math import prod
 
 from engine3d.dtypes import ITEMSIZES
 from engine3d.models.family import ModelSpec
+from engine3d.models.files.multi_token import KeptTensors
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.spec import target_names
 from engine3d.models.precision import quantisation_config, served_tensors
@@ -96,6 +97,8 @@ def serving_by_rank(
     absorbed = absorbed_weights(spec.sizes, config.attention_tp, dtype.itemsize)
     routes = routes_of_a_token(spec.sizes) if config.routes else 0
     states = STATES_OF_A_REQUEST * config.most_requests * state_of_a_request(spec.sizes, config.tp, dtype.itemsize)
+    kept = KeptTensors(spec, spec.directory, dtype, multi_token=False)  # SGLang's model has the vision tower too
+    tower = sum(prod(shape) for shape, _ in kept.tensors.values())
     predicted = []
     for number, location in enumerate(locations):
         trace = traces[number % config.tp]
@@ -104,7 +107,7 @@ def serving_by_rank(
         aliases = find_aliases(near, target) if near else ()
         shared = sum(_nbytes(trace.buffers[alias.target_buffer]) for alias in aliases)
         responds = number % config.tp % config.attention_tp == 0
-        weights = sum(map(_nbytes, trace.buffers)) + absorbed
+        weights = sum(map(_nbytes, trace.buffers)) + absorbed + tower * dtype.itemsize
         if adapters is not None:
             weights += ADAPTER_SLOTS * pooled_elements(trace, adapters, target_names(spec)) * dtype.itemsize
         predicted.append(ServingBytes(weights, shared, cache, prefix, prompt, routes if responds else 0, states))

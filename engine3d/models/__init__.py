@@ -17,6 +17,7 @@ from engine3d.models.families.mixtral import MIXTRAL
 from engine3d.models.families.qwen2 import QWEN2
 from engine3d.models.families.qwen2_moe import QWEN2_MOE
 from engine3d.models.families.qwen3 import QWEN3
+from engine3d.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from engine3d.models.families.qwen3_moe import QWEN3_MOE
 from engine3d.models.families.qwen3_next import QWEN3_NEXT
 from engine3d.models.family import Family, ModelSpec
@@ -97,6 +98,8 @@ FAMILIES = (
     MINIMAX_M2,
     GPT_OSS,
     QWEN3_NEXT,
+    QWEN3_5_MOE,
+    QWEN3_5,
 )
 
 
@@ -148,6 +151,13 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
         if named or (not architectures and config.get("model_type") in family.model_types):
             config.require("model_type", family.model_types)  # by which transformers and SGLang read the config
             config.check_others()
+            if family.text is not None:
+                if value_head:
+                    raise UserError(
+                        f"{config.source}: {family.architecture} was not tried with a scalar head; expected a model "
+                        "without a vision tower for critics and reward models"
+                    )
+                config = config.of_text(family.text)
             share = family.rotary_share
             known_share = share if isinstance(share, float) else share(config)
             rope = read_rope(config, family.ropes, family.rope_base, known_share)

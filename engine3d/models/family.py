@@ -48,6 +48,8 @@ class Family:
         other_names: further values of model_type of the same layers, of which transformers has no class.
         multi_token: beginning of the names of layers for multi-token prediction in files, of which the config says
             nothing; None where they are numbered after the model's own, and the config has their count.
+        text: model_type of the `text_config` that has the values of a language model next to a vision tower; None where
+            the config is a language model's. The tower is not trained (`multi_token`).
     """
 
     name: str
@@ -62,6 +64,7 @@ class Family:
     flat_rope: bool = False
     other_names: tuple[str, ...] = ()
     multi_token: str | None = None
+    text: str | None = None
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -108,7 +111,7 @@ class ModelSpec:
     @property
     def hf_config(self) -> dict[str, Any]:
         """The parsed `config.json`."""
-        return self.config.values
+        return self.config.complete
 
     @property
     def value_bias(self) -> bool:

@@ -248,7 +248,7 @@ def decoder_sizes(config: HFConfig, **others: Any) -> Sizes:
         "layers": config.integer("num_hidden_layers"),
         "hidden": config.integer("hidden_size"),
         "vocabulary": config.integer("vocab_size"),
-        "ffn": config.integer("intermediate_size"),
+        "ffn": others["ffn"] if "ffn" in others else config.integer("intermediate_size"),
         "max_positions": config.integer("max_position_embeddings"),
         "norm_epsilon": config.number("rms_norm_eps", 1e-6, most=1.0),
         "initializer_range": config.number("initializer_range", 0.02),

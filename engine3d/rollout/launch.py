@@ -12,8 +12,9 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
-from engine3d.models import load_model_spec, sglang_overrides
+from engine3d.models import FAMILIES, load_model_spec, sglang_overrides
 from engine3d.models.families.gpt_oss import GPT_OSS
+from engine3d.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from engine3d.models.families.qwen3_next import QWEN3_NEXT
 from engine3d.models.files.safetensors_files import read_header
 from engine3d.models.lora.config import LoraConfig
@@ -56,6 +57,10 @@ _LAUNCHER_VARIABLES = re.compile(
 # Variables by which SGLang would give other log-probs than those of the sampling temperature, or choose kernels that
 # rearrange the experts' weights.
 _OTHER_RESULTS = frozenset({"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE"})
+
+
+_WITH_DELTA_NETS = frozenset(family.architecture for family in (QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5))
+_WITH_VISION_TOWER = frozenset(family.architecture for family in FAMILIES if family.text is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +151,10 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         fixed |= platform.sink_arguments()
     if model.adapters is not None:
         arguments |= _adapter_arguments(model, model.adapters)
-    if QWEN3_NEXT.architecture in model.architectures:
+    if _WITH_DELTA_NETS.intersection(model.architectures):
         fixed["max_mamba_cache_size"] = STATES_OF_A_REQUEST * requests
+    if _WITH_VISION_TOWER.intersection(model.architectures):
+        fixed["enable_multimodal"] = False  # text alone, for which SGLang needs no processor of pictures
     check_against_platform(config.server_args, config.attention_backend, fixed)
     check_device(config, on_gpu=platform.gpus > 0)
     arguments |= fixed
@@ -263,7 +270,7 @@ def environment(
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
         # Stages of a pipeline leave unequal parts of their devices: SGLang goes by the smallest.
         variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-    if QWEN3_NEXT.architecture in model.architectures:
+    if _WITH_DELTA_NETS.intersection(model.architectures):
         # SGLang keeps the tokens before the next one, which the convolution sees, in bfloat16 whatever the model has.
         variables["SGLANG_MAMBA_CONV_DTYPE"] = config.dtype
     # For RESERVED_TOKENS: no position beyond the model's is used.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine3d.models import ModelSpec, initialise_random, load_model_spec, model_spec
+from engine3d.models.files.random_weights import check_may_be_made
 from engine3d.startup.lazy_imports import torch
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.data.tokenizer import load_tokenizer, make_character_tokenizer, make_chat_tokenizer
@@ -21,7 +22,9 @@ def initial_spec(model: ModelConfig) -> ModelSpec:
     if model.path is not None:
         return load_model_spec(model.path)
     assert model.create is not None
-    return model_spec(model.create.config)
+    spec = model_spec(model.create.config)
+    check_may_be_made(spec)
+    return spec
 
 
 def initial_tokenizer(model: ModelConfig, scratch: Path) -> tuple[PreTrainedTokenizerBase, Path]:

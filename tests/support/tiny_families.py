@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,41 @@ _GLM_EXPERTS = {
 
 def _config(architecture: str, model_type: str, **options: Any) -> dict[str, Any]:
     return {"architectures": [architecture], "model_type": model_type, **_COMMON, **options}
+
+
+_QWEN3_5: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    },
+}
+
+
+def _beside_tower(architecture: str, model_type: str, **options: Any) -> dict[str, Any]:
+    """A language model next to a vision tower."""
+    text = {key: value for key, value in (_COMMON | options).items() if key in options or key != "intermediate_size"}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": {"model_type": f"{model_type}_text", **text},
+        "vision_config": {
+            "model_type": f"{model_type}_vision",
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 16,
+        },
+    }
 
 
 MOE = _config("Qwen3MoeForCausalLM", "qwen3_moe", **_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1])
@@ -157,6 +193,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         full_attention_interval=4,
         rope_theta=500.0,
     ),
+    "qwen3_5_moe": _beside_tower(
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        **_EXPERTS,
+        **_QWEN3_5,
+        shared_expert_intermediate_size=40,
+        full_attention_interval=4,
+    ),
+    "qwen3_5-tied": _beside_tower(
+        "Qwen3_5ForConditionalGeneration", "qwen3_5", **_QWEN3_5, intermediate_size=48, tie_word_embeddings=True
+    ),
     "qwen3-tied": _config("Qwen3ForCausalLM", "qwen3", tie_word_embeddings=True),
     "qwen3-biases": _config(
         "Qwen3ForCausalLM",
@@ -258,26 +305,53 @@ def family_of(name: str) -> str:
     return str((CONFIGS | BLOCK_CONFIGS)[name]["model_type"])
 
 
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model's language model."""
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
+def changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A config with other values of its language model."""
+    if "text_config" in config:
+        return {**config, "text_config": {**config["text_config"], **changes}}
+    return {**config, **changes}
+
+
 def has_experts(name: str) -> bool:
-    return not {"num_experts", "num_local_experts", "n_routed_experts"}.isdisjoint(CONFIGS[name])
+    return not {"num_experts", "num_local_experts", "n_routed_experts"}.isdisjoint(text_of(CONFIGS[name]))
+
+
+def has_delta_nets(name: str) -> bool:
+    return "linear_num_key_heads" in text_of((CONFIGS | BLOCK_CONFIGS)[name])
 
 
 def may_cut(name: str, layout: Layout) -> bool:
     """True if a layout cuts no experts that the model does not have, none with biases, and no gated delta nets."""
-    if family_of(name) == "qwen3_next" and layout.cp > 1:
+    if has_delta_nets(name) and layout.cp > 1:
         return False
     if not has_experts(name):
         return layout.ep * layout.etp == 1
     return family_of(name) != "gpt_oss" or layout.etp == 1
 
 
-def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0) -> Any:
-    """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it."""
+def make(
+    name: str, directory: Path, *, value_head: bool = False, seed: int = 0, changes: Mapping[str, Any] | None = None
+) -> Any:
+    """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it.
+
+    `changes` are values of its language model's config.
+    """
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
-    given = (CONFIGS | BLOCK_CONFIGS)[name]
+    given = changed((CONFIGS | BLOCK_CONFIGS)[name], **(changes or {}))
     options = {key: value for key, value in given.items() if key not in ("architectures", "model_type")}
     config = AutoConfig.for_model(given["model_type"], **options)
     torch.manual_seed(sum(name.encode()) + seed)
@@ -285,11 +359,12 @@ def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0)
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     else:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        classes = AutoModelForImageTextToText if "text_config" in given else AutoModelForCausalLM
+        model = classes.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.2)
-            centred = given["model_type"] == "qwen3_next" and "linear_attn" not in parameter_name
+            centred = has_delta_nets(name) and "linear_attn" not in parameter_name
             if "norm" in parameter_name and not centred:
                 parameter.add_(1.0)
             if parameter_name.endswith("gate_up_proj_bias"):
@@ -308,8 +383,10 @@ def add_multi_token_layer(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     config = json.loads((directory / "config.json").read_text())
-    hidden = config["hidden_size"]
-    layer = "mtp.layers.0." if config["model_type"] == "qwen3_next" else f"model.layers.{config['num_hidden_layers']}."
+    text = text_of(config)
+    hidden = text["hidden_size"]
+    named = "linear_num_key_heads" in text
+    layer = "mtp.layers.0." if named else f"model.layers.{text['num_hidden_layers']}."
     if not layer.startswith("mtp."):
         (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     tensors = {

@@ -32,7 +32,7 @@ def sizes(config: HFConfig) -> Sizes:
         groups=config.integer("num_key_value_heads", 2),
         head_dim=config.integer("head_dim", 256),
         **delta_sizes(config),
-        **_expert_sizes(config),
+        **shared_expert_sizes(config),
     )
 
 
@@ -57,7 +57,8 @@ def delta_sizes(config: HFConfig) -> dict[str, Any]:
     return {"delta": delta, "qk_norm": True, "output_gate": True, "centred_norms": True}
 
 
-def _expert_sizes(config: HFConfig) -> dict[str, Any]:
+def shared_expert_sizes(config: HFConfig) -> dict[str, Any]:
+    """The sizes of routed experts, whose weights add up to one, and of the gated shared expert."""
     return {
         **qwen3_moe.expert_sizes(config, normalised=True),
         "shared_ffn": config.integer("shared_expert_intermediate_size", 512),

@@ -36,10 +36,17 @@ class HFConfig:
     Args:
         values: the parsed JSON object.
         source: how errors name it.
+        outer: the complete `config.json`, if the values are those of its `text_config`.
     """
 
     values: dict[str, Any]
     source: str
+    outer: dict[str, Any] | None = None
+
+    @property
+    def complete(self) -> dict[str, Any]:
+        """The complete `config.json`."""
+        return self.values if self.outer is None else self.outer
 
     @classmethod
     def load(cls, directory: Path) -> HFConfig:
@@ -124,6 +131,26 @@ class HFConfig:
                 raise self.error(key, "bfloat16, float16, float32 or another of torch's floating-point types, or null")
         if not isinstance(self.get("text_config", {}), dict):
             raise self.error("text_config", "an object")
+
+    def of_text(self, model_type: str) -> HFConfig:
+        """The config of the language model of one that has others next to it.
+
+        Args:
+            model_type: of the language model.
+
+        Raises:
+            UserError: there is no `text_config`, it is of another model, or the two differ in tied embeddings.
+        """
+        values = self.get("text_config")
+        if not isinstance(values, dict):
+            raise self.error("text_config", f'an object with model_type "{model_type}"')
+        text = HFConfig(values, f"{self.source}: text_config", self.values)
+        text.require("model_type", (model_type,))  # by which SGLang chooses the layers
+        text.check_others()
+        tied = "tie_word_embeddings"
+        if self.flag(tied) != text.flag(tied):  # of which SGLang reads one, and transformers the other
+            raise self.error(tied, f"{json.dumps(text.flag(tied))}, as text_config has it")
+        return text
 
     def error(self, key: str, expected: str) -> UserError:
         value = json.dumps(self.values[key], default=repr) if key in self.values else "nothing"

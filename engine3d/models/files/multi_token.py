@@ -1,6 +1,7 @@
-"""Layers for multi-token prediction in the files of a model: they are not trained, and exports have them as they are.
+"""Tensors in the files of a model that are not trained: exports have them as they are.
 
-The files number them after the model's own layers, or have names of their own for them (`Family.multi_token`).
+They are layers for multi-token prediction, which the files number after the model's own layers, or have names of their
+own for (`Family.multi_token`), and the vision tower next to a language model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from engine3d.startup.lazy_imports import torch
 
 LAYERS_KEY = "num_nextn_predict_layers"
 """Key of a config for their number."""
+VISION_TOWER = "model.visual."
+"""Beginning of the names of a vision tower's tensors."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -34,8 +37,18 @@ def is_multi_token(spec: ModelSpec, tensor: str) -> bool:
     return layer is not None and int(layer[1]) >= spec.sizes.layers
 
 
-class MultiTokenLayers:
-    """Tensors of the layers for multi-token prediction, as an export writes them.
+def has_vision_tower(spec: ModelSpec) -> bool:
+    """True if the files of the model have a vision tower."""
+    return spec.family.text is not None
+
+
+def is_kept(spec: ModelSpec, tensor: str) -> bool:
+    """True of a tensor that is not trained and that exports have."""
+    return is_multi_token(spec, tensor) or (has_vision_tower(spec) and tensor.startswith(VISION_TOWER))
+
+
+class KeptTensors:
+    """Tensors that are not trained, as an export writes them.
 
     Those in 16 or 32 bits keep their dtypes and bits. Those in fp8 do too in an export in fp8, and are dequantised in
     another.
@@ -45,6 +58,7 @@ class MultiTokenLayers:
         directory: with the model's files; None for none.
         dtype: of the export.
         precision: of the export.
+        multi_token: False to leave out layers for multi-token prediction.
 
     Attributes:
         tensors: shape and dtype in the export, by name.
@@ -54,14 +68,29 @@ class MultiTokenLayers:
     """
 
     def __init__(
-        self, spec: ModelSpec, directory: Path | None, dtype: torch.dtype, precision: Precision | None = None
+        self,
+        spec: ModelSpec,
+        directory: Path | None,
+        dtype: torch.dtype,
+        precision: Precision | None = None,
+        *,
+        multi_token: bool = True,
     ) -> None:
         self._directory, self._as_stored = directory, precision is not None
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if directory is None or not may_have_multi_token_layers(spec):
+        tower = has_vision_tower(spec)
+        if tower and precision is not None:
+            raise UserError(
+                f"export: precision={precision} was not tried with {spec.family.architecture}; expected none"
+            )
+        if directory is None or not (tower or (multi_token and may_have_multi_token_layers(spec))):
             return
         with TensorFiles(directory) as files:
-            stored = {name: tensor for name, tensor in files.tensors.items() if is_multi_token(spec, name)}
+            stored = {
+                name: tensor
+                for name, tensor in files.tensors.items()
+                if is_kept(spec, name) and (multi_token or not is_multi_token(spec, name))
+            }
             in_fp8 = {name for name, tensor in stored.items() if tensor.dtype == FP8}
             if stored and self._as_stored and not in_fp8:
                 raise UserError(

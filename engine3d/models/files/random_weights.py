@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models.family import ModelSpec
+from engine3d.models.files.multi_token import has_vision_tower
 from engine3d.models.files.safetensors_files import ExportFiles
 from engine3d.models.files.weights import begin_export, finish_export, plan_model_export, write_index
 from engine3d.models.rules import HFTensor
@@ -44,8 +45,10 @@ def initialise_random(
         max_shard_bytes: largest file, unless a single tensor is larger.
 
     Raises:
-        UserError: the directory exists already; or `embedding_std` is of a table that is the output layer too.
+        UserError: the directory exists already; `embedding_std` is of a table that is the output layer too; or as of
+            `check_may_be_made`.
     """
+    check_may_be_made(spec)
     if embedding_std is not None and spec.sizes.tied:
         raise UserError("embedding_std: the table is the output layer too (tie_word_embeddings); expected None")
     directory = Path(directory)
@@ -64,6 +67,19 @@ def initialise_random(
     files.close()
     write_index(plan, partial)
     finish_export(spec, dtype, partial, directory)
+
+
+def check_may_be_made(spec: ModelSpec) -> None:
+    """Refuse a model that has more than its language model, which alone can be made.
+
+    Raises:
+        UserError: names the architecture.
+    """
+    if has_vision_tower(spec):
+        raise UserError(
+            f"{spec.config.source}: {spec.family.architecture} has a vision tower, which is not made; expected a "
+            "directory with its weights (model.path)"
+        )
 
 
 def _deviation(spec: ModelSpec, tensor: HFTensor, embedding_std: float | None) -> float:

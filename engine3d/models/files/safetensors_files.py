@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -112,6 +113,50 @@ def _is_entry(entry: Any) -> bool:
     return len(entry["data_offsets"]) == 2
 
 
+LANGUAGE_MODEL, _ALONE = "model.language_model.", "model."
+"""Beginning of names of a language model's tensors next to a vision tower, and where there is none."""
+_ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+
+
+def name_beside_tower(name: str) -> str:
+    """The name, next to a vision tower, of a language model's tensor."""
+    return LANGUAGE_MODEL + name.removeprefix(_ALONE) if name.startswith(_ALONE) else name
+
+
+@dataclass(frozen=True, slots=True)
+class _FileSlice:
+    """A tensor of the files, or the rows of one expert in a tensor of all experts.
+
+    Args:
+        name: in the files.
+        shape: of the slice.
+        expert: None for the complete tensor.
+        row: the first one of the slice.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    row: int = 0
+
+
+def _slices_of(name: str, stored: StoredTensor) -> Iterator[tuple[str, _FileSlice]]:
+    """The tensors, by the names of a language model alone, that a tensor of one next to a vision tower consists of."""
+    alone = _ALONE + name.removeprefix(LANGUAGE_MODEL)
+    match = _ALL_EXPERTS.fullmatch(alone)
+    if match is None or len(stored.shape) != 3:
+        yield alone, _FileSlice(name, stored.shape)
+        return
+    experts, rows, columns = stored.shape
+    linears = ("gate", "up") if match[2] == "gate_up" else ("down",)
+    if rows % len(linears):
+        raise UserError(f"tensor {name} in {stored.path}: {rows} rows of gate and up, expected an even number")
+    rows //= len(linears)
+    for expert in range(experts):
+        for index, linear in enumerate(linears):
+            yield f"{match[1]}{expert}.{linear}_proj.weight", _FileSlice(name, (rows, columns), expert, index * rows)
+
+
 class TensorFiles:
     """The safetensors files of a model directory, opened for slices.
 
@@ -122,6 +167,7 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._open: dict[Path, Any] = {}
+        self._slices: dict[str, _FileSlice] = {}
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -133,7 +179,11 @@ class TensorFiles:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor by name: those that transformers and SGLang read. Two of MXFP4 are one, dequantised."""
+        """Every tensor by name: those that transformers and SGLang read. Two of MXFP4 are one, dequantised.
+
+        Those of a language model next to a vision tower have the names of one alone, and each of its experts tensors of
+        its own.
+        """
         tensors = dict(self._in_files)
         for name, blocks in self._in_files.items():
             base = name.removesuffix(mxfp4.BLOCKS)
@@ -144,6 +194,13 @@ class TensorFiles:
                 del tensors[name], tensors[base + mxfp4.SCALES]
                 experts, rows, count, _ = blocks.shape
                 tensors[base] = StoredTensor(blocks.path, MXFP4, (experts, count * mxfp4.BLOCK, rows))
+        for name in [name for name in tensors if name.startswith(LANGUAGE_MODEL)]:
+            stored = tensors.pop(name)
+            for alone, file_slice in _slices_of(name, stored):
+                if alone in tensors:
+                    raise UserError(f"tensor {alone}: in {tensors[alone].path}, and as part of {name} in {stored.path}")
+                tensors[alone] = StoredTensor(stored.path, stored.dtype, file_slice.shape)
+                self._slices[alone] = file_slice
         return tensors
 
     @cached_property
@@ -239,10 +296,16 @@ class TensorFiles:
 
     def stored(self, name: str, box: Box) -> torch.Tensor:
         """The elements `box` of a tensor, on the CPU, as they are in the file."""
+        file_slice = self._slices.get(name) if name in self.tensors else None
+        name = name if file_slice is None else file_slice.name
         path = self._in_files[name].path
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
-        return self._open[path].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+        if file_slice is None or file_slice.expert is None:
+            return self._open[path].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+        rows, columns = box
+        rows = rows[0] + file_slice.row, rows[1] + file_slice.row
+        return self._open[path].get_slice(name)[file_slice.expert, slice(*rows), slice(*columns)]
 
     def differ(self, name: str, other: str) -> bool:
         """True if two tensors of one shape have other values, in whatever dtypes."""
@@ -312,6 +375,8 @@ class ExportPlan:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     files: tuple[FilePlan, ...]
+    names: Mapping[str, str] = MappingProxyType({})
+    """Names in the files of tensors that have another there."""
 
     @cached_property
     def file_of(self) -> dict[str, FilePlan]:
@@ -322,7 +387,7 @@ class ExportPlan:
         total = sum(prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
         return {
             "metadata": {"total_size": total},
-            "weight_map": {name: file.name for name, file in self.file_of.items()},
+            "weight_map": {self.names.get(name, name): file.name for name, file in self.file_of.items()},
         }
 
 
@@ -337,6 +402,7 @@ def plan_export(
     dtype: torch.dtype,
     max_shard_bytes: float,
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> ExportPlan:
     """Spread tensors over files of at most max_shard_bytes each, in order; a larger tensor has a file of its own.
 
@@ -345,6 +411,7 @@ def plan_export(
         dtype: of all tensors but `others`.
         max_shard_bytes: largest file.
         others: dtypes of tensors that have another.
+        renamed: names in the files of tensors that have another there.
 
     Raises:
         UserError: a dtype that the files cannot hold.
@@ -365,18 +432,24 @@ def plan_export(
     names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     if len(shards) == 1:
         names = [SINGLE_FILE]
-    files = tuple(_plan_file(name, shard, shapes, dtypes) for name, shard in zip(names, shards, strict=True))
-    return ExportPlan(shapes, dtypes, files)
+    files = tuple(_plan_file(name, shard, shapes, dtypes, renamed) for name, shard in zip(names, shards, strict=True))
+    return ExportPlan(shapes, dtypes, files, renamed)
 
 
 def _plan_file(
-    name: str, tensors: list[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    name: str,
+    tensors: list[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    renamed: Mapping[str, str],
 ) -> FilePlan:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
     start = 0
     for tensor in tensors:
         stop = start + prod(shapes[tensor]) * dtypes[tensor].itemsize
-        header[tensor] = {
+        starts[tensor] = start
+        header[renamed.get(tensor, tensor)] = {
             "dtype": _dtype_names()[dtypes[tensor]],
             "shape": list(shapes[tensor]),
             "data_offsets": [start, stop],
@@ -385,7 +458,7 @@ def _plan_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data = 8 + len(text)
-    offsets = {tensor: data + header[tensor]["data_offsets"][0] for tensor in tensors}
+    offsets = {tensor: data + starts[tensor] for tensor in tensors}
     return FilePlan(name, len(text).to_bytes(8, "little") + text, data + start, offsets)
 
 

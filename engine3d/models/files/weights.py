@@ -15,13 +15,14 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.blocks import EMBEDDING, OUTPUT_LAYER
 from engine3d.models.family import ModelSpec
-from engine3d.models.files.multi_token import LAYERS_KEY, MultiTokenLayers, is_multi_token
+from engine3d.models.files.multi_token import LAYERS_KEY, VISION_TOWER, KeptTensors, has_vision_tower, is_kept
 from engine3d.models.files.safetensors_files import (
     DTYPES,
     INDEX_FILE,
     ExportFiles,
     ExportPlan,
     TensorFiles,
+    name_beside_tower,
     plan_export,
 )
 from engine3d.models.precision import (
@@ -97,7 +98,7 @@ def weight_notes(spec: ModelSpec, directory: str | Path) -> list[str]:
 
 def _is_known(spec: ModelSpec, name: str) -> bool:
     """True of tensors that checkpoints of the family have next to the model's own."""
-    return is_multi_token(spec, name) or name == OUTPUT_LAYER or name.endswith("rotary_emb.inv_freq")
+    return is_kept(spec, name) or name == OUTPUT_LAYER or name.endswith("rotary_emb.inv_freq")
 
 
 def _check_tied(spec: ModelSpec, files: TensorFiles) -> None:
@@ -241,7 +242,7 @@ def export_weights(
     partial = directory.with_name(f".{directory.name}.partial")
     if precision is not None:
         check_shards(spec, layout, transformer_engine=platform.has_transformer_engine)
-    further = MultiTokenLayers(spec, spec.directory if multi_token else None, dtype, precision)
+    further = KeptTensors(spec, spec.directory, dtype, precision, multi_token=multi_token)
     plan = plan_model_export(spec, dtype, max_shard_bytes, precision, further)
     files = ExportFiles(plan, partial)
     leader = not dist.is_initialized() or dist.get_rank(group) == 0
@@ -301,13 +302,14 @@ def plan_model_export(
     dtype: torch.dtype,
     max_shard_bytes: float,
     precision: Precision | None = None,
-    further: MultiTokenLayers | None = None,
+    further: KeptTensors | None = None,
 ) -> ExportPlan:
-    """The files of a complete model, and of its layers for multi-token prediction."""
+    """The files of a complete model, with the tensors that are not trained."""
     tensors = served_tensors(spec, dtype, precision) | (further.tensors if further is not None else {})
     shapes = {name: shape for name, (shape, _) in tensors.items()}
     others = {name: other for name, (_, other) in tensors.items() if other != dtype}
-    return plan_export(shapes, dtype, max_shard_bytes, others)
+    renamed = {name: name_beside_tower(name) for name in spec.hf_tensors} if has_vision_tower(spec) else {}
+    return plan_export(shapes, dtype, max_shard_bytes, others, renamed)
 
 
 def begin_export(directory: Path, partial: Path) -> None:
@@ -332,7 +334,7 @@ def finish_export(
     partial: Path,
     directory: Path,
     precision: Precision | None = None,
-    further: MultiTokenLayers | None = None,
+    further: KeptTensors | None = None,
 ) -> None:
     """Add config.json and the tokenizer's files, and give the directory its name."""
     for name in TOKENIZER_FILES:
@@ -360,6 +362,8 @@ def exported_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     absent = (*QUANTISATION_KEYS, LAYERS_KEY, "auto_map")
     config = {key: value for key, value in spec.hf_config.items() if key not in absent}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if spec.config.outer is not None and "dtype" in spec.config.values:
+        config["text_config"] = {**spec.config.values, "dtype": dtype}
     if spec.value_head:
         labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         family = spec.family
@@ -373,6 +377,11 @@ def _check(spec: ModelSpec, files: TensorFiles) -> None:
     for name, tensor in spec.hf_tensors.items():
         if not (tensor.optional and name not in files.tensors):
             files.check(name, tensor.shape)
+    if has_vision_tower(spec) and not any(name.startswith(VISION_TOWER) for name in files.tensors):
+        raise UserError(
+            f"{files.directory}: no tensor {VISION_TOWER}*, expected the vision tower of {spec.family.architecture}, "
+            "which exports have"
+        )
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:

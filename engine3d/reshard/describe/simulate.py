@@ -31,7 +31,7 @@ from engine3d.models import sglang_overrides
 from engine3d.reshard.describe.same_model import check_same_model
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, trace_load
-from engine3d.sglang_source import attention_arguments, sglang_directory
+from engine3d.sglang_source import attention_arguments, complete_configs, sglang_directory
 from engine3d.startup.imports import quick_imports
 
 # Of sglang.srt.distributed.parallel_state: one for each kind of process group.
@@ -170,6 +170,7 @@ def build_model(
     with quick_imports():
         from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY as classes_of_sglang
 
+    complete_configs()
     # A copy, because SGLang's models write into theirs.
     full_config = deepcopy({**hf_config, **sglang_overrides(hf_config)})
     model_type = hf_config["model_type"]
@@ -326,7 +327,7 @@ def _layer_kinds(hf_config: dict[str, Any], tensors: Tensors) -> dict[int, list[
     for name, (shape, dtype) in tensors.items():
         if match := _LAYER.match(name):
             of_layer[int(match[1])].append((name[match.end() :], tuple(shape), dtype))
-    layers = hf_config["num_hidden_layers"]
+    layers = _of_text(hf_config)["num_hidden_layers"]
     if sorted(of_layer) != list(range(layers)):
         raise UserError(f"the tensors are of {len(of_layer)} layers; the engine's model has {layers}")
     kinds: dict[Any, list[int]] = defaultdict(list)
@@ -337,9 +338,15 @@ def _layer_kinds(hf_config: dict[str, Any], tensors: Tensors) -> dict[int, list[
 
 def _with_layers(hf_config: dict[str, Any], layers: int) -> dict[str, Any]:
     """The config of the model's first layers."""
-    config = {**hf_config, "num_hidden_layers": layers}
+    config = {**_of_text(hf_config), "num_hidden_layers": layers}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
+    return {**hf_config, "text_config": config} if "text_config" in hf_config else config
+
+
+def _of_text(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model's language model."""
+    config: dict[str, Any] = hf_config.get("text_config") or hf_config
     return config
 
 

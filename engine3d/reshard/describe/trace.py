@@ -108,12 +108,14 @@ _ROUTER_COPY = "_weight_fp32"
 """Buffer of SGLang's `Glm4MoeGate`."""
 _SHIFTED_WEIGHT = "gemma_weight"
 """Buffer of SGLang's `GemmaRMSNorm`."""
+_VISION_TOWER = "visual."
+"""Beginning of names of parameters of vision towers, which are not trained."""
 _VIEW_OF_WEIGHT = "conv_weights"
 """Attribute of SGLang's `RadixLinearAttention`."""
 
 
 def rebind_views(model: nn.Module) -> None:
-    """Renew the view of a parameter that Qwen3-Next's linear attention keeps, after the parameter got other memory."""
+    """Renew the view of a parameter that gated delta nets keep, after the parameter got other memory."""
     for module in model.modules():
         if isinstance(getattr(getattr(module, "attn", None), _VIEW_OF_WEIGHT, None), Tensor):
             layer: Any = module
@@ -218,6 +220,7 @@ class _Recorder:
             for name, tensor in named:
                 # SGLang marks the scales of a quantised KV cache, which have a default.
                 is_loaded = is_parameter and not getattr(tensor, "_skip_weight_check", False)
+                is_loaded = is_loaded and not name.startswith(_VISION_TOWER)
                 self._add_target(_Target(name, tensor.detach(), is_parameter, is_loaded))
 
     def _add_target(self, target: _Target) -> None:

@@ -25,6 +25,7 @@ from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
 from engine3d.rollout.scheduler.text_stops import end_at_last_token, end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
+from engine3d.sglang_source import complete_configs
 from engine3d.stacks import write_stacks_on_request
 from engine3d.startup import leave_out
 
@@ -66,6 +67,7 @@ def register() -> None:
     # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
     leave_out("megatron.core")
     _lock_progress_bars()
+    complete_configs()
     _hook_start()
     if ALONE_VARIABLE not in os.environ:
         _hook_engine()

@@ -162,12 +162,12 @@ def end_notes(
 ) -> list[str]:
     """A note where engines do not end a response at the tokenizer's end-of-sequence token.
 
-    SGLang ends one at the `eos_token_id` of config.json and of generation_config.json.
+    SGLang ends one at the `eos_token_id` of config.json, or of its `text_config`, and of generation_config.json.
     """
     end = tokenizer.eos_token_id
     if sampling.ignore_eos or end in sampling.stop_token_ids:
         return []
-    configs, path = [spec.hf_config], model.path
+    configs, path = [{**spec.config.values, **spec.hf_config}], model.path
     if path is not None and (path / "generation_config.json").is_file():
         configs.append(read_json_object(path / "generation_config.json"))
     named = [config.get("eos_token_id") for config in configs]

@@ -36,6 +36,8 @@ FAMILIES = (
     "minimax_m2",
     "gpt_oss",
     "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5",
 )
 LAYOUT = ("tp", "pp", "vpp", "stages", "ep", "etp", "cp", "dp")
 """Sizes of a layout that may be above 1, and stages that are given."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine3d.models import FAMILIES, load_model_spec, model_spec, sglang_overrides
+from engine3d.models import FAMILIES, Family, check_weights, load_model_spec, model_spec, sglang_overrides
 from engine3d.reshard.describe.simulate import trace_engine_layout
 from engine3d.rollout import RolloutConfig, launch
 from tests.support.tiny_families import CONFIGS
@@ -25,26 +25,27 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
 }
+_GATED_EXPERTS = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 48,
+}
+_DELTA_NETS = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 48,
-    },
-    "qwen3_next": {
-        "num_hidden_layers": 4,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 48,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "qwen2_moe": _GATED_EXPERTS,
+    "qwen3_next": _DELTA_NETS | _GATED_EXPERTS,
+    "qwen3_5_moe": _DELTA_NETS | _GATED_EXPERTS,
+    "qwen3_5": _DELTA_NETS,
     "glm4_moe": {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
@@ -59,20 +60,28 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 """Sizes that make a model small; all else is what the class has by default."""
 
 
-def _save(family: str, directory: Path) -> dict[str, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _save(family: Family, directory: Path) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(family, **SMALL | OF_FAMILY.get(family, {}))
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
+    sizes = SMALL | OF_FAMILY.get(family.name, {})
+    if family.text is None:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.name, **sizes))
+    else:
+        if "moe_intermediate_size" in sizes:
+            del sizes["intermediate_size"]
+        config = AutoConfig.for_model(family.name, text_config=sizes, vision_config=_TOWER)
+        model = AutoModelForImageTextToText.from_config(config)
+    model.float().save_pretrained(directory)
     saved: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return saved
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
-def test_sglang_builds_and_loads_what_transformers_saves(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_sglang_builds_and_loads_what_transformers_saves(family: Family, tmp_path: Path) -> None:
     saved = _save(family, tmp_path)
     before = (tmp_path / "config.json").read_bytes()
     spec = load_model_spec(tmp_path)
+    check_weights(spec, tmp_path)
     model = launch.read_model(tmp_path, weights_needed=True)
     arguments = launch.server_arguments(RolloutConfig(dtype="float32"), model)
     assert model.overrides == sglang_overrides(saved)
@@ -83,6 +92,7 @@ def test_sglang_builds_and_loads_what_transformers_saves(family: str, tmp_path: 
     overrides = arguments.get("json_model_override_args", "{}")
     config = ModelConfig(str(tmp_path), model_override_args=overrides, dtype="float32")
     assert config.num_hidden_layers == spec.sizes.layers
+    assert not config.is_multimodal or arguments["enable_multimodal"] is False
     assert config.hf_config.architectures == [spec.family.architecture]
     for key, value in spec.family.published.items():
         assert getattr(config.hf_config, key) == value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,15 @@ ENGINES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"tp": 2},
     "gpt_oss": {"tp": 2},
     "qwen3_next": {"tp": 2, "ep": 2},
+    "qwen3_5_moe": {"tp": 2, "ep": 2},
+    "qwen3_5-tied": {"tp": 2},
 }
 GROUPS = (
     ("qwen3-tied", "llama", "deepseek_v3"),
     ("qwen2-tied", "mistral", "qwen2_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next"),
+    ("qwen3_5_moe", "qwen3_5-tied"),
 )
-"""Engines that run at the same time. Those of the second group are traced without processes too (`test_simulate`)."""
+"""Engines that run at the same time. Those of later groups are traced without processes too (`test_simulate`)."""
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3-tied", "float32", {"pp": 2, "vpp": 2}),
     ("llama", "float32", {"tp": 2}),
@@ -56,6 +60,8 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("minimax_m2", "float32", {"pp": 2, "vpp": 2}),
     ("gpt_oss", "float32", {"tp": 2, "ep": 2}),
     ("qwen3_next", "float32", {"pp": 2, "stages": (1, 3)}),
+    ("qwen3_5_moe", "float32", {"tp": 2, "ep": 2}),
+    ("qwen3_5-tied", "float32", {"pp": 2, "stages": (1, 3)}),
 ]
 MORE_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3-tied", "float32", {"tp": 2}),
@@ -76,6 +82,9 @@ MORE_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_oss", "float32", {"ep": 2}),
     ("qwen3_next", "float32", {"tp": 2, "ep": 2}),
     ("qwen3_next", "float32", {"ep": 2}),
+    ("qwen3_5_moe", "float32", {"pp": 2, "stages": (1, 3)}),
+    ("qwen3_5_moe", "float32", {"ep": 2}),
+    ("qwen3_5-tied", "float32", {"tp": 2}),
 ]
 """Layouts that are checked before a release."""
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
@@ -104,6 +113,11 @@ def engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
 @pytest.fixture(scope="module")
 def other_engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
     yield from running(GROUPS[1], models)
+
+
+@pytest.fixture(scope="module")
+def engines_with_tower(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    yield from running(GROUPS[2], models)
 
 
 def cases_of(group: tuple[str, ...]) -> list[Any]:
@@ -150,6 +164,20 @@ def test_other_families_hold_what_sglang_loads_of_an_export(
     check_transfer(name, dtype, sizes, other_engines[name], models, trainer, tmp_path)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "dtype", "sizes"), cases_of(GROUPS[2]))
+def test_language_models_next_to_a_vision_tower_hold_what_sglang_loads_of_an_export(
+    name: str,
+    dtype: str,
+    sizes: dict[str, Any],
+    engines_with_tower: dict[str, RolloutEngine],
+    models: dict[str, Path],
+    trainer: TrainerRanks,
+    tmp_path: Path,
+) -> None:
+    check_transfer(name, dtype, sizes, engines_with_tower[name], models, trainer, tmp_path)
+
+
 def check_transfer(
     name: str,
     dtype: str,
@@ -176,10 +204,12 @@ def check_transfer(
 
 def check_log_probs(engine: RolloutEngine, export: Path) -> None:
     """The engine's log-probs of an export are those of transformers."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     tokens = [[5, 90, 17, 33, 2, 64, 8, 71, 40, 12, 3, 55] * 4]
-    reference = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    tower = "text_config" in json.loads((export / "config.json").read_text())
+    classes = AutoModelForImageTextToText if tower else AutoModelForCausalLM
+    reference = classes.from_pretrained(export, dtype=torch.float32)
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits[0, :-1].log_softmax(-1)
     (given,) = engine.logprobs(tokens, [1])

@@ -132,6 +132,8 @@ CASES = (
     Case(4, "gpt_oss", {"tp": 2, "ep": 2}, packing=True),
     Case(4, "gpt_oss", {"pp": 2, "stages": (1, 3), "ep": 2}, packing=False, critic=True),
     Case(2, "qwen3_next", {"tp": 2, "ep": 2}, packing=True),
+    Case(2, "qwen3_5_moe", {"tp": 2, "ep": 2}, packing=True),
+    Case(4, "qwen3_5-tied", {"tp": 2}, packing=True),
 )
 
 

@@ -13,7 +13,7 @@ from engine3d.layout import Layout
 from engine3d.models import ModelSpec, model_spec
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, pair_flops, sequence_flops, token_flops
 from tests.support.distributed import run_distributed
-from tests.support.tiny_families import CONFIGS, family_of
+from tests.support.tiny_families import CONFIGS, changed, has_delta_nets
 from tests.support.work import calls_of
 
 LENGTH = 12
@@ -61,8 +61,8 @@ def _count(name: str, value_head: bool, layout: Layout) -> tuple[int, int, int]:
 
 def _spec(name: str, value_head: bool) -> ModelSpec:
     """A model with a layer of each kind that it has: counting an operation takes a hundred times as long as it."""
-    layers = 4 if family_of(name) == "qwen3_next" else 2
-    return model_spec({**CONFIGS[name], "num_hidden_layers": layers}, value_head=value_head)
+    layers = 4 if has_delta_nets(name) else 2
+    return model_spec(changed(CONFIGS[name], num_hidden_layers=layers), value_head=value_head)
 
 
 @pytest.mark.processes

@@ -14,7 +14,13 @@ from engine3d.platform.delta_rule import causal_convolution, gated_delta_rule, u
 def install() -> None:
     """Put the functions of this module where SGLang's gated delta nets import theirs from."""
     from sglang.jit_kernel.triton import gdn_fused_proj
-    from sglang.kernels.ops.attention.fla import chunk, fused_gdn_gating, fused_norm_gate, fused_recurrent
+    from sglang.kernels.ops.attention.fla import (
+        chunk,
+        fused_gdn_gating,
+        fused_norm_gate,
+        fused_recurrent,
+        layernorm_gated,
+    )
     from sglang.kernels.ops.mamba import causal_conv1d_triton
 
     causal_conv1d_triton.causal_conv1d_fn = _convolve
@@ -23,7 +29,9 @@ def install() -> None:
     chunk.chunk_gated_delta_rule = _extend
     fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode = _decode
     fused_norm_gate.rms_norm_gated = _gated_norm
+    layernorm_gated.rms_norm_gated = lambda *, z, **others: _gated_norm(g=z, **others)
     gdn_fused_proj.fused_qkvzba_split_reshape_cat = _split
+    gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous = _split_by_kind
 
 
 def _split(
@@ -43,6 +51,16 @@ def _split(
     beta, decay = ba.unflatten(-1, (key_heads, -1)).split([per_key, per_key], -1)
     mixed = torch.cat([rows.flatten(1) for rows in (query, key, value)], -1)
     return mixed, gate.reshape(-1, heads, value_dim), beta.flatten(1), decay.flatten(1)
+
+
+def _split_by_kind(
+    qkvz: Tensor, ba: Tensor, key_heads: int, heads: int, key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of a projection that has all queries, all keys, all values and all gates; all betas and all decays."""
+    values = heads * value_dim
+    mixed, gate = qkvz.split([2 * key_heads * key_dim + values, values], -1)
+    beta, decay = ba.split([heads, heads], -1)
+    return mixed.contiguous(), gate.reshape(-1, heads, value_dim), beta.contiguous(), decay.contiguous()
 
 
 def _convolve(

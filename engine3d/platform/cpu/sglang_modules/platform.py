@@ -66,6 +66,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
         sglang_cpu_fp8.install()
         elementwise.fused_gate_sigmoid_mul_add = _add_gated
+        elementwise.fused_sigmoid_mul = _gated
         _replace_norms_over_heads()
         sglang_cpu_delta_net.install()
 
@@ -118,6 +119,18 @@ def _add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, t
     """
     scale = torch.sigmoid(hidden.float() @ gate.float())
     total.copy_(total.float() + scale[:, None] * shared.float())
+
+
+def _gated(output: torch.Tensor, gate: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """Multiply the output of attention by a sigmoid, as SGLang's Triton kernel does.
+
+    Args:
+        output: (tokens, elements of all heads).
+        gate: of the same shape, or (tokens, heads, elements of a head).
+        inplace: True to change `output`.
+    """
+    gated = (output.float() * torch.sigmoid(gate.reshape(output.shape).float())).to(output.dtype)
+    return output.copy_(gated) if inplace else gated
 
 
 def _replace_norms_over_heads() -> None:

@@ -14,7 +14,7 @@ from engine3d.checkpoint.hf import export_checkpoint, import_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec, weight_notes
-from engine3d.models.files.multi_token import MultiTokenLayers
+from engine3d.models.files.multi_token import KeptTensors
 from engine3d.models.files.weights import exported_config
 from engine3d.models.precision import dequantise, quantise, scale_name
 from tests.engine3d.training import test_engine
@@ -248,9 +248,9 @@ def test_layers_for_multi_token_prediction_in_fp8_are_dequantised_or_kept_as_the
     box = tuple((0, size) for size in tensors[name].shape)
     values, scales = quantise(tensors[name].float())
     save_file(tensors | {name: values, scale_name(name): scales}, directory / "model.safetensors")
-    quantised = dict(MultiTokenLayers(spec, directory, torch.bfloat16, "fp8").tensors)
+    quantised = dict(KeptTensors(spec, directory, torch.bfloat16, "fp8").tensors)
     assert quantised[name][1] == torch.float8_e4m3fn and quantised[scale_name(name)][1] == torch.float32
-    plain = MultiTokenLayers(spec, directory, torch.bfloat16)
+    plain = KeptTensors(spec, directory, torch.bfloat16)
     assert scale_name(name) not in plain.tensors and plain.tensors[name][1] == torch.bfloat16
     read = {read_name: read_values for read_name, _, read_values in plain.read()}
     assert torch.equal(read[name], dequantise(values, scales, box))

@@ -10,7 +10,7 @@ from engine3d.errors import UserError
 from engine3d.models import FAMILIES, model_spec
 from engine3d.rollout import RolloutConfig
 from engine3d.rollout.served import check_served
-from tests.support.tiny_families import CONFIGS
+from tests.support.tiny_families import CONFIGS, changed, text_of
 
 
 def config_of(
@@ -222,6 +222,65 @@ QWEN3_NEXT = config_of(
     use_sliding_window=False,
     vocab_size=151936,
 )
+
+
+def qwen3_5(kind: str, *, vocabulary: int = 248320, tied: bool = False, **text: Any) -> dict[str, Any]:
+    """A language model next to a vision tower. `kind`: "" or "Moe"."""
+    model_type = "qwen3_5_moe" if kind else "qwen3_5"
+    return {
+        "architectures": [f"Qwen3_5{kind}ForConditionalGeneration"],
+        "model_type": model_type,
+        "image_token_id": 248056,
+        "tie_word_embeddings": tied,
+        "text_config": {
+            "model_type": f"{model_type}_text",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "dtype": "bfloat16",
+            "eos_token_id": 248044,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+            "tie_word_embeddings": tied,
+            "vocab_size": vocabulary,
+            **text,
+        },
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": model_type},
+    }
+
+
+QWEN3_5_MOE = qwen3_5(
+    "Moe",
+    hidden_size=2048,
+    num_hidden_layers=40,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    num_experts=256,
+    num_experts_per_tok=8,
+)
+QWEN3_5 = qwen3_5(
+    "", hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4
+)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 MIXTRAL: dict[str, Any] = {
     "num_local_experts": 8,
@@ -311,6 +370,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gpt-oss-20b": (gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": (gpt_oss(36, 128), 116_829_156_672),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
+    "Qwen3.5-35B-A3B": (QWEN3_5_MOE, 34_660_610_688),
+    "Qwen3.5-9B": (QWEN3_5, 8_953_803_264),
     "Llama-3.1-8B": (llama(32, 4096, 14336, 32, 8, scaling=llama3(8.0)), 8_030_261_248),
     "Llama-3.2-1B": (
         llama(16, 2048, 8192, 32, 8, scaling=llama3(32.0), head_dim=64, tie_word_embeddings=True),
@@ -324,18 +385,21 @@ MISTRAL_01 = mistral(
 )
 
 
+_ROPE = CONFIGS["qwen3_5_moe"]["text_config"]["rope_parameters"]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read_and_served(name: str) -> None:
     config, parameters = PUBLISHED[name]
     spec = model_spec(config)
     assert spec.parameter_count() == parameters
     check_served(spec, RolloutConfig(tp=2))
-    assert spec.rope.base == config["rope_theta"]
+    assert spec.rope.base == (config.get("rope_theta") or text_of(config)["rope_parameters"]["rope_theta"])
     assert spec.sizes.qkv_bias == name.startswith(("Qwen1", "Qwen2", "GLM", "gpt-oss"))
 
 
 def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
-    return {**CONFIGS[name], **changes}
+    return changed(CONFIGS[name], **changes)
 
 
 @pytest.mark.parametrize(
@@ -406,6 +470,46 @@ def of_tiny(name: str, **changes: Any) -> dict[str, Any]:
             "linear_num_value_heads: expected a multiple of linear_num_key_heads=4, found 6",
         ),
         (of_tiny("qwen3_next", output_gate_type="sigmoid"), 'output_gate_type: expected "silu" or "swish", found "sig'),
+        (
+            of_tiny("qwen3_5_moe", full_attention_interval=2),
+            "text_config: full_attention_interval: expected 4, found 2",
+        ),
+        (of_tiny("qwen3_5_moe", attn_output_gate=False), "text_config: attn_output_gate: expected true, found false"),
+        (of_tiny("qwen3_5_moe", norm_topk_prob=False), "text_config: norm_topk_prob: expected true, found false"),
+        (
+            of_tiny("qwen3_5_moe", mamba_ssm_dtype="bfloat16"),
+            'text_config: mamba_ssm_dtype: expected "float32", found "bfloat16"',
+        ),
+        (of_tiny("qwen3_5-tied", attention_bias=True), "text_config: attention_bias: expected false, found true"),
+        (
+            of_tiny("qwen3_5_moe", model_type="qwen3_5_text"),
+            'text_config: model_type: expected "qwen3_5_moe_text", found "qwen3_5_text"',
+        ),
+        (
+            of_tiny("qwen3_5-tied", tie_word_embeddings=False),
+            "tie_word_embeddings: expected false, as text_config has it, found true",
+        ),
+        (
+            of_tiny("qwen3_5_moe", rope_parameters=None),
+            "text_config: rope_parameters: expected an object with rope_theta, found nu",
+        ),
+        (
+            of_tiny("qwen3_5_moe", partial_rotary_factor=0.5),
+            "text_config: partial_rotary_factor: expected 0.25, as rope_parameters",
+        ),
+        (
+            of_tiny("qwen3_5_moe", rope_parameters={**_ROPE, "mrope_section": [11, 11, 10]}),
+            "text_config: rope_parameters: expected mrope_section of three numbers that add up to half of the rotary",
+        ),
+        (
+            of_tiny("qwen3_5_moe", rope_parameters={**_ROPE, "rope_type": "yarn", "factor": 4.0}),
+            "text_config: rope_parameters: expected rope_type default",
+        ),
+        (CONFIGS["qwen3_5_moe"] | {"text_config": None}, "text_config: expected an object with model_type "),
+        (
+            {**CONFIGS["qwen3_5_moe"]["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"]},
+            "architecture Qwen3_5MoeForCausalLM is not supported; supported are ",
+        ),
         (of_tiny("mixtral", tie_word_embeddings=True), "tie_word_embeddings: expected false, found true"),
         (of_tiny("mixtral", num_experts_per_tok=1), "num_experts_per_tok: expected between 2 and num_local_experts=8"),
         (of_tiny("mixtral", router_jitter_noise=0.1), "router_jitter_noise: expected 0 or 0.0, found 0.1"),
@@ -467,6 +571,12 @@ def test_configs_that_resemble_a_family_are_refused(config: dict[str, Any], mess
             RolloutConfig(precision="fp8"),
             "rollout.engine.precision=fp8: expected null, because Qwen3NextForCausalLM has gated delta nets, with "
             "which it was not tried",
+        ),
+        (
+            of_tiny("qwen3_5_moe"),
+            RolloutConfig(routes=True),
+            "rollout.engine.routes=true: expected false, because Qwen3_5MoeForConditionalGeneration has gated delta "
+            "nets, with which it was not tried",
         ),
         (
             of_tiny("qwen3_next"),
