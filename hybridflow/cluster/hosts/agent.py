@@ -12,16 +12,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
-from hybridflow.cluster.hosts.checks.facts import software
+from hybridflow.cluster.hosts.checks.facts import software_digest
 from hybridflow.cluster.hosts.description import Host, HostRole
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 from hybridflow.cluster.hosts.network.interfaces import Interface, interface_with
-from hybridflow.cluster.hosts.network.network_settings import settings_in_force
+from hybridflow.cluster.hosts.network.network_settings import PORTS_OF_A_HOST, settings_in_force
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.hosts.supervisor import BEAT_S, Supervisor, say
 from hybridflow.cluster.processes.termination import SAVE
@@ -41,14 +42,14 @@ _RAY = "ray"
 
 @dataclass(frozen=True)
 class Place:
-    """Assignment of an agent in a launch.
+    """Place of a host in a launch, as its launcher describes it.
 
     Args:
-        index: of this host.
+        index: of this host, from 0.
         head: host name or address of host 0, as the others reach it.
-        port: at which host 0 listens; 0 for any, on host 0 alone.
+        port: at which host 0 listens; 0 for any, where the launcher can tell the others.
         address: of this host in the cluster's network; None for the one that routes to `head`.
-        interface: that has the address; None if nobody has named it.
+        interface: network interface that has the address; None if nobody has named it.
         role: of this host; None for any.
         cpu_slots: of this host; None for one a core.
     """
@@ -78,7 +79,8 @@ class Agent:
         self._supervisor: Supervisor | None = None
         self._ray: RayHost | None = None
         self._ray_watch: RayWatch | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing = ThreadPoolExecutor(1, "ray")
+        """Starts and stops Ray, one after the other."""
         self._signal: int | None = None
         self._signals: dict[int, float] = {}
 
@@ -114,13 +116,13 @@ class Agent:
             listening = _listening(self._assignment.address or self._assignment.head, self._assignment.port)
             port = listening.getsockname()[1]
             self._supervisor = Supervisor(self._plan, self._token)
-            supervising = asyncio.create_task(self._supervisor.run(listening))
+            supervising = asyncio.create_task(self._supervisor.run(listening, self._change_head))
             if announce is not None:
                 await asyncio.to_thread(announce, port)
         try:
             code = await self._take_part(port)
         finally:
-            await asyncio.to_thread(self.stop_ray)
+            await self._loop.run_in_executor(self._changing, self.stop_ray)
             if self._channel is not None:
                 await self._channel.close()
         return code if supervising is None else await supervising
@@ -139,8 +141,8 @@ class Agent:
                 if message["kind"] == "end":
                     # Host 0 has said it as the supervisor.
                     return _said(message["code"], None if self._supervisor is not None else message["lines"])
-                if message["kind"] != "beat":
-                    self._do(channel, message)
+                if message["kind"] == "ray":
+                    self._changing.submit(self._change_ray, message["cpus"], message["gcs_address"])
         except ChannelError as error:
             return _said(1, f"host 0 ({self._assignment.head}) is gone: {error}")
         except TimeoutError:
@@ -189,12 +191,15 @@ class Agent:
         )
         interface = None if host.interface is None else Interface(host.interface, address)
         settings = settings_in_force(plan.network, interface, os.environ)
+        ports = plan.network.port_range
         return {
             "host": asdict(host),
             "words": plan.shown_words,
             "words_digest": plan.words_digest(self._token),
+            "recipe": plan.recipe,
+            "software": software_digest(),
+            "free_ports": None if ports is None else ports.free(address, PORTS_OF_A_HOST),
             "settings": [asdict(setting) for setting in settings],
-            "software": software(plan.recipe, plan.network.port_range, address),
         }
 
     async def _beat(self, channel: Channel) -> None:
@@ -202,21 +207,22 @@ class Agent:
             channel.send("beat")
             await asyncio.sleep(BEAT_S)
 
-    def _do(self, channel: Channel, message: Message) -> None:
-        """Begin an action of the supervisor's; it gets the answer at its end."""
-        actions: dict[str, Callable[..., Message | None]] = {"start_ray": self.start_ray, "stop_ray": self.stop_ray}
-        number, action = message.pop("number"), actions[message.pop("kind")]
+    def _change_ray(self, cpus: int, gcs_address: str | None) -> None:
+        """Join a cluster with this host, or leave the last one if None. The supervisor is told if that fails."""
+        try:
+            if gcs_address is None:
+                self.stop_ray()
+            else:
+                self.start_ray(cpus, gcs_address)
+        except Exception as error:
+            self._lost(first_line(error))
 
-        async def do() -> None:
-            try:
-                answer = await asyncio.to_thread(action, **message)
-            except Exception as error:
-                answer = {"error": first_line(error)}
-            channel.send("answer", number=number, **(answer or {}))
-
-        task = asyncio.create_task(do())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _change_head(self, cpus: int | None) -> Message:
+        """Start Ray's head on this host, or stop it if None. Errors of `start_ray`."""
+        if cpus is not None:
+            return await self._loop.run_in_executor(self._changing, self.start_ray, cpus)
+        await self._loop.run_in_executor(self._changing, self.stop_ray)
+        return {}
 
     def start_ray(self, cpus: int, gcs_address: str | None = None) -> Message:
         """Start this host's node of the run's Ray, or its head."""

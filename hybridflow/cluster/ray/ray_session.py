@@ -291,14 +291,12 @@ class SessionState:
     """State of a session that other modules keep in it.
 
     Args:
-        actors: of nodes, by Ray's id of the node.
-        checked: handles of the nodes that were checked, by their number.
-        apart: numbers of those that do not see the directory of runs of the driver.
+        actors: of nodes. Those that were checked have the number of their host.
+        apart: numbers of hosts that do not see the directory of runs of the driver.
         logs: copies of their logs.
     """
 
-    actors: dict[str, Any] = field(default_factory=dict)
-    checked: dict[int, Any] = field(default_factory=dict)
+    actors: dict[Host, Any] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
     logs: Any = None
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
-from engine3d.errors import UserError, amount
+from engine3d.errors import amount
 from hybridflow.cluster.devices.gpu_availability import IDLE_BYTES
-from hybridflow.cluster.hosts.checks.facts import Gpu, HostFacts, Space
-from hybridflow.cluster.hosts.description import Host, listed
+from hybridflow.cluster.hosts.checks.facts import MUST_AGREE, SHOULD_AGREE, ClockDifference, Gpu, HostFacts, Space
+from hybridflow.cluster.hosts.description import listed
 
 Severity = Literal["refuse", "warn"]
 
@@ -22,58 +22,12 @@ CLOCK_REFUSE_S = 30.0
 PROCESS_BYTES = 10**9
 """Memory of a GPU that another process may hold: a display, a monitor."""
 _TEMPORARY_BYTES = 10**9
-_MUST_AGREE = ("hybridflow", "torch", "megatron-core", "transformer-engine", "sglang", "ray", "nvidia-nccl-cu13")
-_SHOULD_AGREE = ("numpy", "safetensors")
 _SAID_FIRST = 2
 _SAID_OTHERS = 8
 _MOST_VALUES = 4
 _NOTHING = "none"
 _BUSY = "GPUs in use by others"
 _SHORT_HASH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ClockDifference:
-    """A host's clock against that of host 0.
-
-    Args:
-        seconds: that it is ahead; negative where it is behind.
-        uncertainty_s: half of the time that the question took.
-    """
-
-    seconds: float
-    uncertainty_s: float
-
-    @classmethod
-    def measured(cls, asked_s: float, told_s: float, answered_s: float) -> ClockDifference:
-        """Difference of a clock that was read between two readings of this host's.
-
-        Args:
-            asked_s: by this host's clock, before.
-            told_s: by the other's.
-            answered_s: by this host's, after.
-        """
-        return cls(told_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2)
-
-    @property
-    def least_s(self) -> float:
-        """Least possible difference."""
-        return max(0.0, abs(self.seconds) - self.uncertainty_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Report of one host.
-
-    Args:
-        host: in the launch.
-        properties: facts of it.
-        clock: against host 0's; None for host 0.
-    """
-
-    host: Host
-    properties: HostFacts
-    clock: ClockDifference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +111,14 @@ class Comparison:
         return tuple(finding for finding in self.findings if finding.severity == "warn")
 
 
-def compare(reports: Sequence[Report], needs: Needs | None = None) -> Comparison:
+def compare(facts: Sequence[HostFacts], needs: Needs | None = None) -> Comparison:
     """Compare hosts with each other and with what a run needs.
 
     Args:
-        reports: of all hosts, host 0 first.
+        facts: of all hosts, host 0 first.
         needs: of the run.
     """
-    hosts = _Hosts(reports)
+    hosts = _Hosts(facts)
     needs = needs or Needs()
     findings = [
         *_software(hosts),
@@ -178,55 +132,39 @@ def compare(reports: Sequence[Report], needs: Needs | None = None) -> Comparison
     return Comparison(tuple(ordered), _table(hosts))
 
 
-def check_software(reports: Sequence[Report], ports: int = 0) -> None:
-    """Refuse hosts that differ in what has to agree before Ray starts.
-
-    Args:
-        reports: of all hosts, host 0 first.
-        ports: of a range, that have to be free on each.
-
-    Raises:
-        UserError: a line for each difference.
-    """
-    hosts = _Hosts(reports)
-    refusals = [findings for findings in (*_software(hosts), *_ports(hosts, ports)) if findings.severity == "refuse"]
-    if refusals:
-        raise UserError("\n".join(f"hosts: {findings}" for findings in refusals))
-
-
 @dataclass(frozen=True)
 class _Hosts:
     """All hosts, each with a name that no other has."""
 
-    reports: Sequence[Report]
+    of_hosts: Sequence[HostFacts]
     names: dict[int, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        host_names = [report.host.name for report in self.reports]
+        host_names = [facts.host.name for facts in self.of_hosts]
         names = {
-            report.host.index: str(report.host) if host_names.count(report.host.name) > 1 else report.host.name
-            for report in self.reports
+            facts.host.index: str(facts.host) if host_names.count(facts.host.name) > 1 else facts.host.name
+            for facts in self.of_hosts
         }
         object.__setattr__(self, "names", names)
 
-    def name(self, report: Report) -> str:
-        return self.names[report.host.index]
+    def name(self, facts: HostFacts) -> str:
+        return self.names[facts.host.index]
 
-    def by[T](self, value: Callable[[Report], T]) -> dict[T, tuple[str, ...]]:
+    def by[T](self, value: Callable[[HostFacts], T]) -> dict[T, tuple[str, ...]]:
         """Names by value, the most frequent one first."""
         names: dict[T, list[str]] = {}
-        for report in self.reports:
-            names.setdefault(value(report), []).append(self.name(report))
+        for facts in self.of_hosts:
+            names.setdefault(value(facts), []).append(self.name(facts))
         return {key: tuple(names[key]) for key in sorted(names, key=lambda key: -len(names[key]))}
 
-    def differ(self, severity: Severity, what: str, value: Callable[[Report], str | None]) -> Iterator[Finding]:
+    def differ(self, severity: Severity, what: str, value: Callable[[HostFacts], str | None]) -> Iterator[Finding]:
         """A finding where those that know a value do not have the same."""
         known = {distinct: names for distinct, names in self.by(value).items() if distinct is not None}
         if len(known) > 1:
             yield Finding(severity, what, tuple((str(distinct), names) for distinct, names in known.items()))
 
     def lack(
-        self, severity: Severity, what: str, value: Callable[[Report], str | None], expected: str
+        self, severity: Severity, what: str, value: Callable[[HostFacts], str | None], expected: str
     ) -> Iterator[Finding]:
         """A finding where hosts have a value that is wrong by itself; None for one that is right."""
         wrong = {distinct: names for distinct, names in self.by(value).items() if distinct is not None}
@@ -235,28 +173,23 @@ class _Hosts:
 
 
 def _software(hosts: _Hosts) -> Iterator[Finding]:
-    for name in _MUST_AGREE:
+    for name in MUST_AGREE:
         yield from hosts.differ("refuse", name, _version(name))
-    for name in _SHOULD_AGREE:
+    for name in SHOULD_AGREE:
         yield from hosts.differ("warn", name, _version(name))
-    minors = list(hosts.differ("refuse", "CPython", lambda report: _minor(report.properties.python)))
-    yield from minors or hosts.differ("warn", "CPython", lambda report: report.properties.python or None)
-    codes = {report.properties.code for report in hosts.reports} - {None}
+    minors = list(hosts.differ("refuse", "CPython", lambda facts: _minor(facts.python)))
+    yield from minors or hosts.differ("warn", "CPython", lambda facts: facts.python or None)
+    codes = {facts.code for facts in hosts.of_hosts} - {None}
     if len(codes) > 1:
         yield from hosts.differ("refuse", "code of hybridflow", _code)
     else:
-        yield from hosts.differ(
-            "warn", "commit", lambda report: report.properties.commit and report.properties.commit[:_SHORT_HASH]
-        )
-    yield from hosts.differ(
-        "refuse", "recipe", lambda report: report.properties.recipe and report.properties.recipe[:_SHORT_HASH]
-    )
-    yield from hosts.differ("warn", "NVIDIA driver", lambda report: report.properties.driver)
+        yield from hosts.differ("warn", "commit", lambda facts: facts.commit and facts.commit[:_SHORT_HASH])
+    yield from hosts.differ("warn", "NVIDIA driver", lambda facts: facts.driver)
 
 
-def _version(name: str) -> Callable[[Report], str | None]:
-    def version(report: Report) -> str | None:
-        versions = report.properties.versions
+def _version(name: str) -> Callable[[HostFacts], str | None]:
+    def version(facts: HostFacts) -> str | None:
+        versions = facts.versions
         return (versions[name] or _NOTHING) if name in versions else None
 
     return version
@@ -266,21 +199,20 @@ def _minor(python: str) -> str | None:
     return ".".join(python.split(".")[:2]) or None
 
 
-def _code(report: Report) -> str | None:
+def _code(facts: HostFacts) -> str | None:
     """The text of the packages, called by the commit where that says all."""
-    properties = report.properties
-    if properties.code is None:
+    if facts.code is None:
         return None
-    text = f"text {properties.code[:_SHORT_HASH]}"
-    if properties.commit is None:
+    text = f"text {facts.code[:_SHORT_HASH]}"
+    if facts.commit is None:
         return text
-    return f"commit {properties.commit[:_SHORT_HASH]}{' with changes' if properties.dirty else ''} ({text})"
+    return f"commit {facts.commit[:_SHORT_HASH]}{' with changes' if facts.dirty else ''} ({text})"
 
 
 def _clocks(hosts: _Hosts) -> Iterator[Finding]:
-    def apart(least_s: float, most_s: float = float("inf")) -> Callable[[Report], str | None]:
-        def value(report: Report) -> str | None:
-            clock = report.clock
+    def apart(least_s: float, most_s: float = float("inf")) -> Callable[[HostFacts], str | None]:
+        def value(facts: HostFacts) -> str | None:
+            clock = facts.clock
             if clock is None or not least_s < clock.least_s <= most_s:
                 return None
             return f"{abs(clock.seconds):,.1f} s {'ahead of' if clock.seconds > 0 else 'behind'} host 0's"
@@ -293,9 +225,9 @@ def _clocks(hosts: _Hosts) -> Iterator[Finding]:
 
 
 def _limits(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    def hard(name: str, least: float) -> Callable[[Report], str | None]:
-        def value(report: Report) -> str | None:
-            limit = report.properties.limits.get(name)
+    def hard(name: str, least: float) -> Callable[[HostFacts], str | None]:
+        def value(facts: HostFacts) -> str | None:
+            limit = facts.limits.get(name)
             return None if limit is None or limit.hard is None or limit.hard >= least else f"{limit.hard:,}"
 
         return value
@@ -313,15 +245,15 @@ def _limits(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
 
 
 def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    def space_below(value: Callable[[HostFacts], Space | None], least: int) -> Callable[[Report], str | None]:
-        def lacking(report: Report) -> str | None:
-            space = value(report.properties)
+    def space_below(value: Callable[[HostFacts], Space | None], least: int) -> Callable[[HostFacts], str | None]:
+        def lacking(facts: HostFacts) -> str | None:
+            space = value(facts)
             return None if space is None or space.free_bytes >= least else f"{amount(space.free_bytes, 1)} free"
 
         return lacking
 
-    def small(report: Report) -> str | None:
-        space = report.properties.shared_memory
+    def small(facts: HostFacts) -> str | None:
+        space = facts.shared_memory
         return None if space is None or space.total_bytes >= needs.shared_memory_bytes else amount(space.total_bytes, 1)
 
     yield from hosts.lack(
@@ -333,10 +265,10 @@ def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
     yield from hosts.lack(
         "refuse",
         "run_dir",
-        space_below(lambda properties: properties.run_dir_space, needs.run_dir_bytes),
+        space_below(lambda facts: facts.run_dir_space, needs.run_dir_bytes),
         f"at least {amount(needs.run_dir_bytes, 1)}",
     )
-    head = hosts.reports[0].properties
+    head = hosts.of_hosts[0]
     theirs = f" (host 0 has {head.run_dir_file_system})" if head.run_dir_file_system else ""
     yield from hosts.lack(
         "warn",
@@ -348,50 +280,36 @@ def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
     yield from hosts.lack(
         "warn",
         "temporary directory",
-        space_below(lambda properties: properties.temporary, _TEMPORARY_BYTES),
+        space_below(lambda facts: facts.temporary, _TEMPORARY_BYTES),
         f"at least {amount(_TEMPORARY_BYTES, 1)} (TMPDIR names another)",
     )
 
 
-def _unshared(report: Report) -> str | None:
-    properties = report.properties
-    if properties.sees_mark is not False:
+def _unshared(facts: HostFacts) -> str | None:
+    if facts.sees_mark is not False:
         return None
-    return f"another directory at {properties.run_dir}" + (
-        f" ({properties.run_dir_file_system})" if properties.run_dir_file_system else ""
+    return f"another directory at {facts.run_dir}" + (
+        f" ({facts.run_dir_file_system})" if facts.run_dir_file_system else ""
     )
 
 
 def _names(hosts: _Hosts) -> Iterator[Finding]:
-    def unknown(report: Report) -> str | None:
-        names = sorted(name for name, addresses in report.properties.resolved.items() if not addresses)
+    def unknown(facts: HostFacts) -> str | None:
+        names = sorted(name for name, addresses in facts.resolved.items() if not addresses)
         return f"{', '.join(names)} not resolved" if names else None
 
     known = "every host to know its own name and host 0's (/etc/hosts, DNS)"
     yield from hosts.lack("warn", "host names", unknown, known)
 
 
-def _ports(hosts: _Hosts, least: int) -> Iterator[Finding]:
-    def taken(report: Report) -> str | None:
-        free = report.properties.free_ports
-        return None if free is None or free >= least else f"{free} free"
-
-    yield from hosts.lack("refuse", "network.ports", taken, f"at least {least}")
-
-
 def _gpus(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    roles = sorted({report.host.role or "" for report in hosts.reports})
+    roles = sorted({facts.host.role or "" for facts in hosts.of_hosts})
     for role in roles:
-        inside = _Hosts([report for report in hosts.reports if (report.host.role or "") == role])
+        inside = _Hosts([facts for facts in hosts.of_hosts if (facts.host.role or "") == role])
         of = f" of role {role}" if role else ""
-        yield from inside.differ("refuse", f"GPUs{of}", lambda report: _kinds(report.properties.gpus))
-        yield from inside.differ("warn", f"number of GPUs{of}", lambda report: str(len(report.properties.gpus)))
-    busy = [
-        (hosts.name(report), said)
-        for report in hosts.reports
-        for gpu in report.properties.gpus
-        if (said := _in_use(gpu))
-    ]
+        yield from inside.differ("refuse", f"GPUs{of}", lambda facts: _kinds(facts.gpus))
+        yield from inside.differ("warn", f"number of GPUs{of}", lambda facts: str(len(facts.gpus)))
+    busy = [(hosts.name(facts), said) for facts in hosts.of_hosts for gpu in facts.gpus if (said := _in_use(gpu))]
     if busy:
         values = tuple((said, (name,)) for name, said in busy)
         severity: Severity = "warn" if needs.shared_gpus else "refuse"
@@ -418,45 +336,42 @@ def _in_use(gpu: Gpu) -> str | None:
     return f"GPU {gpu.index} ({amount(gpu.used_bytes, 1)})" if unexplained > IDLE_BYTES else None
 
 
-def _told_version(name: str) -> Callable[[Report], str]:
-    return lambda report: report.properties.versions.get(name) or _NOTHING
+def _told_version(name: str) -> Callable[[HostFacts], str]:
+    return lambda facts: facts.versions.get(name) or _NOTHING
 
 
-_COLUMNS: dict[str, Callable[[Report], str]] = {
-    "role": lambda report: report.host.role or "any",
-    **{name: _told_version(name) for name in (*_MUST_AGREE, *_SHOULD_AGREE)},
-    "CPython": lambda report: report.properties.python or "?",
-    "kernel": lambda report: report.properties.kernel or "?",
-    "code": lambda report: (report.properties.code or "?")[:_SHORT_HASH],
-    "commit": lambda report: (report.properties.commit or "?")[:_SHORT_HASH] + ("*" if report.properties.dirty else ""),
-    "recipe": lambda report: (report.properties.recipe or "?")[:_SHORT_HASH],
-    "driver": lambda report: report.properties.driver or _NOTHING,
-    "CUDA": lambda report: report.properties.cuda or _NOTHING,
-    "GPUs": lambda report: (
-        f"{len(report.properties.gpus)} x {_kinds(report.properties.gpus)}" if report.properties.gpus else _NOTHING
-    ),
-    "cores": lambda report: str(report.properties.cores),
-    "memory": lambda report: _rounded(report.properties.memory_bytes),
-    "/dev/shm": lambda report: _total(report.properties.shared_memory),
-    "run_dir": lambda report: _shared(report.properties),
-    "open files": lambda report: _hard(report.properties, "open_files"),
-    "locked memory": lambda report: _hard(report.properties, "locked_memory"),
-    "processes": lambda report: _hard(report.properties, "processes"),
-    "clock": lambda report: _clock(report.clock),
+_COLUMNS: dict[str, Callable[[HostFacts], str]] = {
+    "role": lambda facts: facts.host.role or "any",
+    **{name: _told_version(name) for name in (*MUST_AGREE, *SHOULD_AGREE)},
+    "CPython": lambda facts: facts.python or "?",
+    "kernel": lambda facts: facts.kernel or "?",
+    "code": lambda facts: (facts.code or "?")[:_SHORT_HASH],
+    "commit": lambda facts: (facts.commit or "?")[:_SHORT_HASH] + ("*" if facts.dirty else ""),
+    "driver": lambda facts: facts.driver or _NOTHING,
+    "CUDA": lambda facts: facts.cuda or _NOTHING,
+    "GPUs": lambda facts: f"{len(facts.gpus)} x {_kinds(facts.gpus)}" if facts.gpus else _NOTHING,
+    "cores": lambda facts: str(facts.cores),
+    "memory": lambda facts: _rounded(facts.memory_bytes),
+    "/dev/shm": lambda facts: _total(facts.shared_memory),
+    "run_dir": lambda facts: _shared(facts),
+    "open files": lambda facts: _hard(facts, "open_files"),
+    "locked memory": lambda facts: _hard(facts, "locked_memory"),
+    "processes": lambda facts: _hard(facts, "processes"),
+    "clock": lambda facts: _clock(facts.clock),
 }
 """Columns of the table, by title. A value that differs a little on every host, such as free memory, is in none."""
 
 
 def _table(hosts: _Hosts) -> str:
     """Hosts in rows, those alike in one; only the columns in which some differ."""
-    count = len(hosts.reports)
+    count = len(hosts.of_hosts)
     differing = {title: of for title, of in _COLUMNS.items() if len(hosts.by(of)) > 1}
     alike = len(_COLUMNS) - len(differing)
     if not differing:
-        one = hosts.reports[0]
+        one = hosts.of_hosts[0]
         said = ", ".join(f"{title} {_COLUMNS[title](one)}" for title in ("torch", "GPUs", "cores", "memory"))
         return f"{_hosts(count)} alike in all {alike} facts: {said}"
-    rows = hosts.by(lambda report: tuple(of(report) for of in differing.values()))
+    rows = hosts.by(lambda facts: tuple(of(facts) for of in differing.values()))
     lines = [("hosts", *differing), *((ranges(names), *values) for values, names in rows.items())]
     widths = [max(len(line[number]) for line in lines) for number in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -487,14 +402,14 @@ def _hosts(count: int) -> str:
     return "1 host" if count == 1 else f"{count} hosts"
 
 
-def _shared(properties: HostFacts) -> str:
+def _shared(facts: HostFacts) -> str:
     """Directory at `run_dir`."""
-    kind = properties.run_dir_file_system or "?"
-    return f"{kind}, another" if properties.sees_mark is False else kind
+    kind = facts.run_dir_file_system or "?"
+    return f"{kind}, another" if facts.sees_mark is False else kind
 
 
-def _hard(properties: HostFacts, name: str) -> str:
-    limit = properties.limits.get(name)
+def _hard(facts: HostFacts, name: str) -> str:
+    limit = facts.limits.get(name)
     return "?" if limit is None else "unlimited" if limit.hard is None else str(limit.hard)
 
 

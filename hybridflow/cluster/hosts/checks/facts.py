@@ -24,20 +24,14 @@ from typing import Any
 import psutil
 
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts.network.network_settings import PortRange
+from hybridflow.cluster.hosts.description import Host
 
-DISTRIBUTIONS = (
-    "hybridflow",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "sglang",
-    "ray",
-    "nvidia-nccl-cu13",
-    "numpy",
-    "safetensors",
-)
-"""Distributions whose versions are compared."""
+MUST_AGREE = ("hybridflow", "torch", "megatron-core", "transformer-engine", "sglang", "ray", "nvidia-nccl-cu13")
+SHOULD_AGREE = ("numpy", "safetensors")
+"""Distributions whose versions are compared: a difference is refused, or warned of."""
+DISTRIBUTIONS = (*MUST_AGREE, *SHOULD_AGREE)
+THIS = Host(0, "this machine", "this machine")
+"""The host of this process, where nobody has counted it."""
 _CODE = ("hybridflow", "engine3d")
 _ROOT = Path(__file__).parents[4]
 _GIT_S = 5.0
@@ -49,7 +43,6 @@ _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Limits of control groups 2, where "max" is no limit, and 1, where more than any machine has is none."""
 _MARK_S = 3.0
 _MARK_EVERY_S = 0.1
-_MOST_PORTS = 256
 _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
     "locked_memory": resource.RLIMIT_MEMLOCK,
@@ -110,18 +103,47 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockDifference:
+    """A host's clock against that of host 0.
+
+    Args:
+        seconds: that it is ahead; negative where it is behind.
+        uncertainty_s: half of the time that the question took.
+    """
+
+    seconds: float
+    uncertainty_s: float
+
+    @classmethod
+    def measured(cls, asked_s: float, told_s: float, answered_s: float) -> ClockDifference:
+        """Difference of a clock that was read between two readings of this host's.
+
+        Args:
+            asked_s: by this host's clock, before.
+            told_s: by the other's.
+            answered_s: by this host's, after.
+        """
+        return cls(told_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2)
+
+    @property
+    def least_s(self) -> float:
+        """Least possible difference."""
+        return max(0.0, abs(self.seconds) - self.uncertainty_s)
+
+
+@dataclass(frozen=True, slots=True)
 class HostFacts:
     """Facts of one host. A value that is not known is None or empty, and is compared with nothing.
 
     Args:
-        name: host name.
+        host: in the run.
+        clock: against that of host 0. None for host 0.
         versions: of distributions, by name; None for one that is not installed.
         python: version of CPython.
         kernel: release of the operating system's.
         code: hash of the text of this project's packages.
         commit: of the checkout that they are from; None where it is none.
         dirty: whether the checkout's tracked files differ from the commit.
-        recipe: hash of the recipe with its overrides.
         driver: version of NVIDIA's driver.
         cuda: newest CUDA that the driver knows.
         gpus: those that CUDA_VISIBLE_DEVICES leaves.
@@ -135,17 +157,16 @@ class HostFacts:
         temporary: of the directory of temporary files.
         limits: open_files, locked_memory (bytes) and processes.
         resolved: addresses of this host's name and of host 0's; none for a name that does not resolve.
-        free_ports: ports of the range that are free here, of the first 256; None if there is no range.
     """
 
-    name: str = ""
+    host: Host = THIS
+    clock: ClockDifference | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
     python: str = ""
     kernel: str = ""
     code: str | None = None
     commit: str | None = None
     dirty: bool | None = None
-    recipe: str | None = None
     driver: str | None = None
     cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -159,7 +180,6 @@ class HostFacts:
     temporary: Space | None = None
     limits: dict[str, Limit] = field(default_factory=dict)
     resolved: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    free_ports: int | None = None
 
 
 def collect(
@@ -177,9 +197,14 @@ def collect(
     """
     host_name = socket.gethostname()
     there = _nearest(run_dir)
+    commit, dirty = _checkout(_ROOT)
     driver, cuda, gpus = _devices()
     return HostFacts(
-        **software(),
+        versions={name: _version(name) for name in DISTRIBUTIONS},
+        python=platform.python_version(),
+        code=code_hash(_ROOT),
+        commit=commit,
+        dirty=dirty,
         kernel=platform.release(),
         driver=driver,
         cuda=cuda,
@@ -212,28 +237,10 @@ def machine_bytes(groups: Path = _GROUPS) -> int:
     return min(limits)
 
 
-def software(recipe: str | None = None, ports: PortRange | None = None, address: str = "") -> dict[str, Any]:
-    """Facts that have to be known before Ray starts, by their names in `HostFacts`.
-
-    Args:
-        recipe: `recipe_hash` of the recipe that this host has read.
-        ports: that servers of the run may listen on.
-        address: at which they would.
-
-    Raises:
-        UserError: the address does not resolve.
-    """
-    commit, dirty = _checkout(_ROOT)
-    return {
-        "name": socket.gethostname(),
-        "versions": {name: _version(name) for name in DISTRIBUTIONS},
-        "python": platform.python_version(),
-        "code": code_hash(_ROOT),
-        "commit": commit,
-        "dirty": dirty,
-        "recipe": recipe,
-        "free_ports": None if ports is None else ports.free(address, _MOST_PORTS),
-    }
+def software_digest() -> str:
+    """Hash of versions and code that must be the same on all hosts, for a host that comes back."""
+    versions = {name: version for name, version in installed_versions().items() if name in MUST_AGREE}
+    return _digest([json.dumps(versions, sort_keys=True).encode(), code_hash(_ROOT).encode()])
 
 
 def installed_versions() -> dict[str, str]:

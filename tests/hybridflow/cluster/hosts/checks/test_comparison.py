@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine3d.errors import UserError
 from hybridflow.cluster.hosts.checks.comparison import (
-    ClockDifference,
     Comparison,
     Needs,
-    Report,
-    check_software,
     compare,
     ranges,
 )
-from hybridflow.cluster.hosts.checks.facts import Gpu, GpuProcess, HostFacts, Limit, Space
+from hybridflow.cluster.hosts.checks.facts import ClockDifference, Gpu, GpuProcess, HostFacts, Limit, Space
 from hybridflow.cluster.hosts.description import Host, HostRole
 from tests.support.work import growth
 
@@ -33,7 +29,6 @@ FACTS = HostFacts(
     code="c0de" * 16,
     commit="abcdef1234567890",
     dirty=False,
-    recipe="feed" * 16,
     driver="580.1",
     cuda="13.0",
     gpus=H200,
@@ -50,15 +45,16 @@ FACTS = HostFacts(
 )
 
 
-def cluster(count: int, changes: dict[int, dict[str, Any]] | None = None, **of_reports: Any) -> list[Report]:
+def cluster(count: int, changes: dict[int, dict[str, Any]] | None = None) -> list[HostFacts]:
     """Hosts that are alike but for changes of some; free disk differs on every one."""
     results = []
     for index in range(count):
-        own_values: dict[str, Any] = {"name": f"host-{index}", "temporary": Space(1000 * GB, (900 + index) * GB)}
+        own_values: dict[str, Any] = {"temporary": Space(1000 * GB, (900 + index) * GB)}
         own_values |= (changes or {}).get(index, {})
         clock = ClockDifference(0.01 * (index % 3), 0.05) if index else None
-        results.append(Report(Host(index, f"host-{index}", f"10.0.0.{index + 1}"), replace(FACTS, **own_values), clock))
-    return [replace(item, **of_reports) for item in results]
+        host = Host(index, f"host-{index}", f"10.0.0.{index + 1}")
+        results.append(replace(FACTS, host=host, clock=clock, **own_values))
+    return results
 
 
 def versions(**changes: str | None) -> dict[str, Any]:
@@ -73,7 +69,7 @@ def test_hosts_that_are_alike_are_found_right() -> None:
     compared = compare(cluster(64))
     assert compared.findings == ()
     assert compared.table == (
-        "64 hosts alike in all 26 facts: torch 1.0, GPUs 8 x NVIDIA H200 of 150.0 GB, cores 128, memory 2,100 GB"
+        "64 hosts alike in all 25 facts: torch 1.0, GPUs 8 x NVIDIA H200 of 150.0 GB, cores 128, memory 2,100 GB"
     )
     assert compare(cluster(1)).findings == ()
 
@@ -88,7 +84,7 @@ def test_the_odd_one_out_is_named() -> None:
         "hosts            transformer-engine",
         "host-[0-6,8-63]  2.9",
         "host-7           2.8",
-        "64 hosts alike in 25 of 26 facts",
+        "64 hosts alike in 24 of 25 facts",
     ]
 
 
@@ -103,7 +99,6 @@ def test_the_odd_one_out_is_named() -> None:
         (versions(numpy="2"), "warn", "numpy: 1.0 on host-0, host-1; 2 on host-2"),
         ({"python": "3.13.0"}, "refuse", "CPython: 3.12 on host-0, host-1; 3.13 on host-2"),
         ({"python": "3.12.9"}, "warn", "CPython: 3.12.1 on host-0, host-1; 3.12.9 on host-2"),
-        ({"recipe": "dead" * 16}, "refuse", "recipe: feedfeed on host-0, host-1; deaddead on host-2"),
         (
             {"code": "beef" * 16, "dirty": True},
             "refuse",
@@ -225,17 +220,6 @@ def test_a_clock_is_measured_with_half_of_the_round_trip_as_uncertainty() -> Non
     assert ClockDifference.measured(100.0, 100.9, 101.0).least_s == 0.0
 
 
-def test_software_and_ports_are_refused_before_ray_starts() -> None:
-    odd = {2: {"free_ports": 3, "versions": {"ray": "2.1.0"}}}
-    reports = cluster(3, odd)
-    with pytest.raises(UserError) as caught:
-        check_software(reports, 4)
-    ray, ports = str(caught.value).splitlines()
-    assert ray.startswith("hosts: ray: ") and ray.endswith("; 2.1.0 on host-2")
-    assert ports == "hosts: network.ports: 3 free on host-2; expected at least 4"
-    check_software(cluster(3), 4)
-
-
 def test_what_the_run_needs_decides() -> None:
     odd = {
         2: {
@@ -264,7 +248,7 @@ def test_kinds_of_gpus_may_differ_between_roles() -> None:
     roles: list[HostRole] = ["train", "train", "rollout", "rollout"]
     apart = [replace(item, host=replace(item.host, role=role)) for item, role in zip(reports, roles, strict=True)]
     assert compare(apart).findings == ()
-    apart[3] = replace(apart[3], properties=replace(apart[3].properties, gpus=H200))
+    apart[3] = replace(apart[3], gpus=H200)
     assert lines(compare(apart))[0] == (
         "refuse",
         "GPUs of role rollout: NVIDIA L40S of 150.0 GB on host-2; NVIDIA H200 of 150.0 GB on host-3",
@@ -272,10 +256,10 @@ def test_kinds_of_gpus_may_differ_between_roles() -> None:
 
 
 def test_refusals_come_first_and_what_is_not_known_is_not_compared() -> None:
-    reports = cluster(3, {1: {"driver": "590"}, 2: {"recipe": "dead" * 16}})
+    reports = cluster(3, {1: {"driver": "590"}, 2: {"code": "dead" * 16}})
     assert [finding.severity for finding in compare(reports).findings] == ["refuse", "warn"]
     unknown: dict[str, Any] = {"versions": {}, "python": "", "limits": {}}
-    unknown |= dict.fromkeys(("recipe", "driver", "code", "commit"))
+    unknown |= dict.fromkeys(("driver", "code", "commit"))
     assert compare(cluster(3, {1: unknown | {"shared_memory": None, "gpus": ()}})).refusals == ()
 
 
