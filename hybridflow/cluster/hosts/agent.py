@@ -208,14 +208,15 @@ class Agent:
             await asyncio.sleep(BEAT_S)
 
     def _change_ray(self, cpus: int, gcs_address: str | None) -> None:
-        """Join a cluster with this host, or leave the last one if None. The supervisor is told if that fails."""
+        """Join a cluster with this host, or leave the last one if None. The supervisor is told how that went."""
         try:
             if gcs_address is None:
                 self.stop_ray()
+                self._send("stopped")
             else:
                 self.start_ray(cpus, gcs_address)
         except Exception as error:
-            self._lost(first_line(error))
+            self._send("lost", line=first_line(error))
 
     async def _change_head(self, cpus: int | None) -> Message:
         """Start Ray's head on this host, or stop it if None. Errors of `start_ray`."""
@@ -235,7 +236,11 @@ class Agent:
         where: dict[str, Any] = {"cpus": cpus, "gcs_address": gcs_address}
         self._ray, started = RayHost.with_servers(self._channel.address, token, ports, limits.ray_start_s, **where)
         self._ray_watch = RayWatch(
-            started.pids, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=self._ray.how_ended
+            started.pids,
+            lambda line: self._send("lost", line=line),
+            quiet_s=limits.quiet_s,
+            limit_s=limits.call_s,
+            how=self._ray.how_ended,
         )
         return {
             "gcs_address": started.gcs_address,
@@ -252,12 +257,12 @@ class Agent:
         if ray is not None:
             ray.stop()
 
-    def _lost(self, line: str) -> None:
-        """A part of this host is gone, as another thread has found."""
+    def _send(self, kind: str, **fields: Any) -> None:
+        """Send the supervisor a message, from another thread."""
 
         def send() -> None:
             if self._channel is not None:
-                self._channel.send("lost", line=line)
+                self._channel.send(kind, **fields)
 
         self._loop.call_soon_threadsafe(send)
 

@@ -27,6 +27,9 @@ from hybridflow.errors.log import log
 from hybridflow.rundir.status.first_failure import FirstFailure, read_failure
 from hybridflow.rundir.status.watching import read_position
 
+_STOP_S = 120.0
+_SILENT_S = 5.0
+"""Beyond the limit of a sign of life, until a host is known to be lost."""
 _LOOK_EVERY_S = 1.0
 
 ChangeHead = Callable[[int | None], Awaitable[Message]]
@@ -97,7 +100,11 @@ class Attempts:
             log.warning(line)
 
     async def run(self) -> Ended:
-        """Run the command, and again after failures, as often as the plan allows."""
+        """Run the command, and again after failures, as often as the plan allows.
+
+        Raises:
+            EngineError: a host does not end what it has of the run, so that it cannot be started again.
+        """
         words = list(self._plan.words)
         while True:
             outcome = await self._run_once(words)
@@ -142,9 +149,9 @@ class Attempts:
             return CommandOutcome(1, line=line)
         finally:
             self._driver = None
-            for member in members[1:]:
-                member.channel.send("ray", cpus=0, gcs_address=None)
-            await self._change_head(None)
+            # One that is silent for long enough is gone by then, and takes no part in the next attempt.
+            limit_s = max(_STOP_S, self._plan.limits.host_s + _SILENT_S)
+            await asyncio.gather(self._change_head(None), *(member.stop_ray(limit_s) for member in members[1:]))
 
     async def _run_driver(
         self, driver: DriverProcess, words: Sequence[str], members: Sequence[Member], ray: Message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from engine3d.errors import EngineError
 from hybridflow.cluster.hosts.channel import Channel, Message
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.rundir.status.hosts_file import NetworkSetting
@@ -35,5 +36,27 @@ class Member:
         self.seen = time.monotonic()
         self.gone = asyncio.Event()
         """Set once its connection has ended, or has been silent for too long."""
+        self.has_stopped = asyncio.Event()
+        """Set once it has answered that it has stopped Ray, or is gone."""
         self.stays = False
         """True if it was there from the beginning, or has a place in the run, and was never gone since."""
+
+    def leave(self) -> None:
+        """Note that it is gone: nothing is waited for any more."""
+        self.gone.set()
+        self.has_stopped.set()
+
+    async def stop_ray(self, limit_s: float) -> None:
+        """Stop Ray there, and all that is left of the run.
+
+        Raises:
+            EngineError: it is there, and does not answer in time.
+        """
+        if self.gone.is_set():
+            return
+        self.has_stopped.clear()
+        self.channel.send("ray", cpus=0, gcs_address=None)
+        try:
+            await asyncio.wait_for(self.has_stopped.wait(), limit_s)
+        except TimeoutError:
+            raise EngineError(f"{self.host}: Ray did not end within {limit_s:g} s") from None

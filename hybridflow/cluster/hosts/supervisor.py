@@ -180,7 +180,7 @@ class Supervisor:
             if member is not None:
                 self._gone(member, f"its agent is gone: {error}")
         if member is not None:
-            member.gone.set()
+            member.leave()
         await channel.close()
 
     def _admitted(self, hello: Message, channel: Channel) -> Member:
@@ -223,6 +223,8 @@ class Supervisor:
     def _receive(self, member: Member, message: Message) -> None:
         member.seen = time.monotonic()
         match message["kind"]:
+            case "stopped":
+                member.has_stopped.set()
             case "signal":
                 self.signalled(message["signal"], member.host)
             case "lost":
@@ -234,7 +236,7 @@ class Supervisor:
         """A connection has ended, or tells nothing any more."""
         if self._ending or member.gone.is_set() or self._members.get(member.host.index) is not member:
             return
-        member.gone.set()
+        member.leave()
         if not self._has_begun:
             del self._members[member.host.index]
             log.warning(f"{member.host} has left before all hosts were there: {why}")
