@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 from engine3d.errors import EngineError, UserError, first_line
@@ -31,6 +33,7 @@ from hybridflow.cluster.ray.ray_watch import RayWatch
 from hybridflow.errors.log import log
 
 _ATTEMPT_S = 5.0
+_SHORT_HASH = 8
 _AGAIN_S = 0.5
 _SAY_EVERY_S = 10.0
 # A scheduler and the script that it runs may both pass on the same signal, which is not impatience.
@@ -196,8 +199,12 @@ class Agent:
             "host": asdict(host),
             "words": plan.shown_words,
             "words_digest": plan.words_digest(self._token),
-            "recipe": plan.recipe,
             "software": software_digest(),
+            "must_agree": {
+                "recipe": (plan.recipe or "")[:_SHORT_HASH],
+                "ray": version("ray"),
+                "CPython": ".".join(platform.python_version_tuple()[:2]),
+            },
             "free_ports": None if ports is None else ports.free(address, PORTS_OF_A_HOST),
             "settings": [asdict(setting) for setting in settings],
         }

@@ -25,8 +25,8 @@ class Member:
         self.words: list[str] = hello["words"]
         """Words of the command, without its secrets."""
         self.words_digest: str = hello["words_digest"]
-        self.recipe: str = hello["recipe"] or ""
-        """`recipe_hash` of the recipe that it has read."""
+        self.must_agree: dict[str, str] = hello["must_agree"]
+        """Values without which Ray does not start, or the command does not mean the same."""
         self.software: str = hello["software"]
         """`software_digest` of it."""
         self.free_ports: int | None = hello["free_ports"]

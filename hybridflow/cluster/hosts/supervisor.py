@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 
 from engine3d.errors import EngineError, UserError
 from hybridflow.cluster.hosts.attempts import Attempts, ChangeHead
@@ -25,7 +25,6 @@ BEAT_S = 1.0
 """Between two signs of life of a host."""
 _SAY_EVERY_S = 10.0
 _END_S = 60.0
-_SHORT_HASH = 8
 _SILENT_S = 5.0
 """Without a sign of life, after which another agent of the same host may take over."""
 _SAME_S = 10.0
@@ -204,7 +203,11 @@ class Supervisor:
             here, there = " ".join(self._plan.shown_words), " ".join(member.words)
             raise UserError(f"{host} was started with {there!r}, host 0 with {here!r}; expected the same on every host")
         first = self._members.get(0)
-        if self._has_begun and first is not None and _differs(member, first):
+        if (
+            self._has_begun
+            and first is not None
+            and (member.must_agree, member.software) != (first.must_agree, first.software)
+        ):
             line = f"{host} takes no place: its recipe, its code or a version is not that of {first.host}"
             log.warning(line)
             raise UserError(line)
@@ -283,28 +286,27 @@ class Supervisor:
 
 
 def _findings(members: Sequence[Member]) -> Iterator[Finding]:
-    """Differences that would keep Ray from starting, or the driver from reading what it is to run."""
-    recipes, few = dict[str, list[str]](), dict[str, list[str]]()
-    for member in members:
-        recipes.setdefault(member.recipe[:_SHORT_HASH], []).append(member.host.name)
-        if member.free_ports is not None and member.free_ports < PORTS_OF_A_HOST:
-            few.setdefault(f"{member.free_ports} free", []).append(member.host.name)
-    if len(recipes) > 1:
-        yield Finding("refuse", "recipe", tuple((value, tuple(names)) for value, names in recipes.items()))
+    """Differences for which Ray is not started. All others are found by actors of Ray."""
+    for what in members[0].must_agree:
+        values = _by_value((member.must_agree.get(what, "none"), member) for member in members)
+        if len(values) > 1:
+            yield Finding("refuse", what, values)
+    few = [member for member in members if member.free_ports is not None and member.free_ports < PORTS_OF_A_HOST]
     if few:
-        values = tuple((value, tuple(names)) for value, names in few.items())
+        values = _by_value((f"{member.free_ports} free", member) for member in few)
         yield Finding("refuse", "network.ports", values, f"at least {PORTS_OF_A_HOST}")
 
 
-def _differs(member: Member, first: Member) -> bool:
-    return (member.recipe, member.software) != (first.recipe, first.software)
+def _by_value(pairs: Iterable[tuple[str, Member]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Values with names of hosts, the most frequent one first."""
+    names: dict[str, list[str]] = {}
+    for value, member in pairs:
+        names.setdefault(value, []).append(member.host.name)
+    return tuple((value, tuple(names[value])) for value in sorted(names, key=lambda value: -len(names[value])))
 
 
 def _log_settings(members: Sequence[Member]) -> None:
     """Log network variables in force, in one line for the hosts that have the same."""
-    by_text: dict[str, list[str]] = {}
-    for member in members:
-        text = ", ".join(map(str, member.settings))
-        by_text.setdefault(text or "nothing set", []).append(str(member.host))
-    for text, names in by_text.items():
+    texts = ((", ".join(map(str, member.settings)) or "nothing set", member) for member in members)
+    for text, names in _by_value(texts):
         log.info(f"network of {listed(names)}: {text}")

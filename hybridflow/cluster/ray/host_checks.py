@@ -15,8 +15,8 @@ import ray
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.gpu_availability import WAIT_S
-from hybridflow.cluster.hosts.checks.comparison import Comparison, Needs, compare
-from hybridflow.cluster.hosts.checks.facts import ClockDifference, HostFacts, collect, mark_directory
+from hybridflow.cluster.hosts.checks.comparison import Comparison, compare
+from hybridflow.cluster.hosts.checks.facts import ClockDifference, HostFacts, Needs, collect, mark_directory
 from hybridflow.cluster.hosts.description import Host, listed
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig, PortRange
 from hybridflow.cluster.hosts.network.probe import round_trips, unreached
@@ -92,7 +92,7 @@ def check_this_host(run_dir: Path, needs: Needs) -> None:
     Raises:
         UserError: something is wrong with which a run would fail; a line each.
     """
-    _judge([collect(run_dir)], needs, with_table=True)
+    _judge([collect(run_dir, needs)], needs, with_table=True)
 
 
 def _wait_for(actors: Mapping[Host, Any], limit_s: float) -> None:
@@ -119,7 +119,7 @@ def _compare(actors: Mapping[Host, Any], plan: HostCheck, *, with_table: bool) -
     deadline = time.monotonic() + WAIT_S
     while True:
         facts = _facts(actors, plan)
-        comparison = compare(facts, plan.needs)
+        comparison = compare(facts, gpus=plan.needs.gpus)
         if with_table or not comparison.may_pass or time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_AGAIN_S)
@@ -128,7 +128,7 @@ def _compare(actors: Mapping[Host, Any], plan: HostCheck, *, with_table: bool) -
 
 
 def _judge(facts: Sequence[HostFacts], needs: Needs, *, with_table: bool, comparison: Comparison | None = None) -> None:
-    comparison = comparison or compare(facts, needs)
+    comparison = comparison or compare(facts, gpus=needs.gpus)
     if with_table or comparison.findings:
         log.info(comparison.table)
     for warning in comparison.warnings:
@@ -141,7 +141,9 @@ def _facts(actors: Mapping[Host, Any], plan: HostCheck) -> list[HostFacts]:
     hosts = list(actors)
     clocks = [_clock_of(host, actors[host]) if host.index else None for host in hosts]
     with mark_directory(plan.run_dir) as mark:
-        collected = ask_all(actors, "collect_facts", _FACTS_S, [(plan.run_dir, hosts[0].name, mark)] * len(hosts))
+        collected = ask_all(
+            actors, "collect_facts", _FACTS_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
+        )
     return [
         replace(of_one, host=host, clock=clock) for host, of_one, clock in zip(hosts, collected, clocks, strict=True)
     ]

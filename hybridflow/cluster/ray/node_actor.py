@@ -40,9 +40,9 @@ class NodeActor:
         """Seconds since the epoch by the clock of this node."""
         return time.time()
 
-    def collect_facts(self, run_dir: Path, head: str, mark: Path) -> facts.HostFacts:
+    def collect_facts(self, run_dir: Path, needs: facts.Needs, head: str, mark: Path) -> facts.HostFacts:
         """Facts of this node, as of `facts.collect`."""
-        return facts.collect(run_dir, head=head, mark=mark)
+        return facts.collect(run_dir, needs, head=head, mark=mark)
 
     def sees_mark(self, mark: Path) -> bool:
         """True if another node's mark is seen here."""

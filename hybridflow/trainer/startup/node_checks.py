@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.driver_link import driver_link
-from hybridflow.cluster.hosts.checks.comparison import Needs
+from hybridflow.cluster.hosts.checks.facts import Needs
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig

@@ -102,7 +102,7 @@ def test_hosts_say_whether_they_see_the_same_directory(tmp_path: Path) -> None:
             mark = marking.stdout.readline().strip()
             results = [json.loads(host.run([*words, mark], cwd=ROOT, check=True).stdout) for host in hosts]
             assert [item["sees_mark"] for item in results] == [True, sees]
-            assert results[1]["resolved"] == {"host-0": ["10.77.0.10"], "host-1": ["10.77.0.11"]}
+            assert not any(lack["what"] == "host names" for of_one in results for lack in of_one["lacks"])
             assert results[0]["run_dir"] == results[1]["run_dir"] == str(directory)
             marking.communicate("", timeout=120)
         assert not any(host.left_files() for host in hosts)
