@@ -23,7 +23,7 @@ from datetime import timedelta
 from engine3d.errors import UserError
 from hybridflow.cli.agent import take_part
 from hybridflow.cluster.devices.device_map import ROLES
-from hybridflow.cluster.hosts.agent import Place
+from hybridflow.cluster.hosts.agent import Assignment
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 
 _NEEDED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -68,12 +68,12 @@ def _take_part(given: argparse.Namespace) -> int:
         return 0
     _when_orphaned(lambda: os.kill(os.getpid(), signal.SIGTERM))
     port = 0 if host == 0 or hosts == 1 else store.port()
-    place = Place(
+    assignment = Assignment(
         host, os.environ["MASTER_ADDR"], port, interface=given.interface, role=given.role, cpu_slots=given.cpu_slots
     )
     words = ["doctor" if given.doctor else "train", given.recipe, *given.overrides]
     plan = LaunchPlan(hosts, words, restarts=given.max_restarts, spares=given.spares)
-    code = take_part(place, plan, announce=store.announce)
+    code = take_part(assignment, plan, announce=store.announce)
     store.done()
     return code
 

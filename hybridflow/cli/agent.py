@@ -22,7 +22,7 @@ from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
 from hybridflow.algorithms.own_files import own_source
 from hybridflow.cluster.devices.device_map import ROLES
-from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.agent import Agent, Assignment
 from hybridflow.cluster.hosts.checks.facts import recipe_hash
 from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.launch_plan import DOCTOR, LaunchPlan
@@ -39,45 +39,47 @@ COMMANDS = ("train", DOCTOR)
 _SIGNALS = {b"INT": signal.SIGINT, b"TERM": signal.SIGTERM, b"USR1": signal.SIGUSR1}
 
 
-def take_part(place: Place, plan: LaunchPlan, announce: Callable[[int], object] | None = None) -> int:
+def take_part(assignment: Assignment, plan: LaunchPlan, announce: Callable[[int], object] | None = None) -> int:
     """Take part in a launch until it is over; the exit code.
 
     Args:
-        place: of this host, as its launcher describes it.
+        assignment: of this host, as its launcher describes it.
         plan: of the launch, without the values of the recipe.
         announce: is called with the port at which host 0 listens, on host 0.
 
     Raises:
         UserError: this host cannot take part as it is.
     """
-    _check(place, plan)
+    _check(assignment, plan)
     limits, network, recipe = _settings(plan.words[1:])
     plan = replace(plan, recipe=recipe, network=network, limits=limits)
-    interface = _one_interface(place.interface, network.interface)
+    interface = _one_interface(assignment.interface, network.interface)
     if plan.hosts == 1:
         token = find_token() or new_token()
-        return Agent(replace(place, head=LOOPBACK, port=0, address=LOOPBACK, interface=None), plan, token).run(announce)
+        return Agent(replace(assignment, head=LOOPBACK, port=0, address=LOOPBACK, interface=None), plan, token).run(
+            announce
+        )
     token = needed(find_token())
     address = None
     if interface is not None:
-        address = _address_of(interface, place.head)
-        if place.index == 0:
-            _check_head(place.head, interface, address)
-    elif place.index == 0:
-        address = _own_address(place.head)
-    head = address if place.index == 0 and address is not None else place.head
-    return Agent(replace(place, head=head, address=address, interface=interface), plan, token).run(announce)
+        address = _address_of(interface, assignment.head)
+        if assignment.index == 0:
+            _check_head(assignment.head, interface, address)
+    elif assignment.index == 0:
+        address = _own_address(assignment.head)
+    head = address if assignment.index == 0 and address is not None else assignment.head
+    return Agent(replace(assignment, head=head, address=address, interface=interface), plan, token).run(announce)
 
 
-def _check(place: Place, plan: LaunchPlan) -> None:
+def _check(assignment: Assignment, plan: LaunchPlan) -> None:
     """Refuse numbers and words that are none of a launch's."""
     if not 1 <= plan.hosts <= MOST_HOSTS:
         raise UserError(f"{plan.hosts} hosts: expected at least 1 and at most {MOST_HOSTS:,}")
-    if not 0 <= place.index < plan.hosts:
-        raise UserError(f"host {place.index} of {plan.hosts}: expected 0 to {plan.hosts - 1}")
-    checked_role(place.role)
-    if place.cpu_slots is not None and place.cpu_slots < 1:
-        raise UserError(f"--cpu-slots {place.cpu_slots}: expected at least 1")
+    if not 0 <= assignment.index < plan.hosts:
+        raise UserError(f"host {assignment.index} of {plan.hosts}: expected 0 to {plan.hosts - 1}")
+    checked_role(assignment.role)
+    if assignment.cpu_slots is not None and assignment.cpu_slots < 1:
+        raise UserError(f"--cpu-slots {assignment.cpu_slots}: expected at least 1")
     if plan.restarts < 0:
         raise UserError(f"--max-restarts {plan.restarts}: expected at least 0")
     if not 0 <= plan.spares < plan.hosts:
@@ -132,8 +134,10 @@ def run(parsed: argparse.Namespace) -> int:
         *(["--track_metrics"] if parsed.track_metrics else []),
         *(["--again"] if parsed.again else []),
     ]
-    place = Place(parsed.host, head, port, interface=parsed.interface, role=parsed.role, cpu_slots=parsed.cpu_slots)
-    return take_part(place, LaunchPlan(parsed.hosts, words, restarts=parsed.max_restarts, spares=parsed.spares))
+    assignment = Assignment(
+        parsed.host, head, port, interface=parsed.interface, role=parsed.role, cpu_slots=parsed.cpu_slots
+    )
+    return take_part(assignment, LaunchPlan(parsed.hosts, words, restarts=parsed.max_restarts, spares=parsed.spares))
 
 
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:

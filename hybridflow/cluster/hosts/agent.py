@@ -44,8 +44,8 @@ _RAY = "ray"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of a host in a launch, as its launcher describes it.
+class Assignment:
+    """A host of a launch as its launcher describes it.
 
     Args:
         index: of this host, from 0.
@@ -75,7 +75,7 @@ class Agent:
         token: of the run.
     """
 
-    def __init__(self, assignment: Place, plan: LaunchPlan, token: str) -> None:
+    def __init__(self, assignment: Assignment, plan: LaunchPlan, token: str) -> None:
         self._assignment, self._plan, self._token = assignment, plan, token
         self._limits = plan.limits
         self._channel: Channel | None = None

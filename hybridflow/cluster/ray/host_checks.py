@@ -26,7 +26,7 @@ from hybridflow.cluster.ray import ray_session
 from hybridflow.cluster.ray.node_actors import ask_all, start_actors
 from hybridflow.errors.log import log
 
-_FACTS_S, _PAIRS_S, _RATES_S = 30.0, 30.0, 60.0
+_facts_S, _PAIRS_S, _RATES_S = 30.0, 30.0, 60.0
 _ANSWER_S = 10.0
 _START_S = 60.0
 """Start of an actor that measures, with the import of torch."""
@@ -118,17 +118,19 @@ def _compare(actors: Mapping[Host, Any], plan: HostCheck, *, with_table: bool) -
     """Compare nodes; the numbers of those that do not see the directory of runs of the first one."""
     deadline = time.monotonic() + WAIT_S
     while True:
-        facts = _facts(actors, plan)
-        comparison = compare(facts, gpus=plan.needs.gpus)
+        reports = _reports(actors, plan)
+        comparison = compare(reports, gpus=plan.needs.gpus)
         if with_table or not comparison.may_pass or time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_AGAIN_S)
-    _judge(facts, plan.needs, with_table=with_table, comparison=comparison)
-    return [of_one.host.index for of_one in facts if of_one.sees_mark is False]
+    _judge(reports, plan.needs, with_table=with_table, comparison=comparison)
+    return [of_one.host.index for of_one in reports if of_one.sees_mark is False]
 
 
-def _judge(facts: Sequence[HostFacts], needs: Needs, *, with_table: bool, comparison: Comparison | None = None) -> None:
-    comparison = comparison or compare(facts, gpus=needs.gpus)
+def _judge(
+    reports: Sequence[HostFacts], needs: Needs, *, with_table: bool, comparison: Comparison | None = None
+) -> None:
+    comparison = comparison or compare(reports, gpus=needs.gpus)
     if with_table or comparison.findings:
         log.info(comparison.table)
     for warning in comparison.warnings:
@@ -137,12 +139,12 @@ def _judge(facts: Sequence[HostFacts], needs: Needs, *, with_table: bool, compar
         raise UserError("\n".join(f"hosts: {refusal}" for refusal in refusals))
 
 
-def _facts(actors: Mapping[Host, Any], plan: HostCheck) -> list[HostFacts]:
+def _reports(actors: Mapping[Host, Any], plan: HostCheck) -> list[HostFacts]:
     hosts = list(actors)
     clocks = [_clock_of(host, actors[host]) if host.index else None for host in hosts]
     with mark_directory(plan.run_dir) as mark:
         collected = ask_all(
-            actors, "collect_facts", _FACTS_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
+            actors, "collect_facts", _facts_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
         )
     return [
         replace(of_one, host=host, clock=clock) for host, of_one, clock in zip(hosts, collected, clocks, strict=True)

@@ -84,30 +84,30 @@ class Comparison:
         return tuple(finding for finding in self.findings if finding.severity == "warn")
 
 
-def compare(facts: Sequence[HostFacts], *, gpus: bool = True) -> Comparison:
+def compare(reports: Sequence[HostFacts], *, gpus: bool = True) -> Comparison:
     """Compare hosts with each other, and say what is wrong on each.
 
     Args:
-        facts: of all hosts, host 0 first.
+        reports: of all hosts, host 0 first.
         gpus: whether the run uses any.
     """
-    hosts = _Hosts(facts)
-    findings = [*_software(hosts), *_clocks(hosts), *hosts.lacks(), *_run_dir(hosts), *(_gpus(facts) if gpus else ())]
+    hosts = _Hosts(reports)
+    findings = [*_software(hosts), *_clocks(hosts), *hosts.lacks(), *_run_dir(hosts), *(_gpus(reports) if gpus else ())]
     return Comparison(tuple(sorted(findings, key=lambda finding: finding.severity != "refuse")), _table(hosts))
 
 
 class _Hosts:
     """All hosts, each with a name that no other has."""
 
-    def __init__(self, facts: Sequence[HostFacts]) -> None:
-        self.facts = facts
-        count = Counter(of_one.host.name for of_one in facts)
-        self._names = [str(of_one.host) if count[of_one.host.name] > 1 else of_one.host.name for of_one in facts]
+    def __init__(self, reports: Sequence[HostFacts]) -> None:
+        self.reports = reports
+        count = Counter(of_one.host.name for of_one in reports)
+        self._names = [str(of_one.host) if count[of_one.host.name] > 1 else of_one.host.name for of_one in reports]
 
     def by[T](self, value: Callable[[HostFacts], T]) -> dict[T, tuple[str, ...]]:
         """Names by value, the most frequent one first."""
         names: dict[T, list[str]] = {}
-        for of_one, name in zip(self.facts, self._names, strict=True):
+        for of_one, name in zip(self.reports, self._names, strict=True):
             names.setdefault(value(of_one), []).append(name)
         return {key: tuple(names[key]) for key in sorted(names, key=lambda key: -len(names[key]))}
 
@@ -125,20 +125,20 @@ class _Hosts:
 
     def lacks(self) -> Iterator[Finding]:
         """A finding for each thing that hosts say is wrong."""
-        found: dict[tuple[Severity, str, str], dict[str, list[str]]] = {}
-        for of_one, name in zip(self.facts, self._names, strict=True):
+        values_of: dict[tuple[Severity, str, str], dict[str, list[str]]] = {}
+        for of_one, name in zip(self.reports, self._names, strict=True):
             for lack in of_one.lacks:
-                values = found.setdefault((lack.severity, lack.what, lack.expected), {})
+                values = values_of.setdefault((lack.severity, lack.what, lack.expected), {})
                 values.setdefault(lack.value, []).append(name)
-        for (severity, what, expected), values in found.items():
+        for (severity, what, expected), values in values_of.items():
             yield Finding(severity, what, tuple((value, tuple(names)) for value, names in values.items()), expected)
 
 
 def _value(title: str, length: int | None = None) -> Value:
     """The value of a column, or its beginning."""
 
-    def value(facts: HostFacts) -> str | None:
-        known = facts.values.get(title)
+    def value(report: HostFacts) -> str | None:
+        known = report.values.get(title)
         return None if known is None else known[:length]
 
     return value
@@ -150,19 +150,19 @@ def _software(hosts: _Hosts) -> Iterator[Finding]:
     minors = list(hosts.differ("refuse", "CPython", _minor))
     yield from minors or hosts.differ("warn", "CPython", _value("CPython"))
     texts = list(hosts.differ("refuse", "code of hybridflow", _code))
-    same_text = len({facts.values.get("code") for facts in hosts.facts} - {None}) <= 1
+    same_text = len({report.values.get("code") for report in hosts.reports} - {None}) <= 1
     yield from hosts.differ("warn", "commit", _value("commit", _SHORT_HASH)) if same_text else texts
     yield from hosts.differ("warn", "NVIDIA driver", _value("driver"))
 
 
-def _minor(facts: HostFacts) -> str | None:
-    version = facts.values.get("CPython")
+def _minor(report: HostFacts) -> str | None:
+    version = report.values.get("CPython")
     return None if version is None else ".".join(version.split(".")[:2])
 
 
-def _code(facts: HostFacts) -> str | None:
+def _code(report: HostFacts) -> str | None:
     """The text of the packages, called by the commit where that says all."""
-    code, commit = facts.values.get("code"), facts.values.get("commit")
+    code, commit = report.values.get("code"), report.values.get("commit")
     if code is None or commit is None:
         return code and f"text {code[:_SHORT_HASH]}"
     changes = " with changes" if commit.endswith("*") else ""
@@ -171,8 +171,8 @@ def _code(facts: HostFacts) -> str | None:
 
 def _clocks(hosts: _Hosts) -> Iterator[Finding]:
     def apart(least_s: float, most_s: float = float("inf")) -> Value:
-        def value(facts: HostFacts) -> str | None:
-            clock = facts.clock
+        def value(report: HostFacts) -> str | None:
+            clock = report.clock
             if clock is None or not least_s < clock.least_s <= most_s:
                 return None
             return f"{abs(clock.seconds):,.1f} s {'ahead of' if clock.seconds > 0 else 'behind'} host 0's"
@@ -185,11 +185,11 @@ def _clocks(hosts: _Hosts) -> Iterator[Finding]:
 
 
 def _run_dir(hosts: _Hosts) -> Iterator[Finding]:
-    def other(facts: HostFacts) -> str | None:
-        kind = facts.values.get("run_dir")
-        return f"another directory at {facts.run_dir}{f' ({kind})' if kind else ''}" if _is_apart(facts) else None
+    def other(report: HostFacts) -> str | None:
+        kind = report.values.get("run_dir")
+        return f"another directory at {report.run_dir}{f' ({kind})' if kind else ''}" if _is_apart(report) else None
 
-    head = hosts.facts[0]
+    head = hosts.reports[0]
     kind = head.values.get("run_dir")
     theirs = f" (host 0 has {kind})" if kind else ""
     expected = (
@@ -199,42 +199,42 @@ def _run_dir(hosts: _Hosts) -> Iterator[Finding]:
     yield from hosts.lack("warn", "run_dir", other, expected)
 
 
-def _is_apart(facts: HostFacts) -> bool:
-    return facts.sees_mark is False
+def _is_apart(report: HostFacts) -> bool:
+    return report.sees_mark is False
 
 
-def _gpus(facts: Sequence[HostFacts]) -> Iterator[Finding]:
-    for role in sorted({of_one.host.role or "" for of_one in facts}):
-        inside = _Hosts([of_one for of_one in facts if (of_one.host.role or "") == role])
+def _gpus(reports: Sequence[HostFacts]) -> Iterator[Finding]:
+    for role in sorted({of_one.host.role or "" for of_one in reports}):
+        inside = _Hosts([of_one for of_one in reports if (of_one.host.role or "") == role])
         of = f" of role {role}" if role else ""
         yield from inside.differ("refuse", f"GPUs{of}", lambda of_one: " and ".join(sorted(set(of_one.gpus))) or None)
         yield from inside.differ("warn", f"number of GPUs{of}", lambda of_one: str(len(of_one.gpus)))
 
 
-def _row(facts: HostFacts) -> dict[str, str]:
+def _row(report: HostFacts) -> dict[str, str]:
     """Values of a host as the table shows them, by title. One that differs a little on every host is in none."""
-    shown = {title: NOTHING if value is None else value for title, value in facts.values.items()}
+    shown = {title: NOTHING if value is None else value for title, value in report.values.items()}
     for title in ("code", "commit"):
         is_changed = shown.get(title, "").endswith("*")
         shown[title] = shown.get(title, NOTHING)[:_SHORT_HASH] + ("*" if is_changed else "")
-    clock = facts.clock
+    clock = report.clock
     shown["clock"] = f"{clock.seconds:+.1f} s" if clock is not None and clock.least_s > CLOCK_WARN_S else "right"
-    shown["run_dir"] = f"{shown.get('run_dir', NOTHING)}{', another' if _is_apart(facts) else ''}"
-    return {"role": facts.host.role or "any", **shown}
+    shown["run_dir"] = f"{shown.get('run_dir', NOTHING)}{', another' if _is_apart(report) else ''}"
+    return {"role": report.host.role or "any", **shown}
 
 
 def _table(hosts: _Hosts) -> str:
     """Hosts in rows, those alike in one; only the columns in which some differ."""
-    rows = {id(facts): _row(facts) for facts in hosts.facts}
+    rows = {id(report): _row(report) for report in hosts.reports}
     titles = list(dict.fromkeys(title for row in rows.values() for title in row))
     differing = [title for title in titles if len({row.get(title) for row in rows.values()}) > 1]
     count = f"{len(rows)} host{'s' if len(rows) > 1 else ''}"
     alike = len(titles) - len(differing)
     if not differing:
-        one = rows[id(hosts.facts[0])]
+        one = rows[id(hosts.reports[0])]
         said = ", ".join(f"{title} {one[title]}" for title in ("torch", "GPUs", "cores", "memory"))
         return f"{count} alike in all {alike} facts: {said}"
-    by_row = hosts.by(lambda facts: tuple(rows[id(facts)].get(title, NOTHING) for title in differing))
+    by_row = hosts.by(lambda report: tuple(rows[id(report)].get(title, NOTHING) for title in differing))
     lines = [("hosts", *differing), *((ranges(names), *values) for values, names in by_row.items())]
     widths = [max(len(line[number]) for line in lines) for number in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
