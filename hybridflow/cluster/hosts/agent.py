@@ -29,7 +29,6 @@ from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.hosts.supervisor import BEAT_S, Supervisor, say
 from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.cluster.ray.ray_host import RayHost, check_authentication, set_ray_defaults
-from hybridflow.cluster.ray.ray_watch import RayWatch
 from hybridflow.errors.log import log
 
 _ATTEMPT_S = 5.0
@@ -81,7 +80,6 @@ class Agent:
         self._channel: Channel | None = None
         self._supervisor: Supervisor | None = None
         self._ray: RayHost | None = None
-        self._ray_watch: RayWatch | None = None
         self._changing = ThreadPoolExecutor(1, "ray")
         """Starts and stops Ray, one after the other."""
         self._signal: int | None = None
@@ -241,25 +239,16 @@ class Agent:
         set_ray_defaults(limits.ray_start_s)
         token, ports = derived(self._token, _RAY), self._plan.network.port_environment
         where: dict[str, Any] = {"cpus": cpus, "gcs_address": gcs_address}
-        self._ray, started = RayHost.with_servers(self._channel.address, token, ports, limits.ray_start_s, **where)
-        self._ray_watch = RayWatch(
-            started.pids,
-            lambda line: self._send("lost", line=line),
-            quiet_s=limits.quiet_s,
-            limit_s=limits.call_s,
-            how=self._ray.how_ended,
-        )
+        ray = self._ray = RayHost.with_servers(self._channel.address, token, ports, limits.ray_start_s, **where)
+        ray.watch_servers(lambda line: self._send("lost", line=line), limits)
         return {
-            "gcs_address": started.gcs_address,
-            "ray_variables": self._ray.driver_variables,
-            "ray_directory": str(self._ray.directory),
+            "gcs_address": ray.gcs_address,
+            "ray_variables": ray.driver_variables,
+            "ray_directory": str(ray.directory),
         }
 
     def stop_ray(self) -> None:
         """End it, and all that it has started here. Idempotent."""
-        watch, self._ray_watch = self._ray_watch, None
-        if watch is not None:
-            watch.close()
         ray, self._ray = self._ray, None
         if ray is not None:
             ray.stop()
