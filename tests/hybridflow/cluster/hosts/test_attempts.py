@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine3d.errors import EngineError
 from hybridflow.cluster.hosts import attempts
 from hybridflow.cluster.hosts.description import HostRole
 from hybridflow.rundir.status.first_failure import read_earlier, read_failure
@@ -119,6 +120,36 @@ def test_several_losses_at_once_are_one_failure(tmp_path: Path, short_grace: flo
 def test_a_loss_without_restarts_ends_it(tmp_path: Path) -> None:
     launch = launch_of(tmp_path, [LOSE], hosts=3)
     assert run(launch, (1, 1)) == [1, 1, 1]
+
+
+def no_ray(cpus: int, gcs_address: str | None = None) -> dict[str, Any]:
+    raise EngineError("Ray did not start on this machine: no room")
+
+
+def test_a_host_on_which_ray_does_not_start_is_named_to_the_command(tmp_path: Path) -> None:
+    launch = launch_of(tmp_path, [LOSE], hosts=2)
+
+    async def main() -> list[int]:
+        await launch.start()
+        launch.agents[1].start_ray = no_ray  # type: ignore[method-assign]
+        return await launch.ended()
+
+    assert asyncio.run(main()) == [1, 1]
+    card = read_failure(tmp_path)
+    assert card is not None and card.cause.endswith("(127.0.0.2): Ray did not start on this machine: no room")
+
+
+def test_the_first_host_on_which_ray_does_not_start_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launch = launch_of(tmp_path, [], hosts=2)
+
+    async def main() -> list[int]:
+        await launch.start()
+        launch.agents[0].start_ray = no_ray  # type: ignore[method-assign]
+        return await launch.ended()
+
+    assert asyncio.run(main()) == [1, 1]
+    assert "(127.0.0.1): Ray did not start on this machine: no room" in capfd.readouterr().err
+    assert launch.starts() == []
 
 
 def test_what_does_not_fit_ends_with_both_lines_and_the_first_card(
