@@ -288,25 +288,25 @@ class Supervisor:
 def _findings(members: Sequence[Member]) -> Iterator[Finding]:
     """Differences for which Ray is not started. All others are found by actors of Ray."""
     for what in members[0].must_agree:
-        values = _by_value((member.must_agree.get(what, "none"), member) for member in members)
+        values = _by_value((member.must_agree.get(what, "none"), member.host.name) for member in members)
         if len(values) > 1:
             yield Finding("refuse", what, values)
     few = [member for member in members if member.free_ports is not None and member.free_ports < PORTS_OF_A_HOST]
     if few:
-        values = _by_value((f"{member.free_ports} free", member) for member in few)
+        values = _by_value((f"{member.free_ports} free", member.host.name) for member in few)
         yield Finding("refuse", "network.ports", values, f"at least {PORTS_OF_A_HOST}")
 
 
-def _by_value(pairs: Iterable[tuple[str, Member]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Values with names of hosts, the most frequent one first."""
+def _by_value(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Values with the hosts that have them, the most frequent one first."""
     names: dict[str, list[str]] = {}
-    for value, member in pairs:
-        names.setdefault(value, []).append(member.host.name)
+    for value, host in pairs:
+        names.setdefault(value, []).append(host)
     return tuple((value, tuple(names[value])) for value in sorted(names, key=lambda value: -len(names[value])))
 
 
 def _log_settings(members: Sequence[Member]) -> None:
     """Log network variables in force, in one line for the hosts that have the same."""
-    texts = ((", ".join(map(str, member.settings)) or "nothing set", member) for member in members)
+    texts = ((", ".join(map(str, member.settings)) or "nothing set", str(member.host)) for member in members)
     for text, names in _by_value(texts):
         log.info(f"network of {listed(names)}: {text}")
