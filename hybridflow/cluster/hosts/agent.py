@@ -217,11 +217,11 @@ class Agent:
         try:
             if gcs_address is None:
                 self.stop_ray()
-                self._send("stopped")
             else:
                 self.start_ray(cpus, gcs_address)
         except Exception as error:
             self._send("lost", line=first_line(error))
+        self._send("answer")
 
     async def _change_head(self, cpus: int | None) -> Message:
         """Start Ray's head on this host, or stop it if None. Errors of `start_ray`."""

@@ -27,6 +27,8 @@ from hybridflow.errors.log import log
 from hybridflow.rundir.status.first_failure import FirstFailure, read_failure
 from hybridflow.rundir.status.watching import read_position
 
+_START_S = 60.0
+"""Beyond `limits.ray_start_s`, for the answer of an agent that starts Ray."""
 _STOP_S = 120.0
 _SILENT_S = 5.0
 """Beyond the limit of a sign of life, until a host is known to be lost."""
@@ -132,26 +134,41 @@ class Attempts:
         return [*words, *(["overwrite=false"] if self._has_begun else []), "--again"]
 
     async def _run_once(self, words: Sequence[str]) -> CommandOutcome:
-        """Run the command on a Ray of the attempt's hosts. The driver waits until all have joined its head."""
+        """Run the command on a Ray of the attempt's hosts."""
         members = [self._members[number] for number in self._attempt.numbers]
         for member in members:
             member.stays = True
-        slots = [host.cpu_slots for host in self._attempt.hosts]
         driver = self._driver = DriverProcess(self._plan.limits.stop_s, self._cards)
         try:
-            ray = await self._change_head(slots[0])
-            for member, cpus in zip(members[1:], slots[1:], strict=True):
-                member.channel.send("ray", cpus=cpus, gcs_address=ray["gcs_address"])
-            return await self._run_driver(driver, words, members, ray)
+            ray = await self._start_ray(members)
+            if driver.cause is None:
+                return await self._run_driver(driver, words, members, ray)
+            line = driver.cause
         except EngineError as error:
-            line = f"{members[0].host}: {error}"
-            log.error(line)
-            return CommandOutcome(1, line=line)
+            line = str(error)
         finally:
             self._driver = None
             # One that is silent for long enough is gone by then, and takes no part in the next attempt.
             limit_s = max(_STOP_S, self._plan.limits.host_s + _SILENT_S)
-            await asyncio.gather(self._change_head(None), *(member.stop_ray(limit_s) for member in members[1:]))
+            await asyncio.gather(self._change_head(None), *(member.change_ray(limit_s) for member in members[1:]))
+        log.error(line)
+        return CommandOutcome(1, line=line, lost=any(member.gone.is_set() for member in members))
+
+    async def _start_ray(self, members: Sequence[Member]) -> Message:
+        """Start Ray on the hosts of this attempt, its head first; values that `DriverLink` has.
+
+        Raises:
+            EngineError: the head did not start, or a host does not answer.
+        """
+        slots = [host.cpu_slots for host in self._attempt.hosts]
+        try:
+            ray = await self._change_head(slots[0])
+        except EngineError as error:
+            raise EngineError(f"{members[0].host}: {error}") from None
+        limit_s = self._plan.limits.ray_start_s + _START_S
+        joining = zip(members[1:], slots[1:], strict=True)
+        await asyncio.gather(*(member.change_ray(limit_s, cpus, ray["gcs_address"]) for member, cpus in joining))
+        return ray
 
     async def _run_driver(
         self, driver: DriverProcess, words: Sequence[str], members: Sequence[Member], ray: Message

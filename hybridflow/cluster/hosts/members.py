@@ -36,27 +36,28 @@ class Member:
         self.seen = time.monotonic()
         self.gone = asyncio.Event()
         """Set once its connection has ended, or has been silent for too long."""
-        self.has_stopped = asyncio.Event()
-        """Set once it has answered that it has stopped Ray, or is gone."""
+        self.has_answered = asyncio.Event()
+        """Set once it has started or stopped Ray, or has failed to, or is gone."""
         self.stays = False
         """True if it was there from the beginning, or has a place in the run, and was never gone since."""
 
     def leave(self) -> None:
         """Note that it is gone: nothing is waited for any more."""
         self.gone.set()
-        self.has_stopped.set()
+        self.has_answered.set()
 
-    async def stop_ray(self, limit_s: float) -> None:
-        """Stop Ray there, and all that is left of the run.
+    async def change_ray(self, limit_s: float, cpus: int = 0, gcs_address: str | None = None) -> None:
+        """Have it join a cluster, or stop Ray if None, and all that is left of the run. A failure is a loss.
 
         Raises:
             EngineError: it is there, and does not answer in time.
         """
         if self.gone.is_set():
             return
-        self.has_stopped.clear()
-        self.channel.send("ray", cpus=0, gcs_address=None)
+        self.has_answered.clear()
+        self.channel.send("ray", cpus=cpus, gcs_address=gcs_address)
         try:
-            await asyncio.wait_for(self.has_stopped.wait(), limit_s)
+            await asyncio.wait_for(self.has_answered.wait(), limit_s)
         except TimeoutError:
-            raise EngineError(f"{self.host}: Ray did not end within {limit_s:g} s") from None
+            what = "start" if gcs_address is not None else "end"
+            raise EngineError(f"{self.host}: Ray did not {what} within {limit_s:g} s") from None

@@ -226,8 +226,8 @@ class Supervisor:
     def _receive(self, member: Member, message: Message) -> None:
         member.seen = time.monotonic()
         match message["kind"]:
-            case "stopped":
-                member.has_stopped.set()
+            case "answer":
+                member.has_answered.set()
             case "signal":
                 self.signalled(message["signal"], member.host)
             case "lost":
