@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.agent import Agent, Assignment
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 from hybridflow.cluster.limits import LimitsConfig
 
@@ -96,7 +96,7 @@ async def _take_part(given: Specification) -> list[int]:
         program=given.program[1:],
     )
     agents = [
-        _AgentWithoutRay(Place(index, address(0), given.port, address(index), cpu_slots=1), plan, given.token)
+        _AgentWithoutRay(Assignment(index, address(0), given.port, address(index), cpu_slots=1), plan, given.token)
         for index in range(given.first, given.first + given.count)
     ]
     loop = asyncio.get_running_loop()

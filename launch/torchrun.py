@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from engine3d.errors import UserError
-from hybridflow.cli.agent import Launched, take_part
+from hybridflow.cli.agent import take_part
 from hybridflow.cluster.devices.device_map import ROLES
+from hybridflow.cluster.hosts.agent import Assignment
+from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 
 _NEEDED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT, _DONE = "hybridflow/port", "hybridflow/done"
@@ -65,19 +67,13 @@ def _take_part(given: argparse.Namespace) -> int:
         store.wait_until_done()
         return 0
     _when_orphaned(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    launched = Launched(
-        host,
-        hosts,
-        os.environ["MASTER_ADDR"],
-        0 if host == 0 or hosts == 1 else store.port(),
-        ["doctor" if given.doctor else "train", given.recipe, *given.overrides],
-        interface=given.interface,
-        role=given.role,
-        cpu_slots=given.cpu_slots,
-        restarts=given.max_restarts,
-        spares=given.spares,
+    port = 0 if host == 0 or hosts == 1 else store.port()
+    assignment = Assignment(
+        host, os.environ["MASTER_ADDR"], port, interface=given.interface, role=given.role, cpu_slots=given.cpu_slots
     )
-    code = take_part(launched, announce=store.announce)
+    words = ["doctor" if given.doctor else "train", given.recipe, *given.overrides]
+    plan = LaunchPlan(hosts, words, restarts=given.max_restarts, spares=given.spares)
+    code = take_part(assignment, plan, announce=store.announce)
     store.done()
     return code
 

@@ -15,14 +15,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
 from hybridflow.algorithms.own_files import own_source
 from hybridflow.cluster.devices.device_map import ROLES
-from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.agent import Agent, Assignment
 from hybridflow.cluster.hosts.checks.facts import recipe_hash
 from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.launch_plan import DOCTOR, LaunchPlan
@@ -39,88 +39,57 @@ COMMANDS = ("train", DOCTOR)
 _SIGNALS = {b"INT": signal.SIGINT, b"TERM": signal.SIGTERM, b"USR1": signal.SIGUSR1}
 
 
-@dataclass(frozen=True)
-class Launched:
-    """Description of this host by its launcher.
-
-    Args:
-        host: number of this host, from 0.
-        hosts: how many there are.
-        head: host name or address of host 0.
-        port: at which host 0 listens; 0 for any, where the launcher can tell the others.
-        words: of the command, such as `["train", "recipe.yaml"]`.
-        interface: network interface of the cluster on this host; the one that routes to `head` if None.
-        role: of this host; None for any.
-        cpu_slots: of this host; None for one a core.
-        restarts: of the run after failures, at most.
-        spares: how many of the hosts stand by, the last ones.
-    """
-
-    host: int
-    hosts: int
-    head: str
-    port: int
-    words: Sequence[str]
-    interface: str | None = None
-    role: str | None = None
-    cpu_slots: int | None = None
-    restarts: int = 0
-    spares: int = 0
-
-
-def take_part(launched: Launched, announce: Callable[[int], object] | None = None) -> int:
+def take_part(assignment: Assignment, plan: LaunchPlan, announce: Callable[[int], object] | None = None) -> int:
     """Take part in a launch until it is over; the exit code.
 
     Args:
-        launched: what the launcher says of this host.
+        assignment: of this host, as its launcher describes it.
+        plan: of the launch, without the values of the recipe.
         announce: is called with the port at which host 0 listens, on host 0.
 
     Raises:
         UserError: this host cannot take part as it is.
     """
-    if not 1 <= launched.hosts <= MOST_HOSTS:
-        raise UserError(f"{launched.hosts} hosts: expected at least 1 and at most {MOST_HOSTS:,}")
-    if not 0 <= launched.host < launched.hosts:
-        raise UserError(f"host {launched.host} of {launched.hosts}: expected 0 to {launched.hosts - 1}")
-    if launched.cpu_slots is not None and launched.cpu_slots < 1:
-        raise UserError(f"--cpu-slots {launched.cpu_slots}: expected at least 1")
-    if launched.restarts < 0:
-        raise UserError(f"--max-restarts {launched.restarts}: expected at least 0")
-    if not 0 <= launched.spares < launched.hosts:
-        most = launched.hosts - 1
-        raise UserError(f"--spares {launched.spares} of {launched.hosts} hosts: expected at least 0 and at most {most}")
-    if launched.spares and not launched.restarts and launched.words[:1] != [DOCTOR]:
-        raise UserError(f"--spares {launched.spares} without --max-restarts: a host that stands by would never be used")
-    if not launched.words or launched.words[0] not in COMMANDS:
-        given = shortened(launched.words[0]) if launched.words else "nothing"
-        raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {given}")
-    limits, network, recipe = _settings(launched.words[1:])
-    interface = _one_interface(launched.interface, network.interface)
-    role = checked_role(launched.role)
-    if launched.hosts == 1:
-        host = Place(0, LOOPBACK, 0, LOOPBACK, role=role, cpu_slots=launched.cpu_slots)
+    _check(assignment, plan)
+    limits, network, recipe = _settings(plan.words[1:])
+    plan = replace(plan, recipe=recipe, network=network, limits=limits)
+    interface = _one_interface(assignment.interface, network.interface)
+    if plan.hosts == 1:
         token = find_token() or new_token()
-    else:
-        token = needed(find_token())
-        address = None
-        if interface is not None:
-            address = _address_of(interface, launched.head)
-            if launched.host == 0:
-                _check_head(launched.head, interface, address)
-        elif launched.host == 0:
-            address = _own_address(launched.head)
-        head = address if launched.host == 0 and address is not None else launched.head
-        host = Place(launched.host, head, launched.port, address, interface, role=role, cpu_slots=launched.cpu_slots)
-    plan = LaunchPlan(
-        launched.hosts,
-        list(launched.words),
-        recipe,
-        network,
-        limits,
-        restarts=launched.restarts,
-        spares=launched.spares,
-    )
-    return Agent(host, plan, token).run(announce)
+        return Agent(replace(assignment, head=LOOPBACK, port=0, address=LOOPBACK, interface=None), plan, token).run(
+            announce
+        )
+    token = needed(find_token())
+    address = None
+    if interface is not None:
+        address = _address_of(interface, assignment.head)
+        if assignment.index == 0:
+            _check_head(assignment.head, interface, address)
+    elif assignment.index == 0:
+        address = _own_address(assignment.head)
+    head = address if assignment.index == 0 and address is not None else assignment.head
+    return Agent(replace(assignment, head=head, address=address, interface=interface), plan, token).run(announce)
+
+
+def _check(assignment: Assignment, plan: LaunchPlan) -> None:
+    """Refuse numbers and words that are none of a launch's."""
+    if not 1 <= plan.hosts <= MOST_HOSTS:
+        raise UserError(f"{plan.hosts} hosts: expected at least 1 and at most {MOST_HOSTS:,}")
+    if not 0 <= assignment.index < plan.hosts:
+        raise UserError(f"host {assignment.index} of {plan.hosts}: expected 0 to {plan.hosts - 1}")
+    checked_role(assignment.role)
+    if assignment.cpu_slots is not None and assignment.cpu_slots < 1:
+        raise UserError(f"--cpu-slots {assignment.cpu_slots}: expected at least 1")
+    if plan.restarts < 0:
+        raise UserError(f"--max-restarts {plan.restarts}: expected at least 0")
+    if not 0 <= plan.spares < plan.hosts:
+        most = plan.hosts - 1
+        raise UserError(f"--spares {plan.spares} of {plan.hosts} hosts: expected at least 0 and at most {most}")
+    if plan.spares and not plan.restarts and not plan.is_doctor:
+        raise UserError(f"--spares {plan.spares} without --max-restarts: a host that stands by would never be used")
+    if not plan.words or plan.words[0] not in COMMANDS:
+        given = shortened(plan.words[0]) if plan.words else "nothing"
+        raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {given}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,25 +127,17 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.stdin:
         obey_standard_input()
     head, port = head_and_port(parsed.head)
-    launched = Launched(
-        parsed.host,
-        parsed.hosts,
-        head,
-        port,
-        [
-            parsed.command,
-            parsed.recipe,
-            *parsed.overrides,
-            *(["--track_metrics"] if parsed.track_metrics else []),
-            *(["--again"] if parsed.again else []),
-        ],
-        interface=parsed.interface,
-        role=parsed.role,
-        cpu_slots=parsed.cpu_slots,
-        restarts=parsed.max_restarts,
-        spares=parsed.spares,
+    words = [
+        parsed.command,
+        parsed.recipe,
+        *parsed.overrides,
+        *(["--track_metrics"] if parsed.track_metrics else []),
+        *(["--again"] if parsed.again else []),
+    ]
+    assignment = Assignment(
+        parsed.host, head, port, interface=parsed.interface, role=parsed.role, cpu_slots=parsed.cpu_slots
     )
-    return take_part(launched)
+    return take_part(assignment, LaunchPlan(parsed.hosts, words, restarts=parsed.max_restarts, spares=parsed.spares))
 
 
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:

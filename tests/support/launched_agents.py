@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.agent import Agent, Assignment
 from hybridflow.cluster.hosts.description import HostRole
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 from hybridflow.cluster.limits import LimitsConfig
@@ -88,7 +88,7 @@ class LaunchedAgents:
     def start_agent(self, index: int, slots: int = 2) -> asyncio.Task[int]:
         """Start the agent of a host, which may have had one before."""
         role = self.roles[index] if self.roles else None
-        assignment = Place(index, "127.0.0.1", self.port, f"127.0.0.{index + 1}", role=role, cpu_slots=slots)
+        assignment = Assignment(index, "127.0.0.1", self.port, f"127.0.0.{index + 1}", role=role, cpu_slots=slots)
         self.agents[index] = agent = AgentWithoutRay(assignment, self.plan, "a" * 64)
         self.codes[index] = asyncio.ensure_future(agent.participate())
         return self.codes[index]

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
-from hybridflow.cluster.hosts.checks.facts import software
+from hybridflow.cluster.hosts.checks.facts import software_digest
 from hybridflow.cluster.hosts.description import Host, HostRole
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 from hybridflow.cluster.hosts.network.interfaces import Interface, interface_with
-from hybridflow.cluster.hosts.network.network_settings import settings_in_force
+from hybridflow.cluster.hosts.network.network_settings import PORTS_OF_A_HOST, settings_in_force
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.hosts.supervisor import BEAT_S, Supervisor, say
 from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.cluster.ray.ray_host import RayHost, check_authentication, set_ray_defaults
-from hybridflow.cluster.ray.ray_watch import RayWatch
 from hybridflow.errors.log import log
 
 _ATTEMPT_S = 5.0
+_SHORT_HASH = 8
 _AGAIN_S = 0.5
 _SAY_EVERY_S = 10.0
 # A scheduler and the script that it runs may both pass on the same signal, which is not impatience.
@@ -40,15 +43,15 @@ _RAY = "ray"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Assignment of an agent in a launch.
+class Assignment:
+    """A host of a launch as its launcher describes it.
 
     Args:
-        index: of this host.
+        index: of this host, from 0.
         head: host name or address of host 0, as the others reach it.
-        port: at which host 0 listens; 0 for any, on host 0 alone.
+        port: at which host 0 listens; 0 for any, where the launcher can tell the others.
         address: of this host in the cluster's network; None for the one that routes to `head`.
-        interface: that has the address; None if nobody has named it.
+        interface: network interface that has the address; None if nobody has named it.
         role: of this host; None for any.
         cpu_slots: of this host; None for one a core.
     """
@@ -71,14 +74,14 @@ class Agent:
         token: of the run.
     """
 
-    def __init__(self, assignment: Place, plan: LaunchPlan, token: str) -> None:
+    def __init__(self, assignment: Assignment, plan: LaunchPlan, token: str) -> None:
         self._assignment, self._plan, self._token = assignment, plan, token
         self._limits = plan.limits
         self._channel: Channel | None = None
         self._supervisor: Supervisor | None = None
         self._ray: RayHost | None = None
-        self._ray_watch: RayWatch | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing = ThreadPoolExecutor(1, "ray")
+        """Starts and stops Ray, one after the other."""
         self._signal: int | None = None
         self._signals: dict[int, float] = {}
 
@@ -114,13 +117,13 @@ class Agent:
             listening = _listening(self._assignment.address or self._assignment.head, self._assignment.port)
             port = listening.getsockname()[1]
             self._supervisor = Supervisor(self._plan, self._token)
-            supervising = asyncio.create_task(self._supervisor.run(listening))
+            supervising = asyncio.create_task(self._supervisor.run(listening, self._change_head))
             if announce is not None:
                 await asyncio.to_thread(announce, port)
         try:
             code = await self._take_part(port)
         finally:
-            await asyncio.to_thread(self.stop_ray)
+            await self._loop.run_in_executor(self._changing, self.stop_ray)
             if self._channel is not None:
                 await self._channel.close()
         return code if supervising is None else await supervising
@@ -139,8 +142,8 @@ class Agent:
                 if message["kind"] == "end":
                     # Host 0 has said it as the supervisor.
                     return _said(message["code"], None if self._supervisor is not None else message["lines"])
-                if message["kind"] != "beat":
-                    self._do(channel, message)
+                if message["kind"] == "ray":
+                    self._changing.submit(self._change_ray, message["cpus"], message["gcs_address"])
         except ChannelError as error:
             return _said(1, f"host 0 ({self._assignment.head}) is gone: {error}")
         except TimeoutError:
@@ -189,12 +192,19 @@ class Agent:
         )
         interface = None if host.interface is None else Interface(host.interface, address)
         settings = settings_in_force(plan.network, interface, os.environ)
+        ports = plan.network.port_range
         return {
             "host": asdict(host),
             "words": plan.shown_words,
             "words_digest": plan.words_digest(self._token),
+            "software": software_digest(),
+            "must_agree": {
+                "recipe": (plan.recipe or "")[:_SHORT_HASH],
+                "ray": version("ray"),
+                "CPython": ".".join(platform.python_version_tuple()[:2]),
+            },
+            "free_ports": None if ports is None else ports.free(address, PORTS_OF_A_HOST),
             "settings": [asdict(setting) for setting in settings],
-            "software": software(plan.recipe, plan.network.port_range, address),
         }
 
     async def _beat(self, channel: Channel) -> None:
@@ -202,21 +212,23 @@ class Agent:
             channel.send("beat")
             await asyncio.sleep(BEAT_S)
 
-    def _do(self, channel: Channel, message: Message) -> None:
-        """Begin an action of the supervisor's; it gets the answer at its end."""
-        actions: dict[str, Callable[..., Message | None]] = {"start_ray": self.start_ray, "stop_ray": self.stop_ray}
-        number, action = message.pop("number"), actions[message.pop("kind")]
+    def _change_ray(self, cpus: int, gcs_address: str | None) -> None:
+        """Join a cluster with this host, or leave the last one if None. The supervisor is told how that went."""
+        try:
+            if gcs_address is None:
+                self.stop_ray()
+            else:
+                self.start_ray(cpus, gcs_address)
+        except Exception as error:
+            self._send("lost", line=first_line(error))
+        self._send("answer")
 
-        async def do() -> None:
-            try:
-                answer = await asyncio.to_thread(action, **message)
-            except Exception as error:
-                answer = {"error": first_line(error)}
-            channel.send("answer", number=number, **(answer or {}))
-
-        task = asyncio.create_task(do())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _change_head(self, cpus: int | None) -> Message:
+        """Start Ray's head on this host, or stop it if None. Errors of `start_ray`."""
+        if cpus is not None:
+            return await self._loop.run_in_executor(self._changing, self.start_ray, cpus)
+        await self._loop.run_in_executor(self._changing, self.stop_ray)
+        return {}
 
     def start_ray(self, cpus: int, gcs_address: str | None = None) -> Message:
         """Start this host's node of the run's Ray, or its head."""
@@ -227,31 +239,26 @@ class Agent:
         set_ray_defaults(limits.ray_start_s)
         token, ports = derived(self._token, _RAY), self._plan.network.port_environment
         where: dict[str, Any] = {"cpus": cpus, "gcs_address": gcs_address}
-        self._ray, started = RayHost.with_servers(self._channel.address, token, ports, limits.ray_start_s, **where)
-        self._ray_watch = RayWatch(
-            started.pids, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=self._ray.how_ended
-        )
+        ray = self._ray = RayHost.with_servers(self._channel.address, token, ports, limits.ray_start_s, **where)
+        ray.watch_servers(lambda line: self._send("lost", line=line), limits)
         return {
-            "gcs_address": started.gcs_address,
-            "ray_variables": self._ray.driver_variables,
-            "ray_directory": str(self._ray.directory),
+            "gcs_address": ray.gcs_address,
+            "ray_variables": ray.driver_variables,
+            "ray_directory": str(ray.directory),
         }
 
     def stop_ray(self) -> None:
         """End it, and all that it has started here. Idempotent."""
-        watch, self._ray_watch = self._ray_watch, None
-        if watch is not None:
-            watch.close()
         ray, self._ray = self._ray, None
         if ray is not None:
             ray.stop()
 
-    def _lost(self, line: str) -> None:
-        """A part of this host is gone, as another thread has found."""
+    def _send(self, kind: str, **fields: Any) -> None:
+        """Send the supervisor a message, from another thread."""
 
         def send() -> None:
             if self._channel is not None:
-                self._channel.send("lost", line=line)
+                self._channel.send(kind, **fields)
 
         self._loop.call_soon_threadsafe(send)
 

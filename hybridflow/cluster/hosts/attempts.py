@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import asdict
 
 from engine3d.errors import EngineError, UserError, first_line
@@ -29,10 +29,13 @@ from hybridflow.rundir.status.watching import read_position
 
 _START_S = 60.0
 """Beyond `limits.ray_start_s`, for the answer of an agent that starts Ray."""
-_STOP_S = 60.0
+_STOP_S = 120.0
 _SILENT_S = 5.0
 """Beyond the limit of a sign of life, until a host is known to be lost."""
 _LOOK_EVERY_S = 1.0
+
+ChangeHead = Callable[[int | None], Awaitable[Message]]
+"""Starts Ray's head with so many CPU slots, or stops it. Returns values that `DriverLink` has. Raises EngineError."""
 
 
 class Attempts:
@@ -41,13 +44,19 @@ class Attempts:
     Args:
         plan: of the launch.
         members: all hosts by their numbers; those that come later are put in by the supervisor.
+        change_head: starts and stops Ray's head.
         is_asked_to_end: True once somebody has asked the launch to end.
     """
 
     def __init__(
-        self, plan: LaunchPlan, members: MutableMapping[int, Member], is_asked_to_end: Callable[[], bool]
+        self,
+        plan: LaunchPlan,
+        members: MutableMapping[int, Member],
+        change_head: ChangeHead,
+        is_asked_to_end: Callable[[], bool],
     ) -> None:
-        self._plan, self._members, self._is_asked = plan, members, is_asked_to_end
+        self._plan, self._members = plan, members
+        self._change_head, self._is_asked = change_head, is_asked_to_end
         self._attempt = first_attempt([members[index].host for index in range(plan.hosts)], plan.spares)
         self._driver: DriverProcess | None = None
         self._outcomes: list[CommandOutcome] = []
@@ -84,11 +93,11 @@ class Attempts:
         line = f"{host}: {why}"
         if host.index not in self._attempt.numbers:
             log.warning(f"{line}; it has stood by")
-        elif self._driver is not None and self._driver.is_running:
-            self._driver.lose(host, line)
-            if self._late is None:  # of several losses the first counts
+        elif (driver := self._driver) is not None:
+            driver.lose(host, line)
+            if driver.is_running and self._late is None:  # of several losses the first counts
                 limit_s = self._plan.limits.stop_s + GRACE_S
-                self._late = asyncio.get_running_loop().call_later(limit_s, self._end_late, self._driver)
+                self._late = asyncio.get_running_loop().call_later(limit_s, self._end_late, driver)
         else:
             log.warning(line)
 
@@ -125,24 +134,47 @@ class Attempts:
         return [*words, *(["overwrite=false"] if self._has_begun else []), "--again"]
 
     async def _run_once(self, words: Sequence[str]) -> CommandOutcome:
+        """Run the command on a Ray of the attempt's hosts."""
         members = [self._members[number] for number in self._attempt.numbers]
         for member in members:
             member.stays = True
+        driver = self._driver = DriverProcess(self._plan.limits.stop_s, self._cards)
         try:
-            try:
-                ray = await self._start_ray(members)
-            except EngineError as error:
-                log.error(str(error))
-                return CommandOutcome(1, line=str(error), lost=any(member.gone.is_set() for member in members))
-            return await self._run_driver(words, members, ray)
+            ray = await self._start_ray(members)
+            if driver.cause is None:
+                return await self._run_driver(driver, words, members, ray)
+            line = driver.cause
+        except EngineError as error:
+            line = str(error)
         finally:
-            await self._stop_ray(members)
+            self._driver = None
+            # One that is silent for long enough is gone by then, and takes no part in the next attempt.
+            limit_s = max(_STOP_S, self._plan.limits.host_s + _SILENT_S)
+            await asyncio.gather(self._change_head(None), *(member.change_ray(limit_s) for member in members[1:]))
+        log.error(line)
+        return CommandOutcome(1, line=line, lost=any(member.gone.is_set() for member in members))
 
-    async def _run_driver(self, words: Sequence[str], members: Sequence[Member], ray: Message) -> CommandOutcome:
-        plan = self._plan
-        driver = self._driver = DriverProcess(plan.limits.stop_s, self._cards)
+    async def _start_ray(self, members: Sequence[Member]) -> Message:
+        """Start Ray on the hosts of this attempt, its head first; values that `DriverLink` has.
+
+        Raises:
+            EngineError: the head did not start, or a host does not answer.
+        """
+        slots = [host.cpu_slots for host in self._attempt.hosts]
+        try:
+            ray = await self._change_head(slots[0])
+        except EngineError as error:
+            raise EngineError(f"{members[0].host}: {error}") from None
+        limit_s = self._plan.limits.ray_start_s + _START_S
+        joining = zip(members[1:], slots[1:], strict=True)
+        await asyncio.gather(*(member.change_ray(limit_s, cpus, ray["gcs_address"]) for member, cpus in joining))
+        return ray
+
+    async def _run_driver(
+        self, driver: DriverProcess, words: Sequence[str], members: Sequence[Member], ray: Message
+    ) -> CommandOutcome:
         code = await driver.run(
-            [*plan.program, *words],
+            [*self._plan.program, *words],
             ray.pop("ray_variables"),
             hosts=[asdict(host) for host in self._attempt.hosts],
             settings=[[asdict(setting) for setting in member.settings] for member in members],
@@ -168,45 +200,6 @@ class Attempts:
     def _end_late(self, driver: DriverProcess) -> None:
         """End a command that does not end by itself after a loss."""
         self._ending = asyncio.create_task(driver.end())
-
-    async def _start_ray(self, members: Sequence[Member]) -> Message:
-        """Start Ray on the hosts of this attempt, its head first.
-
-        Returns:
-            values that `DriverLink` has.
-
-        Raises:
-            EngineError: it did not start on one of them.
-        """
-        limit_s = self._plan.limits.ray_start_s + _START_S
-        slots = [host.cpu_slots for host in self._attempt.hosts]
-        ray = await members[0].ask("start_ray", limit_s, cpus=slots[0])
-        starting = [
-            member.ask("start_ray", limit_s, cpus=cpus, gcs_address=ray["gcs_address"])
-            for member, cpus in zip(members[1:], slots[1:], strict=True)
-        ]
-        answers = await asyncio.gather(*starting, return_exceptions=True)
-        for error in answers:
-            if isinstance(error, BaseException):
-                raise error
-        return {name: ray[name] for name in ("gcs_address", "ray_variables", "ray_directory")}
-
-    async def _stop_ray(self, members: Sequence[Member]) -> None:
-        """Stop Ray on all of them, and all that is left of the run there; who is silent for long enough is lost.
-
-        Raises:
-            EngineError: a host cannot, so that the run cannot be started again.
-        """
-        limit_s = max(_STOP_S, self._plan.limits.host_s + _SILENT_S)
-
-        async def stop(member: Member) -> None:
-            try:
-                await member.ask("stop_ray", limit_s)
-            except EngineError:
-                if not member.gone.is_set():
-                    raise
-
-        await asyncio.gather(*(stop(member) for member in members))
 
     def _following(self) -> Attempt:
         """The hosts of the next run of the command."""

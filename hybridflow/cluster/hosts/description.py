@@ -25,6 +25,7 @@ class Host:
         gpus: that a run may use on it.
         cpu_slots: that a run may use on it.
         visible: CUDA_VISIBLE_DEVICES where its agent runs; None if it is not set.
+        node_id: Ray's id of its node; empty before it has one.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Host:
     gpus: int = 0
     cpu_slots: int = 0
     visible: str | None = None
+    node_id: str = ""
 
     @property
     def node(self) -> Node:

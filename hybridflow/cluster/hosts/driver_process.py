@@ -66,6 +66,8 @@ class DriverProcess:
             )
         self._channel = channel = Channel(*await asyncio.open_connection(sock=ours, limit=LINE_BYTES))
         channel.send("launch", **first)
+        if self._cause is not None:  # since the process was started
+            channel.send("lost", line=self._cause[0], host=self._cause[1])
         reading = asyncio.create_task(self._read(channel))
         try:
             code = await self._process.wait()

@@ -24,7 +24,7 @@ class LaunchPlan:
     Args:
         hosts: how many there are.
         words: of the command that host 0 runs once all are there, such as `["train", "recipe.yaml"]`.
-        recipe: `recipe_hash` of the recipe as this host reads it.
+        recipe: `recipe_hash` of the recipe as this host reads it. With the next two filled in by `take_part`.
         network: the recipe's.
         limits: of the run.
         restarts: runs of the command with `resume=auto` after a failure that is not the user's, at most.

@@ -8,12 +8,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 
 from engine3d.errors import EngineError, UserError
-from hybridflow.cluster.hosts.attempts import Attempts
+from hybridflow.cluster.hosts.attempts import Attempts, ChangeHead
 from hybridflow.cluster.hosts.channel import LINE_BYTES, Channel, ChannelError, Message, WrongTokenError, accept
-from hybridflow.cluster.hosts.checks.comparison import check_software
+from hybridflow.cluster.hosts.checks.comparison import Finding
 from hybridflow.cluster.hosts.description import Host, listed
 from hybridflow.cluster.hosts.launch_plan import CANNOT_START, Ended, LaunchPlan
 from hybridflow.cluster.hosts.members import Member
@@ -47,7 +47,6 @@ class Supervisor:
 
     def __init__(self, plan: LaunchPlan, token: str) -> None:
         self._plan, self._token = plan, token
-        self._ports = 0 if plan.network.ports is None else PORTS_OF_A_HOST
         self._members: dict[int, Member] = {}
         self._changed = asyncio.Event()
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -57,14 +56,18 @@ class Supervisor:
         self._attempts: Attempts | None = None
         self._ending = False
 
-    async def run(self, listening: socket.socket) -> int:
-        """Gather the hosts on a socket that listens, run the command, and end the agents; the exit code of all.
+    async def run(self, listening: socket.socket, change_head: ChangeHead) -> int:
+        """Gather the hosts, run the command, and end the agents; the exit code of all.
 
         Raises nothing that happens on the way: it is said on stderr.
+
+        Args:
+            listening: socket for the agents.
+            change_head: starts and stops Ray's head on this host.
         """
         server = await asyncio.start_server(self._joins, sock=listening, limit=LINE_BYTES)
         try:
-            ended = await self._until_over(self._work())
+            ended = await self._until_over(self._work(change_head))
         finally:
             server.close()
         if ended.lines is not None:
@@ -108,24 +111,21 @@ class Supervisor:
                 error = task.exception()
                 return Ended(2 if isinstance(error, UserError) else 1, str(error))
             task.cancel()
-            # It ends Ray on the hosts, of which one may be silent: they are watched until then.
             with contextlib.suppress(asyncio.CancelledError, EngineError, UserError):
                 await task
             return self._over.result()
         finally:
             watch.cancel()
 
-    async def _work(self) -> Ended:
+    async def _work(self, change_head: ChangeHead) -> Ended:
         await self._gather()
         members = [self._members[index] for index in range(self._plan.hosts)]
         self._has_begun = True
-        try:
-            check_software([member.report for member in members], self._ports)
-        except UserError as error:
-            return Ended(2, f"{error}\n{CANNOT_START}" if self._plan.is_doctor else str(error))
+        if lines := [f"hosts: {finding}" for finding in _findings(members)]:
+            return Ended(2, "\n".join([*lines, *([CANNOT_START] if self._plan.is_doctor else [])]))
         if len(members) > 1 or self._plan.is_doctor:
             _log_settings(members)
-        self._attempts = Attempts(self._plan, self._members, self._is_asked_to_end)
+        self._attempts = Attempts(self._plan, self._members, change_head, self._is_asked_to_end)
         return await self._attempts.run()
 
     def _is_asked_to_end(self) -> bool:
@@ -202,12 +202,15 @@ class Supervisor:
         if member.words_digest != self._plan.words_digest(self._token):
             here, there = " ".join(self._plan.shown_words), " ".join(member.words)
             raise UserError(f"{host} was started with {there!r}, host 0 with {here!r}; expected the same on every host")
-        if self._has_begun:
-            try:
-                check_software([self._members[0].report, member.report], self._ports)
-            except UserError as error:
-                log.warning(f"{host} takes no place:\n{error}")
-                raise
+        first = self._members.get(0)
+        if (
+            self._has_begun
+            and first is not None
+            and (member.must_agree, member.software) != (first.must_agree, first.software)
+        ):
+            line = f"{host} takes no place: its recipe, its code or a version is not that of {first.host}"
+            log.warning(line)
+            raise UserError(line)
         self._members[host.index] = member
         self._changed.set()
         if self._has_begun:
@@ -224,7 +227,7 @@ class Supervisor:
         member.seen = time.monotonic()
         match message["kind"]:
             case "answer":
-                member.take(message)
+                member.has_answered.set()
             case "signal":
                 self.signalled(message["signal"], member.host)
             case "lost":
@@ -282,11 +285,28 @@ class Supervisor:
                 log.warning(f"{member.host}: its agent has not ended within {_END_S:g} s")
 
 
+def _findings(members: Sequence[Member]) -> Iterator[Finding]:
+    """Differences for which Ray is not started. All others are found by actors of Ray."""
+    for what in members[0].must_agree:
+        values = _by_value((member.must_agree.get(what, "none"), member.host.name) for member in members)
+        if len(values) > 1:
+            yield Finding("refuse", what, values)
+    few = [member for member in members if member.free_ports is not None and member.free_ports < PORTS_OF_A_HOST]
+    if few:
+        values = _by_value((f"{member.free_ports} free", member.host.name) for member in few)
+        yield Finding("refuse", "network.ports", values, f"at least {PORTS_OF_A_HOST}")
+
+
+def _by_value(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Values with the hosts that have them, the most frequent one first."""
+    names: dict[str, list[str]] = {}
+    for value, host in pairs:
+        names.setdefault(value, []).append(host)
+    return tuple((value, tuple(names[value])) for value in sorted(names, key=lambda value: -len(names[value])))
+
+
 def _log_settings(members: Sequence[Member]) -> None:
     """Log network variables in force, in one line for the hosts that have the same."""
-    by_text: dict[str, list[str]] = {}
-    for member in members:
-        text = ", ".join(map(str, member.settings))
-        by_text.setdefault(text or "nothing set", []).append(str(member.host))
-    for text, names in by_text.items():
+    texts = ((", ".join(map(str, member.settings)) or "nothing set", str(member.host)) for member in members)
+    for text, names in _by_value(texts):
         log.info(f"network of {listed(names)}: {text}")

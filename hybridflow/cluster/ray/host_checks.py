@@ -6,28 +6,30 @@ What cannot work ends the command, with a line for each thing that is wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import UserError
 from hybridflow.cluster.devices.gpu_availability import WAIT_S
-from hybridflow.cluster.hosts.checks.comparison import ClockDifference, Comparison, Needs, Report, compare
-from hybridflow.cluster.hosts.checks.facts import collect, mark_directory
+from hybridflow.cluster.hosts.checks.comparison import Comparison, compare
+from hybridflow.cluster.hosts.checks.facts import ClockDifference, HostFacts, Needs, collect, mark_directory
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
-from hybridflow.cluster.hosts.network.probe import Peer, RatePlan, round_trips, unreached
+from hybridflow.cluster.hosts.network.network_settings import NetworkConfig, PortRange
+from hybridflow.cluster.hosts.network.probe import round_trips, unreached
 from hybridflow.cluster.hosts.run_token import new_token
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.ray import ray_session
-from hybridflow.cluster.ray.cluster_nodes import ClusterNode
-from hybridflow.cluster.ray.node_actors import NodeHandle, ask_all, start_actor
+from hybridflow.cluster.ray.node_actors import ask_all, start_actors
 from hybridflow.errors.log import log
 
-_FACTS_S, _PAIRS_S, _RATES_S = 30.0, 30.0, 60.0
+_facts_S, _PAIRS_S, _RATES_S = 30.0, 30.0, 60.0
 _ANSWER_S = 10.0
+_START_S = 60.0
+"""Start of an actor that measures, with the import of torch."""
 _SAY_EVERY_S = 10.0
 _LOOK_AGAIN_S = 1.0
 _CLOCKS = 3
@@ -51,39 +53,36 @@ class HostCheck:
     rates: bool = True
 
 
-def check_nodes(
-    nodes: Sequence[ClusterNode], plan: HostCheck, *, limits: LimitsConfig | None = None, with_table: bool = False
+def check_hosts(
+    hosts: Sequence[Host], plan: HostCheck, *, limits: LimitsConfig | None = None, with_table: bool = False
 ) -> None:
-    """Compare nodes of this process's session, and have every pair try each other, and all together.
+    """Compare hosts of this process's session, and have every pair try each other, and all together.
 
     The session keeps their actors, and which of them do not see the directory of runs. Between nodes of a running
     cluster of which somebody holds a GPU, rates are measured by gloo: NCCL would need memory on the first of each.
 
     Args:
-        nodes: to check, the driver's first.
+        hosts: to check, the driver's first.
         plan: of the check.
         limits: `gather_s` bounds the start of the actors; the defaults if None.
-        with_table: show the table of nodes also where nothing is wrong.
+        with_table: show the table of hosts also where nothing is wrong.
 
     Raises:
         UserError: something is wrong with which a run would fail; a line each.
-        EngineError: a node does not answer.
+        EngineError: a host does not answer.
     """
     began = time.monotonic()
+    ray_session.check_ray()
     ports = plan.network.port_range
-    handles = [
-        start_actor(node.node_id, host, ports, index=host.index)
-        for node, host in zip(nodes, _hosts(nodes), strict=True)
-    ]
-    _wait_for(handles, (limits or LimitsConfig()).gather_s)
-    apart = _compare(handles, plan, with_table=with_table)
-    if len(handles) > 1:
-        _check_pairs(handles)
+    actors = start_actors(hosts, ports, environments=True)
+    _wait_for(actors, (limits or LimitsConfig()).gather_s)
+    apart = _compare(actors, plan, with_table=with_table)
+    if len(actors) > 1:
+        _check_pairs(actors)
         if plan.rates:
-            _check_rate(handles, gpus=plan.needs.gpus)
+            _check_rate(hosts, ports, gpus=plan.needs.gpus)
     state = ray_session.session_state()
-    state.checked = {handle.host.index: handle for handle in handles}
-    state.apart = frozenset(apart)
+    state.actors, state.apart = actors, frozenset(apart)
     log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")
 
 
@@ -93,70 +92,45 @@ def check_this_host(run_dir: Path, needs: Needs) -> None:
     Raises:
         UserError: something is wrong with which a run would fail; a line each.
     """
-    host = Host(0, "this machine", "this machine")
-    _judge([Report(host, collect(run_dir))], needs, with_table=True)
+    _judge([collect(run_dir, needs)], needs, with_table=True)
 
 
-def _hosts(nodes: Sequence[ClusterNode]) -> list[Host]:
-    """Nodes as the checks count them: hosts of a launch, or nodes of a running cluster, which have no interface.
-
-    Raises:
-        EngineError: a host of the launch has no node any more.
-    """
-    if (hosts := ray_session.started_hosts()) is not None:
-        ray_session.check_ray()
-        if [node.address for node in nodes] != [host.address for host in hosts]:
-            raise EngineError(
-                f"Ray's nodes are {listed([node.address for node in nodes])}, expected those of all hosts"
-            )
-        return list(hosts)
-    gpus_are_free = ray.available_resources().get("GPU", 0) == ray.cluster_resources().get("GPU", 0)
-    return [
-        Host(
-            index=node.index,
-            name=node.host_name or node.address,
-            address=node.address,
-            role=node.role,
-            gpus=node.node.gpus if gpus_are_free else 0,
-            cpu_slots=node.node.cpu_slots,
-        )
-        for node in nodes
-    ]
-
-
-def _wait_for(handles: Sequence[NodeHandle], limit_s: float) -> None:
-    """Wait until every node has started its actor."""
+def _wait_for(actors: Mapping[Host, Any], limit_s: float) -> None:
+    """Wait until every host has started its actor."""
     began = time.monotonic()
-    waiting = {handle.actor.clock.remote(): handle for handle in handles}
+    waiting = {actor.clock.remote(): host for host, actor in actors.items()}
     while waiting:
         left_s = began + limit_s - time.monotonic()
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(_SAY_EVERY_S, max(0.0, left_s)))
         for ref in ready:
-            ask_all([waiting.pop(ref)], "clock", _ANSWER_S)
+            host = waiting.pop(ref)
+            ask_all({host: actors[host]}, "clock", _ANSWER_S)
         if waiting:
-            waited = (
-                f"for {time.monotonic() - began:.0f} s: {listed([str(handle.host) for handle in waiting.values()])}"
+            names = listed([str(host) for host in waiting.values()])
+            log.info(
+                f"waiting for {len(waiting)} of {len(actors)} nodes, for {time.monotonic() - began:.0f} s: {names}"
             )
-            log.info(f"waiting for {len(waiting)} of {len(handles)} nodes, {waited}")
             if left_s <= 0:
-                ask_all(list(waiting.values()), "clock", 0.0)
+                ask_all({host: actors[host] for host in waiting.values()}, "clock", 0.0)
 
 
-def _compare(handles: Sequence[NodeHandle], plan: HostCheck, *, with_table: bool) -> list[int]:
+def _compare(actors: Mapping[Host, Any], plan: HostCheck, *, with_table: bool) -> list[int]:
     """Compare nodes; the numbers of those that do not see the directory of runs of the first one."""
     deadline = time.monotonic() + WAIT_S
     while True:
-        reports = _reports(handles, plan)
-        comparison = compare(reports, plan.needs)
+        reports = _reports(actors, plan)
+        comparison = compare(reports, gpus=plan.needs.gpus)
         if with_table or not comparison.may_pass or time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_AGAIN_S)
     _judge(reports, plan.needs, with_table=with_table, comparison=comparison)
-    return [report.host.index for report in reports if report.properties.sees_mark is False]
+    return [of_one.host.index for of_one in reports if of_one.sees_mark is False]
 
 
-def _judge(reports: Sequence[Report], needs: Needs, *, with_table: bool, comparison: Comparison | None = None) -> None:
-    comparison = comparison or compare(reports, needs)
+def _judge(
+    reports: Sequence[HostFacts], needs: Needs, *, with_table: bool, comparison: Comparison | None = None
+) -> None:
+    comparison = comparison or compare(reports, gpus=needs.gpus)
     if with_table or comparison.findings:
         log.info(comparison.table)
     for warning in comparison.warnings:
@@ -165,44 +139,56 @@ def _judge(reports: Sequence[Report], needs: Needs, *, with_table: bool, compari
         raise UserError("\n".join(f"hosts: {refusal}" for refusal in refusals))
 
 
-def _reports(handles: Sequence[NodeHandle], plan: HostCheck) -> list[Report]:
-    clocks = [_clock_of(handle) if handle.host.index else None for handle in handles]
+def _reports(actors: Mapping[Host, Any], plan: HostCheck) -> list[HostFacts]:
+    hosts = list(actors)
+    clocks = [_clock_of(host, actors[host]) if host.index else None for host in hosts]
     with mark_directory(plan.run_dir) as mark:
-        given = (plan.run_dir, handles[0].host.name, mark)
-        properties = ask_all(handles, "collect_facts", _FACTS_S, [given] * len(handles))
+        collected = ask_all(
+            actors, "collect_facts", _facts_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
+        )
     return [
-        Report(handle.host, of_one, clock) for handle, of_one, clock in zip(handles, properties, clocks, strict=True)
+        replace(of_one, host=host, clock=clock) for host, of_one, clock in zip(hosts, collected, clocks, strict=True)
     ]
 
 
-def _clock_of(handle: NodeHandle) -> ClockDifference:
+def _clock_of(host: Host, actor: Any) -> ClockDifference:
     readings = []
     for _ in range(_CLOCKS):
         before = time.time()
-        [clock] = ask_all([handle], "clock", _ANSWER_S)
+        [clock] = ask_all({host: actor}, "clock", _ANSWER_S)
         readings.append(ClockDifference.measured(before, clock, time.time()))
     return min(readings, key=lambda reading: reading.uncertainty_s)
 
 
-def _check_pairs(handles: Sequence[NodeHandle]) -> None:
-    secret, hosts = new_token(), [handle.host for handle in handles]
-    ports = ask_all(handles, "answer_probes", _ANSWER_S, [(secret, host.index) for host in hosts])
-    peers = [Peer(host, port) for host, port in zip(hosts, ports, strict=True)]
+def _check_pairs(actors: Mapping[Host, Any]) -> None:
+    secret, hosts = new_token(), list(actors)
+    ports = ask_all(actors, "answer_probes", _ANSWER_S, [(secret, host.index) for host in hosts])
+    peers = list(zip(hosts, ports, strict=True))
     given = [(host, peers, secret, _PAIRS_S) for host in hosts]
-    probes = [probe for of_one in ask_all(handles, "probe", _PAIRS_S + _ANSWER_S, given) for probe in of_one]
-    ask_all(handles, "close", _ANSWER_S)
+    probes = [probe for of_one in ask_all(actors, "probe", _PAIRS_S + _ANSWER_S, given) for probe in of_one]
+    ask_all(actors, "close", _ANSWER_S)
     if lines := unreached(hosts, probes):
         raise UserError("\n".join(f"hosts: {line}" for line in lines))
     log.info(f"hosts: {round_trips(hosts, probes)}")
 
 
-def _check_rate(handles: Sequence[NodeHandle], *, gpus: bool) -> None:
-    """Measure what all nodes reach together: NCCL between their first GPUs where each has one, gloo otherwise."""
-    hosts = [handle.host for handle in handles]
-    backend = "nccl" if gpus and all(host.gpus for host in hosts) else "gloo"
-    [port] = ask_all(handles[:1], "listen", _ANSWER_S)
-    plan = RatePlan(len(handles), hosts[0].address, port, backend, _RATES_S)
-    rates = ask_all(handles, "rate", _RATES_S + 2 * _ANSWER_S, [(rank, plan) for rank in range(len(hosts))])
+def _check_rate(hosts: Sequence[Host], ports: PortRange | None, *, gpus: bool) -> None:
+    """Measure what all hosts reach together: NCCL between their first GPUs where each has a free one, gloo otherwise.
+
+    A measurement may hang in a library: its actors are other processes, and are killed.
+    """
+    is_free = ray_session.started_hosts() is not None or ray.available_resources().get(
+        "GPU", 0
+    ) == ray.cluster_resources().get("GPU", 0)
+    backend = "nccl" if gpus and is_free and all(host.gpus for host in hosts) else "gloo"
+    actors = start_actors(hosts, ports, environments=True)
+    try:
+        [port] = ask_all({hosts[0]: actors[hosts[0]]}, "listen", _START_S)
+        given = [(rank, len(hosts), hosts[0].address, port, backend, _RATES_S) for rank in range(len(hosts))]
+        rates = ask_all(actors, "rate", _START_S + _RATES_S, given)
+    finally:
+        for actor in actors.values():
+            ray.kill(actor)
     slowest = min(range(len(rates)), key=lambda index: rates[index].ring)
     log.info(
         f"hosts: {rates[0].backend}, GB/s of {rates[0].nbytes / 1e6:.0f} MB: all-reduce "

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.cluster.hosts.checks import facts
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.network.network_settings import PortRange
-from hybridflow.cluster.hosts.network.probe import Peer, Probe, Rate, RatePlan, answer_probes, probe_pairs, rate
+from hybridflow.cluster.hosts.network.probe import Peer, Probe, answer_probes, probe_pairs
 from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, look_here, write_stacks_here
 from hybridflow.cluster.ray.rank_logs import LogReader, NewBytes, make_directory
 from hybridflow.rundir.file_names import FLIGHT_RECORDER
+
+if TYPE_CHECKING:
+    from hybridflow.cluster.hosts.network.rate_probe import Rate
 
 
 class NodeActor:
@@ -37,9 +40,9 @@ class NodeActor:
         """Seconds since the epoch by the clock of this node."""
         return time.time()
 
-    def collect_facts(self, run_dir: Path, head: str, mark: Path) -> facts.HostFacts:
+    def collect_facts(self, run_dir: Path, needs: facts.Needs, head: str, mark: Path) -> facts.HostFacts:
         """Facts of this node, as of `facts.collect`."""
-        return facts.collect(run_dir, head=head, mark=mark)
+        return facts.collect(run_dir, needs, head=head, mark=mark)
 
     def sees_mark(self, mark: Path) -> bool:
         """True if another node's mark is seen here."""
@@ -74,14 +77,12 @@ class NodeActor:
             listening.shutdown(socket.SHUT_RDWR)  # wakes a thread that accepts
             listening.close()
 
-    def rate(self, source: int, plan: RatePlan) -> Rate:
-        """Take part in a measurement; node 0 by the socket of `listen`."""
+    def rate(self, *plan: Any) -> Rate:
+        """Take part in a measurement, as of `rate_probe.measure`; node 0 by the socket of `listen`."""
+        from hybridflow.cluster.hosts.network.rate_probe import measure  # here: it imports torch
+
         listening, self._listening = self._listening, None
-        try:
-            return rate(source, plan, os.environ, listening)
-        finally:
-            if listening is not None:
-                listening.close()
+        return measure(listening, *plan)
 
     def look(self, locations: Sequence[RankPlace]) -> list[RankLook]:
         """Look at ranks of this node."""

@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,46 +40,34 @@ _RAY_GONE = (RayError, RuntimeError, ConnectionError)
 _MISSING = re.compile(r"^\s*((?:ModuleNotFoundError|ImportError): .*)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeHandle:
-    """The actor of a node.
+def start_actors(
+    hosts: Sequence[Host], ports: PortRange | None = None, *, environments: bool = False
+) -> dict[Host, Any]:
+    """Start an actor on each host.
 
     Args:
-        host: the node, as checks count it.
-        actor: its actor.
+        hosts: with nodes of Ray's.
+        ports: in which their servers may listen; any if None.
+        environments: give them the environment of ranks of their host, for a network that they use.
     """
-
-    host: Host
-    actor: Any
-
-
-def start_actor(node: str, host: Host, ports: PortRange | None = None, *, index: int | None = None) -> NodeHandle:
-    """Start the actor of a node, if it has none.
-
-    Args:
-        node: Ray's id of it.
-        host: as checks count it.
-        ports: in which its servers may listen; any if None.
-        index: by which the session counts it; None for a node whose network is not used.
-    """
-    actors = ray_session.session_state().actors
-    if node not in actors:
-        kind: Any = ray.remote(num_cpus=0, max_restarts=0)(NodeActor)
-        actors[node] = kind.options(
+    kind: Any = ray.remote(num_cpus=0, max_restarts=0)(NodeActor)
+    return {
+        host: kind.options(
             max_concurrency=_AT_ONCE,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            runtime_env={"env_vars": ray_session.rank_environment(index) if index is not None else {}},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(host.node_id, soft=False),
+            runtime_env={"env_vars": ray_session.rank_environment(host.index) if environments else {}},
         ).remote(host.address, ports)
-    return NodeHandle(host, actors[node])
+        for host in hosts
+    }
 
 
 def ask_all(
-    handles: Sequence[NodeHandle], method: str, limit_s: float, arguments: Sequence[Sequence[Any]] | None = None
+    actors: Mapping[Host, Any], method: str, limit_s: float, arguments: Sequence[Sequence[Any]] | None = None
 ) -> list[Any]:
     """Call a method of the actors at the same time; their answers in order.
 
     Args:
-        handles: of the nodes.
+        actors: of the hosts.
         method: of `NodeActor`.
         limit_s: of all answers.
         arguments: of each call; none if None.
@@ -90,21 +77,21 @@ def ask_all(
         EngineError: it cannot be done there, or there is no answer in time.
     """
     refs = [
-        getattr(handle.actor, method).remote(*given)
-        for handle, given in zip(handles, arguments or [()] * len(handles), strict=True)
+        getattr(actor, method).remote(*given)
+        for actor, given in zip(actors.values(), arguments or [()] * len(actors), strict=True)
     ]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
     answered = set(ready)
-    return [_answer(handle, method, limit_s, ref, ref in answered) for handle, ref in zip(handles, refs, strict=True)]
+    return [_answer(host, method, limit_s, ref, ref in answered) for host, ref in zip(actors, refs, strict=True)]
 
 
-def _answer(handle: NodeHandle, method: str, limit_s: float, ref: Any, is_ready: bool) -> Any:
+def _answer(host: Host, method: str, limit_s: float, ref: Any, is_ready: bool) -> Any:
     if not is_ready:
-        raise EngineError(f"{handle.host}: no answer within {limit_s:g} s ({method})")
+        raise EngineError(f"{host}: no answer within {limit_s:g} s ({method})")
     try:
         return ray.get(ref)
     except RayError as error:
-        raise node_error(handle.host, error) from None
+        raise node_error(host, error) from None
 
 
 def node_error(host: Host, error: RayError) -> UserError | EngineError:
@@ -150,11 +137,15 @@ def _on_nodes(method: str, locations: Sequence[RankPlace], *arguments: Any) -> l
     """Answers of a method with the ranks of each node, without those of nodes that do not answer."""
     if not locations or not ray_session.ray_answers():
         return []
+    known = ray_session.session_state().actors
     refs = []
     for node in dict.fromkeys(location.node for location in locations):
         of_node = [location for location in locations if location.node == node]
-        handle = start_actor(node, Host(0, of_node[0].address, of_node[0].address))
-        refs.append(getattr(handle.actor, method).remote(of_node, *arguments))
+        if (actor := next((actor for host, actor in known.items() if host.node_id == node), None)) is None:
+            started = start_actors([Host(0, of_node[0].address, of_node[0].address, node_id=node)])
+            known |= started
+            [actor] = started.values()
+        refs.append(getattr(actor, method).remote(of_node, *arguments))
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_LOOK_S)
     answers = []
     for ref in ready:
@@ -168,31 +159,31 @@ class LogCopies:
 
     Args:
         run: the directory.
-        handles: of these nodes.
+        actors: of these nodes.
     """
 
-    def __init__(self, run: Path, handles: Sequence[NodeHandle]) -> None:
-        self._run, self._handles = run, list(handles)
-        self._pending: dict[Any, NodeHandle] = {}
+    def __init__(self, run: Path, actors: Mapping[Host, Any]) -> None:
+        self._run, self._actors = run, dict(actors)
+        self._pending: dict[Any, Host] = {}
         self._copying = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._copy_on, name="logs of nodes", daemon=True)
         self._thread.start()
 
     @property
-    def handles(self) -> Sequence[NodeHandle]:
-        """Nodes whose logs are copied now."""
-        return tuple(self._handles)
+    def actors(self) -> Mapping[Host, Any]:
+        """Actors of nodes whose logs are copied now."""
+        return dict(self._actors)
 
     def copy_all(self) -> None:
         """Copy all that ranks have written so far, but for a node that does not answer in time."""
         with self._copying, contextlib.suppress(*_RAY_GONE):
             deadline = time.monotonic() + _LOOK_S
             earlier = set(self._pending)
-            self._request(self.handles, _MOST_BEHIND_AT_LAST)
-            for ref, handle, is_new in self._copied(deadline):
+            self._request(list(self._actors), _MOST_BEHIND_AT_LAST)
+            for ref, host, is_new in self._copied(deadline):
                 if (is_new or ref in earlier) and time.monotonic() < deadline:
-                    self._request([handle], _MOST_BEHIND_AT_LAST)
+                    self._request([host], _MOST_BEHIND_AT_LAST)
 
     def close(self) -> None:
         """Copy no more. Idempotent."""
@@ -203,39 +194,37 @@ class LogCopies:
         with contextlib.suppress(*_RAY_GONE):
             while not self._closing.wait(_READ_EVERY_S):
                 with self._copying:
-                    self._request(self.handles, _MOST_BEHIND)
+                    self._request(list(self._actors), _MOST_BEHIND)
                     # A node that does not answer keeps neither the others nor `copy_all` waiting.
                     for _ in self._copied(time.monotonic() + _READ_EVERY_S):
                         pass
 
-    def _request(self, handles: Sequence[NodeHandle], most_behind: int) -> None:
+    def _request(self, hosts: Iterable[Host], most_behind: int) -> None:
         """Ask nodes for new bytes, but for those that have not answered yet."""
-        pending = list(self._pending.values())
-        for handle in handles:
-            if handle not in pending:
-                self._pending[handle.actor.read_logs.remote(most_behind)] = handle
+        for host in set(hosts).difference(self._pending.values()):
+            self._pending[self._actors[host].read_logs.remote(most_behind)] = host
 
-    def _copied(self, deadline: float) -> Iterator[tuple[Any, NodeHandle, bool]]:
+    def _copied(self, deadline: float) -> Iterator[tuple[Any, Host, bool]]:
         """Copy answers as they come; the request, its node, and True if it had new bytes beside those of heartbeats."""
         while self._pending:
             ready, _ = ray.wait(list(self._pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 return
             [ref] = ready
-            handle = self._pending.pop(ref)
+            host = self._pending.pop(ref)
             try:
                 new = ray.get(ref)
                 rank_logs.write(self._run, new)
             except RayError as error:
-                self._handles.remove(handle)
+                del self._actors[host]
                 if not isinstance(error, RayActorError):  # of a lost node the run itself says more
-                    log.warning(f"logs are not copied any more: {node_error(handle.host, error)}")
+                    log.warning(f"logs are not copied any more: {node_error(host, error)}")
             except OSError as error:
-                self._handles.remove(handle)
-                log.warning(f"logs of {handle.host} are not copied any more: {error}")
+                del self._actors[host]
+                log.warning(f"logs of {host} are not copied any more: {error}")
             else:
                 is_new = any(addition.data and not addition.file.endswith(".heartbeat") for addition in new)
-                yield ref, handle, is_new
+                yield ref, host, is_new
 
 
 def keep_logs(run: Path, processes: Mapping[int, Collection[str]], *, in_place: bool, private: bool) -> None:
@@ -253,14 +242,14 @@ def keep_logs(run: Path, processes: Mapping[int, Collection[str]], *, in_place: 
         EngineError: a node cannot write there.
     """
     state = ray_session.session_state()
-    handles = [state.checked[index] for index in sorted(state.apart)]
-    if not handles:
+    actors = {host: actor for host, actor in state.actors.items() if host.index in state.apart}
+    if not actors:
         return
     if state.logs is not None:  # of an earlier run of this session
         state.logs.close()
-    given = [(run, sorted(processes.get(handle.host.index, ())), in_place, private) for handle in handles]
-    ask_all(handles, "open_logs", _BEGIN_S, given)
-    state.logs = LogCopies(run, handles)
+    given = [(run, sorted(processes.get(host.index, ())), in_place, private) for host in actors]
+    ask_all(actors, "open_logs", _BEGIN_S, given)
+    state.logs = LogCopies(run, actors)
 
 
 def copy_logs() -> None:
@@ -274,9 +263,8 @@ def request_recordings(run: Path) -> None:
     """Ask ranks on nodes that do not see the run's directory for flight recordings of torch."""
     logs = ray_session.session_state().logs
     if logs is not None and ray_session.ray_answers():
-        handles = logs.handles
         with contextlib.suppress(UserError, EngineError):
-            ask_all(handles, "request_recordings", _MARK_S, [(run,)] * len(handles))
+            ask_all(logs.actors, "request_recordings", _MARK_S, [(run,)] * len(logs.actors))
 
 
 def nodes_apart(directory: Path, setting: str) -> list[int]:
@@ -290,8 +278,7 @@ def nodes_apart(directory: Path, setting: str) -> list[int]:
         UserError: nothing can be written there.
         EngineError: a node does not answer.
     """
-    handles: Iterable[NodeHandle] = ray_session.session_state().checked.values()
-    others = [handle for handle in handles if handle.host.index]
+    others = {host: actor for host, actor in ray_session.session_state().actors.items() if host.index}
     with mark_directory(directory, setting) as mark:
         seen = ask_all(others, "sees_mark", _MARK_S, [(mark,)] * len(others))
-    return [handle.host.index for handle, sees in zip(others, seen, strict=True) if not sees]
+    return [host.index for host, sees in zip(others, seen, strict=True) if not sees]

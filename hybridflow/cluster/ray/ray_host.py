@@ -20,16 +20,17 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from engine3d import run_files
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, UserError, first_line
 from engine3d.rendezvous import PORTS_VARIABLE
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes import orphans, watchdog
 from hybridflow.cluster.ray import ray_node
+from hybridflow.cluster.ray.ray_watch import RayWatch
 from hybridflow.errors.log import log
 
 AUTHENTICATION_MODE = "RAY_AUTH_MODE"
@@ -139,19 +140,6 @@ def set_ray_defaults(start_s: float) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 
-@dataclass(frozen=True, slots=True)
-class StartedServers:
-    """Ray's servers on one host.
-
-    Args:
-        gcs_address: of the cluster.
-        pids: process ids by the servers' names in messages.
-    """
-
-    gcs_address: str
-    pids: Mapping[str, int]
-
-
 def import_path() -> list[str]:
     """Import path of this process, for a program that starts elsewhere."""
     return [entry or str(Path.cwd()) for entry in sys.path]
@@ -194,6 +182,12 @@ class RayHost:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path())},
         )
         self._node: RayNode | None = None
+        self.watch: RayWatch | None = None
+        """Watch of the servers, once it has begun."""
+        self.servers: dict[str, int] = {}
+        """Process ids by the servers' names in messages, once they have started."""
+        self.gcs_address = ""
+        """Address of the cluster, once they have."""
 
     @property
     def driver_variables(self) -> dict[str, str | None]:
@@ -221,7 +215,7 @@ class RayHost:
         cpus: int,
         object_store_bytes: int | None = None,
         gcs_address: str | None = None,
-    ) -> StartedServers:
+    ) -> None:
         """Start Ray's servers here: the cluster's head, or a node of the cluster whose GCS server is elsewhere.
 
         Args:
@@ -247,14 +241,14 @@ class RayHost:
             ports=changed_environment(self.variables).get(PORTS_VARIABLE),
         )
         started = self._node.started(deadline)
-        pids = {SERVERS[name]: pid for name, pid in started["processes"].items() if name in SERVERS}
-        pids["the holder of Ray's servers"] = self._node.pid
-        return StartedServers(started["gcs_address"], pids)
+        self.servers = {SERVERS[name]: pid for name, pid in started["processes"].items() if name in SERVERS}
+        self.servers["the holder of Ray's servers"] = self._node.pid
+        self.gcs_address = started["gcs_address"]
 
     @classmethod
     def with_servers(
         cls, address: str, token: str, environment: Mapping[str, str], limit_s: float, **settings: Any
-    ) -> tuple[Self, StartedServers]:
+    ) -> RayHost:
         """Start Ray's servers on this host, and its head if `gcs_address` is None.
 
         Args:
@@ -266,10 +260,11 @@ class RayHost:
             EngineError: they did not start.
         """
 
-        def attempt(deadline: float) -> tuple[Self, StartedServers]:
+        def attempt(deadline: float) -> RayHost:
             host = cls(address, token, environment)
             try:
-                return host, host.start_servers(deadline, **settings)
+                host.start_servers(deadline, **settings)
+                return host
             except Exception as error:
                 host.abandon()
                 raise not_started(error) from error
@@ -279,10 +274,12 @@ class RayHost:
 
         return retried(limit_s, attempt)
 
-    def how_ended(self, pid: int) -> tuple[str, bool]:
-        """Describe the end of a server, and say if it may have been requested."""
+    def watch_servers(self, lost: Callable[[str], object], limits: LimitsConfig) -> RayWatch:
+        """Watch the servers from now on, until `stop`. Arguments as of `RayWatch`."""
         assert self._node is not None
-        return self._node.how_ended(pid)
+        how, quiet_s, limit_s = self._node.how_ended, limits.quiet_s, limits.call_s
+        self.watch = RayWatch(self.servers, lost, quiet_s=quiet_s, limit_s=limit_s, how=how)
+        return self.watch
 
     def tell_watchdog(self, line: str) -> None:
         """Send it a line (`hybridflow.cluster.processes.watchdog`)."""
@@ -309,6 +306,8 @@ class RayHost:
 
     def stop(self) -> None:
         """End it, and remove its directory; say what cannot be ended."""
+        if self.watch is not None:
+            self.watch.close()
         with cleaning("hybridflow: Ray"):
             self.end()
         self.close()

@@ -85,7 +85,6 @@ class RaySession:
         self.launch = launch
         self._host: RayHost | None = None
         self._environment: _Environment | None = None
-        self._watch: RayWatch | None = None
         self._has_started = False
 
     def __enter__(self) -> Self:
@@ -103,6 +102,10 @@ class RaySession:
         if self.launch is not None:
             return self.launch.lost is None or self.launch.lost_host != str(self.launch.head)
         return self._watch is None or self._watch.lost is None
+
+    @property
+    def _watch(self) -> RayWatch | None:
+        return self._host.watch if self._host is not None else None
 
     @property
     def answers(self) -> bool:
@@ -173,7 +176,6 @@ class RaySession:
         is_complete = self.is_complete
         if self._watch is not None:
             self._watch.close()
-            self._watch = None
         if self.launch is not None:
             self.launch.on_lost(None)
         if self._host is not None:
@@ -224,19 +226,16 @@ class RaySession:
         host.tell_watchdog(f"{watchdog.WITHIN} {deadline - time.monotonic() + _GIL_S:g}")
         try:
             self._environment = _Environment(host.variables)
-            started = host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
-            for name, pid in started.pids.items():
+            host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
+            for name, pid in host.servers.items():
                 host.tell_watchdog(f"{pid} {name}")
-            limits = self._limits
-            self._watch = RayWatch(
-                started.pids, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=host.how_ended
-            )
-            self._init(started.gcs_address, host.address, deadline)
+            watch = host.watch_servers(self._lost, self._limits)
+            self._init(host.gcs_address, host.address, deadline)
             host.tell_watchdog(f"{watchdog.WITHIN} 0")
             if self._run is not None:
                 host.tell_watchdog(f"{watchdog.DIRECTORY} {self._run.resolve()}")
             self._has_started = True
-            self._watch.check()
+            watch.check()
         except Exception as error:
             lost = self._watch.lost if self._watch is not None else None
             cause = error if lost is None else ServerDied(lost)
@@ -291,14 +290,12 @@ class SessionState:
     """State of a session that other modules keep in it.
 
     Args:
-        actors: of nodes, by Ray's id of the node.
-        checked: handles of the nodes that were checked, by their number.
-        apart: numbers of those that do not see the directory of runs of the driver.
+        actors: of nodes. Those that were checked have the number of their host.
+        apart: numbers of hosts that do not see the directory of runs of the driver.
         logs: copies of their logs.
     """
 
-    actors: dict[str, Any] = field(default_factory=dict)
-    checked: dict[int, Any] = field(default_factory=dict)
+    actors: dict[Host, Any] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
     logs: Any = None
 

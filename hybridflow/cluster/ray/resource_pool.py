@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
 from hybridflow.cluster.devices.device_map import Device, Node
-from hybridflow.cluster.ray.cluster_nodes import found_nodes
+from hybridflow.cluster.ray.cluster_nodes import cluster_hosts
 from hybridflow.cluster.ray.ray_session import ray_answers, started_hosts
 
 
@@ -66,7 +66,7 @@ def cluster_nodes() -> list[Node]:
     Raises:
         UserError: a node has a label for a role that there is not.
     """
-    return [found_node.node for found_node in found_nodes()]
+    return [host.node for host in cluster_hosts()]
 
 
 def reserve(devices: Mapping[str, tuple[Device, ...]], timeout_s: float = 60.0) -> dict[str, ResourcePool]:
@@ -82,22 +82,21 @@ def reserve(devices: Mapping[str, tuple[Device, ...]], timeout_s: float = 60.0) 
     Raises:
         EngineError: they are not free within `timeout_s`.
     """
-    nodes = found_nodes()
+    hosts = cluster_hosts()
     bundles: dict[Device, Bundle] = {}
     groups: list[PlacementGroup] = []
     requested = sorted({device for of_role in devices.values() for device in of_role})
     for number in sorted({device.node for device in requested}):
         here = [device for device in requested if device.node == number]
-        node, resource = nodes[number].node, nodes[number].resource
         needs = [{"CPU": 1.0} | ({"GPU": 1.0} if device.kind == "cuda" else {}) for device in here]
-        needs[0] = needs[0] | {resource: 0.001}
+        needs[0] = needs[0] | {f"node:{hosts[number].address}": 0.001}
         group = placement_group(needs, strategy="STRICT_PACK")
         groups.append(group)
         if not group.wait(timeout_s):
             for reserved in groups:
                 remove_placement_group(reserved)
             raise EngineError(
-                f"placement: {len(here)} devices of {node.name} were not free within {timeout_s:.0f} s: "
+                f"placement: {len(here)} devices of {hosts[number].name} were not free within {timeout_s:.0f} s: "
                 f"{_summary(needs)}; the cluster has {_summary([ray.available_resources()])} free"
             )
         for index, device in enumerate(here):

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.driver_link import driver_link
-from hybridflow.cluster.hosts.checks.comparison import Needs
+from hybridflow.cluster.hosts.checks.facts import Needs
+from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.ray import ray_session
-from hybridflow.cluster.ray.cluster_nodes import ClusterNode, found_nodes
-from hybridflow.cluster.ray.host_checks import HostCheck, check_nodes, check_this_host
+from hybridflow.cluster.ray.cluster_nodes import cluster_hosts
+from hybridflow.cluster.ray.host_checks import HostCheck, check_hosts, check_this_host
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.checks.shared_disk import check_shared_disks, shared_files
@@ -28,14 +29,14 @@ def check_nodes_of(recipe: Recipe) -> None:
     """
     _open_session(recipe.placement, recipe.limits)
     try:
-        nodes = found_nodes()
-        devices = pool_devices(recipe.device_maps, recipe.placement.pools, [node.node for node in nodes])
+        hosts = cluster_hosts()
+        devices = pool_devices(recipe.device_maps, recipe.placement.pools, [host.node for host in hosts])
         used = {0} | {device.node for of_role in devices.values() for device in of_role}
         if driver_link() is not None:
-            used = set(range(len(nodes)))
+            used = set(range(len(hosts)))
         if len(used) > 1:
             gpus = any(device.kind == "cuda" for of_role in devices.values() for device in of_role)
-            _check(recipe, [nodes[number] for number in sorted(used)], gpus=gpus)
+            _check(recipe, [hosts[number] for number in sorted(used)], gpus=gpus)
     except BaseException:
         ray_session.stop_ray()
         raise
@@ -53,9 +54,9 @@ def doctor(recipe: Recipe) -> None:
         return
     _open_session(recipe.placement, recipe.limits)
     try:
-        nodes = found_nodes()
-        _check(recipe, nodes, gpus=any(node.node.gpus for node in nodes), with_table=True)
-        pool_devices(recipe.device_maps, recipe.placement.pools, [node.node for node in nodes])
+        hosts = cluster_hosts()
+        _check(recipe, hosts, gpus=any(host.gpus for host in hosts), with_table=True)
+        pool_devices(recipe.device_maps, recipe.placement.pools, [host.node for host in hosts])
     finally:
         ray_session.stop_ray()
 
@@ -66,13 +67,13 @@ def _open_session(placement: PlacementConfig, limits: LimitsConfig) -> None:
     ray_session.start_ray(address=placement.cluster, limits=limits)
 
 
-def _check(recipe: Recipe, nodes: Sequence[ClusterNode], *, gpus: bool, with_table: bool = False) -> None:
+def _check(recipe: Recipe, hosts: Sequence[Host], *, gpus: bool, with_table: bool = False) -> None:
     link = driver_link()
     # A restart measures no rates again.
     rates = link is None or link.is_first
     needs = _needs(recipe.placement, recipe.network, gpus=gpus)
     check = HostCheck(recipe.run_dir, recipe.network, needs, rates=rates)
-    check_nodes(nodes, check, limits=recipe.limits, with_table=with_table)
+    check_hosts(hosts, check, limits=recipe.limits, with_table=with_table)
     if link is not None:
         check_shared_disks(
             shared_files(recipe),

@@ -40,9 +40,10 @@ def test_each_has_a_name_and_an_address_and_reaches_the_others(hosts: Hosts) -> 
 def test_each_has_its_own_processes_and_temporary_files(hosts: Hosts) -> None:
     process = hosts[0].start(["sh", "-c", "touch /tmp/left /dev/shm/left && exec sleep 100"])
     try:
-        while len(hosts[0].left_files()) < 2:
+        deadline = time.monotonic() + 100
+        while [item.command for item in hosts[0].processes()] != ["sleep 100"]:
+            assert time.monotonic() < deadline, hosts[0].processes()
             time.sleep(0.01)
-        assert [item.command for item in hosts[0].processes()] == ["sleep 100"]
         assert hosts[0].left_files() == [Path("/dev/shm/left"), Path("/tmp/left")]
         assert not hosts[1].processes() and not hosts[1].left_files()
         assert hosts[1].run(["kill", str(process.pid)]).returncode != 0

@@ -51,13 +51,13 @@ def test_only_ray_listens_beyond_the_clusters_address(tmp_path: Path, ports: Por
         assert [item for item in beyond if item not in everywhere and _plain(item.address) != own_address] == []
         names = " ".join(item.process for item in beyond)
         head = ["gcs_server", "hybridflow agent"] if number == 0 else []
-        for server in ("rate_probe", "raylet", "ray::NodeActor", *head):
+        for server in ("raylet", "ray::NodeActor", *head):
             assert server in names, (host, beyond)
         if ports is not None:
             allowed = {PORT, *range(ports.first, ports.last + 1)}
             assert [item for item in everywhere if item.port not in allowed] == []
             outside = [item.process for item in beyond if item.process and item.port not in allowed]
-            libraries = ("rate_probe", "ray::", "sglang")  # processes with a group of gloo
+            libraries = ("ray::", "sglang")  # processes with a group of gloo
             assert [name for name in outside if not any(library in name for library in libraries)] == []
 
 

@@ -3,98 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
 
-from engine3d.errors import UserError, amount
-from hybridflow.cluster.devices.gpu_availability import IDLE_BYTES
-from hybridflow.cluster.hosts.checks.facts import Gpu, HostFacts, Space
-from hybridflow.cluster.hosts.description import Host, listed
-
-Severity = Literal["refuse", "warn"]
+from hybridflow.cluster.hosts.checks.facts import BUSY, DISTRIBUTIONS, MUST_AGREE, NOTHING, HostFacts, Severity
+from hybridflow.cluster.hosts.description import listed
 
 CLOCK_WARN_S = 2.0
 """Times in logs and metrics of several hosts are no longer in order."""
 CLOCK_REFUSE_S = 30.0
 """Times of files on a shared disk, and leases by the clock, are no longer to be trusted."""
-PROCESS_BYTES = 10**9
-"""Memory of a GPU that another process may hold: a display, a monitor."""
-_TEMPORARY_BYTES = 10**9
-_MUST_AGREE = ("hybridflow", "torch", "megatron-core", "transformer-engine", "sglang", "ray", "nvidia-nccl-cu13")
-_SHOULD_AGREE = ("numpy", "safetensors")
 _SAID_FIRST = 2
 _SAID_OTHERS = 8
 _MOST_VALUES = 4
-_NOTHING = "none"
-_BUSY = "GPUs in use by others"
 _SHORT_HASH = 8
 
-
-@dataclass(frozen=True, slots=True)
-class ClockDifference:
-    """A host's clock against that of host 0.
-
-    Args:
-        seconds: that it is ahead; negative where it is behind.
-        uncertainty_s: half of the time that the question took.
-    """
-
-    seconds: float
-    uncertainty_s: float
-
-    @classmethod
-    def measured(cls, asked_s: float, told_s: float, answered_s: float) -> ClockDifference:
-        """Difference of a clock that was read between two readings of this host's.
-
-        Args:
-            asked_s: by this host's clock, before.
-            told_s: by the other's.
-            answered_s: by this host's, after.
-        """
-        return cls(told_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2)
-
-    @property
-    def least_s(self) -> float:
-        """Least possible difference."""
-        return max(0.0, abs(self.seconds) - self.uncertainty_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Report of one host.
-
-    Args:
-        host: in the launch.
-        properties: facts of it.
-        clock: against host 0's; None for host 0.
-    """
-
-    host: Host
-    properties: HostFacts
-    clock: ClockDifference | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Needs of a run on its hosts.
-
-    Args:
-        gpus: whether it uses any.
-        shared_gpus: whether others may use them too, as `placement.shared_gpus`.
-        run_dir_bytes: free, where the run's directory is.
-        open_files: of each process.
-        shared_memory_bytes: of /dev/shm.
-        locks_memory: whether the network's devices read memory by themselves (InfiniBand, RoCE, EFA).
-    """
-
-    gpus: bool = True
-    shared_gpus: bool = False
-    run_dir_bytes: int = 10**9
-    open_files: int = 1024
-    shared_memory_bytes: int = 512 * 2**20
-    locks_memory: bool = False
+Value = Callable[[HostFacts], str | None]
+"""A value of a host. None if it is not known or not wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +76,7 @@ class Comparison:
     @property
     def may_pass(self) -> bool:
         """True if nothing is refused but GPUs in use, whose memory may belong to a run that has just ended."""
-        return bool(self.refusals) and all(refusal.what == _BUSY for refusal in self.refusals)
+        return bool(self.refusals) and all(refusal.what == BUSY for refusal in self.refusals)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
@@ -157,129 +84,94 @@ class Comparison:
         return tuple(finding for finding in self.findings if finding.severity == "warn")
 
 
-def compare(reports: Sequence[Report], needs: Needs | None = None) -> Comparison:
-    """Compare hosts with each other and with what a run needs.
+def compare(reports: Sequence[HostFacts], *, gpus: bool = True) -> Comparison:
+    """Compare hosts with each other, and say what is wrong on each.
 
     Args:
         reports: of all hosts, host 0 first.
-        needs: of the run.
+        gpus: whether the run uses any.
     """
     hosts = _Hosts(reports)
-    needs = needs or Needs()
-    findings = [
-        *_software(hosts),
-        *_clocks(hosts),
-        *_limits(hosts, needs),
-        *_directories(hosts, needs),
-        *_names(hosts),
-        *(_gpus(hosts, needs) if needs.gpus else ()),
-    ]
-    ordered = sorted(findings, key=lambda finding: finding.severity != "refuse")
-    return Comparison(tuple(ordered), _table(hosts))
+    findings = [*_software(hosts), *_clocks(hosts), *hosts.lacks(), *_run_dir(hosts), *(_gpus(reports) if gpus else ())]
+    return Comparison(tuple(sorted(findings, key=lambda finding: finding.severity != "refuse")), _table(hosts))
 
 
-def check_software(reports: Sequence[Report], ports: int = 0) -> None:
-    """Refuse hosts that differ in what has to agree before Ray starts.
-
-    Args:
-        reports: of all hosts, host 0 first.
-        ports: of a range, that have to be free on each.
-
-    Raises:
-        UserError: a line for each difference.
-    """
-    hosts = _Hosts(reports)
-    refusals = [findings for findings in (*_software(hosts), *_ports(hosts, ports)) if findings.severity == "refuse"]
-    if refusals:
-        raise UserError("\n".join(f"hosts: {findings}" for findings in refusals))
-
-
-@dataclass(frozen=True)
 class _Hosts:
     """All hosts, each with a name that no other has."""
 
-    reports: Sequence[Report]
-    names: dict[int, str] = field(init=False)
+    def __init__(self, reports: Sequence[HostFacts]) -> None:
+        self.reports = reports
+        count = Counter(of_one.host.name for of_one in reports)
+        self._names = [str(of_one.host) if count[of_one.host.name] > 1 else of_one.host.name for of_one in reports]
 
-    def __post_init__(self) -> None:
-        host_names = [report.host.name for report in self.reports]
-        names = {
-            report.host.index: str(report.host) if host_names.count(report.host.name) > 1 else report.host.name
-            for report in self.reports
-        }
-        object.__setattr__(self, "names", names)
-
-    def name(self, report: Report) -> str:
-        return self.names[report.host.index]
-
-    def by[T](self, value: Callable[[Report], T]) -> dict[T, tuple[str, ...]]:
+    def by[T](self, value: Callable[[HostFacts], T]) -> dict[T, tuple[str, ...]]:
         """Names by value, the most frequent one first."""
         names: dict[T, list[str]] = {}
-        for report in self.reports:
-            names.setdefault(value(report), []).append(self.name(report))
+        for of_one, name in zip(self.reports, self._names, strict=True):
+            names.setdefault(value(of_one), []).append(name)
         return {key: tuple(names[key]) for key in sorted(names, key=lambda key: -len(names[key]))}
 
-    def differ(self, severity: Severity, what: str, value: Callable[[Report], str | None]) -> Iterator[Finding]:
+    def differ(self, severity: Severity, what: str, value: Value) -> Iterator[Finding]:
         """A finding where those that know a value do not have the same."""
-        known = {distinct: names for distinct, names in self.by(value).items() if distinct is not None}
+        known = tuple((distinct, names) for distinct, names in self.by(value).items() if distinct is not None)
         if len(known) > 1:
-            yield Finding(severity, what, tuple((str(distinct), names) for distinct, names in known.items()))
+            yield Finding(severity, what, known)
 
-    def lack(
-        self, severity: Severity, what: str, value: Callable[[Report], str | None], expected: str
-    ) -> Iterator[Finding]:
-        """A finding where hosts have a value that is wrong by itself; None for one that is right."""
-        wrong = {distinct: names for distinct, names in self.by(value).items() if distinct is not None}
+    def lack(self, severity: Severity, what: str, value: Value, expected: str) -> Iterator[Finding]:
+        """A finding where hosts have a value that is wrong by itself."""
+        wrong = tuple((distinct, names) for distinct, names in self.by(value).items() if distinct is not None)
         if wrong:
-            yield Finding(severity, what, tuple((str(distinct), names) for distinct, names in wrong.items()), expected)
+            yield Finding(severity, what, wrong, expected)
+
+    def lacks(self) -> Iterator[Finding]:
+        """A finding for each thing that hosts say is wrong."""
+        values_of: dict[tuple[Severity, str, str], dict[str, list[str]]] = {}
+        for of_one, name in zip(self.reports, self._names, strict=True):
+            for lack in of_one.lacks:
+                values = values_of.setdefault((lack.severity, lack.what, lack.expected), {})
+                values.setdefault(lack.value, []).append(name)
+        for (severity, what, expected), values in values_of.items():
+            yield Finding(severity, what, tuple((value, tuple(names)) for value, names in values.items()), expected)
+
+
+def _value(title: str, length: int | None = None) -> Value:
+    """The value of a column, or its beginning."""
+
+    def value(report: HostFacts) -> str | None:
+        known = report.values.get(title)
+        return None if known is None else known[:length]
+
+    return value
 
 
 def _software(hosts: _Hosts) -> Iterator[Finding]:
-    for name in _MUST_AGREE:
-        yield from hosts.differ("refuse", name, _version(name))
-    for name in _SHOULD_AGREE:
-        yield from hosts.differ("warn", name, _version(name))
-    minors = list(hosts.differ("refuse", "CPython", lambda report: _minor(report.properties.python)))
-    yield from minors or hosts.differ("warn", "CPython", lambda report: report.properties.python or None)
-    codes = {report.properties.code for report in hosts.reports} - {None}
-    if len(codes) > 1:
-        yield from hosts.differ("refuse", "code of hybridflow", _code)
-    else:
-        yield from hosts.differ(
-            "warn", "commit", lambda report: report.properties.commit and report.properties.commit[:_SHORT_HASH]
-        )
-    yield from hosts.differ(
-        "refuse", "recipe", lambda report: report.properties.recipe and report.properties.recipe[:_SHORT_HASH]
-    )
-    yield from hosts.differ("warn", "NVIDIA driver", lambda report: report.properties.driver)
+    for name in DISTRIBUTIONS:
+        yield from hosts.differ("refuse" if name in MUST_AGREE else "warn", name, _value(name))
+    minors = list(hosts.differ("refuse", "CPython", _minor))
+    yield from minors or hosts.differ("warn", "CPython", _value("CPython"))
+    texts = list(hosts.differ("refuse", "code of hybridflow", _code))
+    same_text = len({report.values.get("code") for report in hosts.reports} - {None}) <= 1
+    yield from hosts.differ("warn", "commit", _value("commit", _SHORT_HASH)) if same_text else texts
+    yield from hosts.differ("warn", "NVIDIA driver", _value("driver"))
 
 
-def _version(name: str) -> Callable[[Report], str | None]:
-    def version(report: Report) -> str | None:
-        versions = report.properties.versions
-        return (versions[name] or _NOTHING) if name in versions else None
-
-    return version
+def _minor(report: HostFacts) -> str | None:
+    version = report.values.get("CPython")
+    return None if version is None else ".".join(version.split(".")[:2])
 
 
-def _minor(python: str) -> str | None:
-    return ".".join(python.split(".")[:2]) or None
-
-
-def _code(report: Report) -> str | None:
+def _code(report: HostFacts) -> str | None:
     """The text of the packages, called by the commit where that says all."""
-    properties = report.properties
-    if properties.code is None:
-        return None
-    text = f"text {properties.code[:_SHORT_HASH]}"
-    if properties.commit is None:
-        return text
-    return f"commit {properties.commit[:_SHORT_HASH]}{' with changes' if properties.dirty else ''} ({text})"
+    code, commit = report.values.get("code"), report.values.get("commit")
+    if code is None or commit is None:
+        return code and f"text {code[:_SHORT_HASH]}"
+    changes = " with changes" if commit.endswith("*") else ""
+    return f"commit {commit[:_SHORT_HASH]}{changes} (text {code[:_SHORT_HASH]})"
 
 
 def _clocks(hosts: _Hosts) -> Iterator[Finding]:
-    def apart(least_s: float, most_s: float = float("inf")) -> Callable[[Report], str | None]:
-        def value(report: Report) -> str | None:
+    def apart(least_s: float, most_s: float = float("inf")) -> Value:
+        def value(report: HostFacts) -> str | None:
             clock = report.clock
             if clock is None or not least_s < clock.least_s <= most_s:
                 return None
@@ -292,175 +184,61 @@ def _clocks(hosts: _Hosts) -> Iterator[Finding]:
     yield from hosts.lack("warn", "clock", little, f"at most {CLOCK_WARN_S:g} s apart (NTP)")
 
 
-def _limits(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    def hard(name: str, least: float) -> Callable[[Report], str | None]:
-        def value(report: Report) -> str | None:
-            limit = report.properties.limits.get(name)
-            return None if limit is None or limit.hard is None or limit.hard >= least else f"{limit.hard:,}"
+def _run_dir(hosts: _Hosts) -> Iterator[Finding]:
+    def other(report: HostFacts) -> str | None:
+        kind = report.values.get("run_dir")
+        return f"another directory at {report.run_dir}{f' ({kind})' if kind else ''}" if _is_apart(report) else None
 
-        return value
-
-    yield from hosts.lack(
-        "refuse", "open files", hard("open_files", needs.open_files), f"at least {needs.open_files:,} (ulimit -Hn)"
-    )
-    if needs.locks_memory:
-        yield from hosts.lack(
-            "warn",
-            "locked memory",
-            hard("locked_memory", float("inf")),
-            "unlimited (ulimit -Hl): the network's devices read memory that is locked",
-        )
-
-
-def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    def space_below(value: Callable[[HostFacts], Space | None], least: int) -> Callable[[Report], str | None]:
-        def lacking(report: Report) -> str | None:
-            space = value(report.properties)
-            return None if space is None or space.free_bytes >= least else f"{amount(space.free_bytes, 1)} free"
-
-        return lacking
-
-    def small(report: Report) -> str | None:
-        space = report.properties.shared_memory
-        return None if space is None or space.total_bytes >= needs.shared_memory_bytes else amount(space.total_bytes, 1)
-
-    yield from hosts.lack(
-        "refuse",
-        "/dev/shm",
-        small,
-        f"at least {amount(needs.shared_memory_bytes, 1)} (docker run --shm-size, or mount -o remount,size=)",
-    )
-    yield from hosts.lack(
-        "refuse",
-        "run_dir",
-        space_below(lambda properties: properties.run_dir_space, needs.run_dir_bytes),
-        f"at least {amount(needs.run_dir_bytes, 1)}",
-    )
-    head = hosts.reports[0].properties
-    theirs = f" (host 0 has {head.run_dir_file_system})" if head.run_dir_file_system else ""
-    yield from hosts.lack(
-        "warn",
-        "run_dir",
-        _unshared,
+    head = hosts.reports[0]
+    kind = head.values.get("run_dir")
+    theirs = f" (host 0 has {kind})" if kind else ""
+    expected = (
         f"the directory that host 0 sees at {head.run_dir}{theirs}; without it logs are sent to host 0, and "
-        "checkpoints, exports and models that the run makes need another place",
+        "checkpoints, exports and models that the run makes need another place"
     )
-    yield from hosts.lack(
-        "warn",
-        "temporary directory",
-        space_below(lambda properties: properties.temporary, _TEMPORARY_BYTES),
-        f"at least {amount(_TEMPORARY_BYTES, 1)} (TMPDIR names another)",
-    )
+    yield from hosts.lack("warn", "run_dir", other, expected)
 
 
-def _unshared(report: Report) -> str | None:
-    properties = report.properties
-    if properties.sees_mark is not False:
-        return None
-    return f"another directory at {properties.run_dir}" + (
-        f" ({properties.run_dir_file_system})" if properties.run_dir_file_system else ""
-    )
+def _is_apart(report: HostFacts) -> bool:
+    return report.sees_mark is False
 
 
-def _names(hosts: _Hosts) -> Iterator[Finding]:
-    def unknown(report: Report) -> str | None:
-        names = sorted(name for name, addresses in report.properties.resolved.items() if not addresses)
-        return f"{', '.join(names)} not resolved" if names else None
-
-    known = "every host to know its own name and host 0's (/etc/hosts, DNS)"
-    yield from hosts.lack("warn", "host names", unknown, known)
-
-
-def _ports(hosts: _Hosts, least: int) -> Iterator[Finding]:
-    def taken(report: Report) -> str | None:
-        free = report.properties.free_ports
-        return None if free is None or free >= least else f"{free} free"
-
-    yield from hosts.lack("refuse", "network.ports", taken, f"at least {least}")
-
-
-def _gpus(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
-    roles = sorted({report.host.role or "" for report in hosts.reports})
-    for role in roles:
-        inside = _Hosts([report for report in hosts.reports if (report.host.role or "") == role])
+def _gpus(reports: Sequence[HostFacts]) -> Iterator[Finding]:
+    for role in sorted({of_one.host.role or "" for of_one in reports}):
+        inside = _Hosts([of_one for of_one in reports if (of_one.host.role or "") == role])
         of = f" of role {role}" if role else ""
-        yield from inside.differ("refuse", f"GPUs{of}", lambda report: _kinds(report.properties.gpus))
-        yield from inside.differ("warn", f"number of GPUs{of}", lambda report: str(len(report.properties.gpus)))
-    busy = [
-        (hosts.name(report), said)
-        for report in hosts.reports
-        for gpu in report.properties.gpus
-        if (said := _in_use(gpu))
-    ]
-    if busy:
-        values = tuple((said, (name,)) for name, said in busy)
-        severity: Severity = "warn" if needs.shared_gpus else "refuse"
-        yield Finding(severity, _BUSY, values, "them free, or placement.shared_gpus=true")
+        yield from inside.differ("refuse", f"GPUs{of}", lambda of_one: " and ".join(sorted(set(of_one.gpus))) or None)
+        yield from inside.differ("warn", f"number of GPUs{of}", lambda of_one: str(len(of_one.gpus)))
 
 
-def _kinds(gpus: Iterable[Gpu]) -> str | None:
-    """Kinds of GPUs, without their number; None where there is none."""
-    kinds = {f"{gpu.name} of {amount(gpu.total_bytes, 1)}" if gpu.total_bytes else gpu.name for gpu in gpus}
-    return " and ".join(sorted(kinds)) or None
-
-
-def _in_use(gpu: Gpu) -> str | None:
-    """Users of a GPU; None if there are none."""
-    large = [process for process in gpu.processes if (process.used_bytes or 0) > PROCESS_BYTES]
-    if large:
-        said = [
-            f"pid {process.pid}{f' {process.name}' if process.name else ''} {amount(process.used_bytes or 0, 1)}"
-            for process in large
-        ]
-        return f"GPU {gpu.index} ({listed(said)})"
-    # Where the driver does not say who, as inside a container, it still says how much.
-    unexplained = gpu.used_bytes - sum(process.used_bytes or 0 for process in gpu.processes)
-    return f"GPU {gpu.index} ({amount(gpu.used_bytes, 1)})" if unexplained > IDLE_BYTES else None
-
-
-def _told_version(name: str) -> Callable[[Report], str]:
-    return lambda report: report.properties.versions.get(name) or _NOTHING
-
-
-_COLUMNS: dict[str, Callable[[Report], str]] = {
-    "role": lambda report: report.host.role or "any",
-    **{name: _told_version(name) for name in (*_MUST_AGREE, *_SHOULD_AGREE)},
-    "CPython": lambda report: report.properties.python or "?",
-    "kernel": lambda report: report.properties.kernel or "?",
-    "code": lambda report: (report.properties.code or "?")[:_SHORT_HASH],
-    "commit": lambda report: (report.properties.commit or "?")[:_SHORT_HASH] + ("*" if report.properties.dirty else ""),
-    "recipe": lambda report: (report.properties.recipe or "?")[:_SHORT_HASH],
-    "driver": lambda report: report.properties.driver or _NOTHING,
-    "CUDA": lambda report: report.properties.cuda or _NOTHING,
-    "GPUs": lambda report: (
-        f"{len(report.properties.gpus)} x {_kinds(report.properties.gpus)}" if report.properties.gpus else _NOTHING
-    ),
-    "cores": lambda report: str(report.properties.cores),
-    "memory": lambda report: _rounded(report.properties.memory_bytes),
-    "/dev/shm": lambda report: _total(report.properties.shared_memory),
-    "run_dir": lambda report: _shared(report.properties),
-    "open files": lambda report: _hard(report.properties, "open_files"),
-    "locked memory": lambda report: _hard(report.properties, "locked_memory"),
-    "processes": lambda report: _hard(report.properties, "processes"),
-    "clock": lambda report: _clock(report.clock),
-}
-"""Columns of the table, by title. A value that differs a little on every host, such as free memory, is in none."""
+def _row(report: HostFacts) -> dict[str, str]:
+    """Values of a host as the table shows them, by title. One that differs a little on every host is in none."""
+    shown = {title: NOTHING if value is None else value for title, value in report.values.items()}
+    for title in ("code", "commit"):
+        is_changed = shown.get(title, "").endswith("*")
+        shown[title] = shown.get(title, NOTHING)[:_SHORT_HASH] + ("*" if is_changed else "")
+    clock = report.clock
+    shown["clock"] = f"{clock.seconds:+.1f} s" if clock is not None and clock.least_s > CLOCK_WARN_S else "right"
+    shown["run_dir"] = f"{shown.get('run_dir', NOTHING)}{', another' if _is_apart(report) else ''}"
+    return {"role": report.host.role or "any", **shown}
 
 
 def _table(hosts: _Hosts) -> str:
     """Hosts in rows, those alike in one; only the columns in which some differ."""
-    count = len(hosts.reports)
-    differing = {title: of for title, of in _COLUMNS.items() if len(hosts.by(of)) > 1}
-    alike = len(_COLUMNS) - len(differing)
+    rows = {id(report): _row(report) for report in hosts.reports}
+    titles = list(dict.fromkeys(title for row in rows.values() for title in row))
+    differing = [title for title in titles if len({row.get(title) for row in rows.values()}) > 1]
+    count = f"{len(rows)} host{'s' if len(rows) > 1 else ''}"
+    alike = len(titles) - len(differing)
     if not differing:
-        one = hosts.reports[0]
-        said = ", ".join(f"{title} {_COLUMNS[title](one)}" for title in ("torch", "GPUs", "cores", "memory"))
-        return f"{_hosts(count)} alike in all {alike} facts: {said}"
-    rows = hosts.by(lambda report: tuple(of(report) for of in differing.values()))
-    lines = [("hosts", *differing), *((ranges(names), *values) for values, names in rows.items())]
+        one = rows[id(hosts.reports[0])]
+        said = ", ".join(f"{title} {one[title]}" for title in ("torch", "GPUs", "cores", "memory"))
+        return f"{count} alike in all {alike} facts: {said}"
+    by_row = hosts.by(lambda report: tuple(rows[id(report)].get(title, NOTHING) for title in differing))
+    lines = [("hosts", *differing), *((ranges(names), *values) for values, names in by_row.items())]
     widths = [max(len(line[number]) for line in lines) for number in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*text, f"{_hosts(count)} alike in {alike} of {len(_COLUMNS)} facts"])
+    return "\n".join([*text, f"{count} alike in {alike} of {len(titles)} facts"])
 
 
 def ranges(names: Iterable[str]) -> str:
@@ -481,32 +259,3 @@ def ranges(names: Iterable[str]) -> str:
 
 def _span(first: str, last: str) -> str:
     return first if first == last else f"{first}-{last}"
-
-
-def _hosts(count: int) -> str:
-    return "1 host" if count == 1 else f"{count} hosts"
-
-
-def _shared(properties: HostFacts) -> str:
-    """Directory at `run_dir`."""
-    kind = properties.run_dir_file_system or "?"
-    return f"{kind}, another" if properties.sees_mark is False else kind
-
-
-def _hard(properties: HostFacts, name: str) -> str:
-    limit = properties.limits.get(name)
-    return "?" if limit is None else "unlimited" if limit.hard is None else str(limit.hard)
-
-
-def _clock(clock: ClockDifference | None) -> str:
-    """Difference of a clock, if it is too large."""
-    return f"{clock.seconds:+.1f} s" if clock is not None and clock.least_s > CLOCK_WARN_S else "right"
-
-
-def _total(space: Space | None) -> str:
-    return "?" if space is None else _rounded(space.total_bytes)
-
-
-def _rounded(nbytes: int) -> str:
-    """Two digits, so that hosts of one kind agree."""
-    return f"{float(f'{nbytes / 1e9:.2g}'):,g} GB"

@@ -17,27 +17,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
-from engine3d.errors import UserError
-from hybridflow.cluster.hosts.network.network_settings import PortRange
+from engine3d.errors import UserError, amount
+from hybridflow.cluster.devices.gpu_availability import IDLE_BYTES
+from hybridflow.cluster.hosts.description import Host, listed
 
-DISTRIBUTIONS = (
-    "hybridflow",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "sglang",
-    "ray",
-    "nvidia-nccl-cu13",
-    "numpy",
-    "safetensors",
-)
-"""Distributions whose versions are compared."""
+MUST_AGREE = ("hybridflow", "torch", "megatron-core", "transformer-engine", "sglang", "ray", "nvidia-nccl-cu13")
+SHOULD_AGREE = ("numpy", "safetensors")
+"""Distributions whose versions are compared: a difference is refused, or warned of."""
+DISTRIBUTIONS = (*MUST_AGREE, *SHOULD_AGREE)
+THIS = Host(0, "this machine", "this machine")
+"""The host of this process, where nobody has counted it."""
 _CODE = ("hybridflow", "engine3d")
 _ROOT = Path(__file__).parents[4]
 _GIT_S = 5.0
@@ -47,12 +42,16 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Limits of control groups 2, where "max" is no limit, and 1, where more than any machine has is none."""
+PROCESS_BYTES = 10**9
+"""Memory of a GPU that another process may hold: a display, a monitor."""
+_TEMPORARY_BYTES = 10**9
+NOTHING, BUSY = "none", "GPUs in use by others"
+Severity = Literal["refuse", "warn"]
 _MARK_S = 3.0
 _MARK_EVERY_S = 0.1
-_MOST_PORTS = 256
 _LIMITS = {
-    "open_files": resource.RLIMIT_NOFILE,
-    "locked_memory": resource.RLIMIT_MEMLOCK,
+    "open files": resource.RLIMIT_NOFILE,
+    "locked memory": resource.RLIMIT_MEMLOCK,
     "processes": resource.RLIMIT_NPROC,
 }
 
@@ -94,107 +93,198 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """Room of a file system, in bytes."""
+class ClockDifference:
+    """A host's clock against that of host 0.
 
-    total_bytes: int = 0
-    free_bytes: int = 0
+    Args:
+        seconds: that it is ahead; negative where it is behind.
+        uncertainty_s: half of the time that the question took.
+    """
+
+    seconds: float
+    uncertainty_s: float
+
+    @classmethod
+    def measured(cls, asked_s: float, told_s: float, answered_s: float) -> ClockDifference:
+        """Difference of a clock that was read between two readings of this host's.
+
+        Args:
+            asked_s: by this host's clock, before.
+            told_s: by the other's.
+            answered_s: by this host's, after.
+        """
+        return cls(told_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2)
+
+    @property
+    def least_s(self) -> float:
+        """Least possible difference."""
+        return max(0.0, abs(self.seconds) - self.uncertainty_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """A limit of this process and its children; None for no limit."""
+class Needs:
+    """Needs of a run on its hosts.
 
-    soft: int | None = None
-    hard: int | None = None
+    Args:
+        gpus: whether it uses any.
+        shared_gpus: whether others may use them too, as `placement.shared_gpus`.
+        run_dir_bytes: free, where the run's directory is.
+        open_files: of each process.
+        shared_memory_bytes: of /dev/shm.
+        locks_memory: whether the network's devices read memory by themselves (InfiniBand, RoCE, EFA).
+    """
+
+    gpus: bool = True
+    shared_gpus: bool = False
+    run_dir_bytes: int = 10**9
+    open_files: int = 1024
+    shared_memory_bytes: int = 512 * 2**20
+    locks_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """A value that is wrong on a host by itself.
+
+    Args:
+        severity: whether a run is refused for it.
+        what: has the value, such as "open files".
+        value: as it is.
+        expected: instead.
+    """
+
+    severity: Severity
+    what: str
+    value: str
+    expected: str
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Facts of one host. A value that is not known is None or empty, and is compared with nothing.
+    """Facts of one host.
 
     Args:
-        name: host name.
-        versions: of distributions, by name; None for one that is not installed.
-        python: version of CPython.
-        kernel: release of the operating system's.
-        code: hash of the text of this project's packages.
-        commit: of the checkout that they are from; None where it is none.
-        dirty: whether the checkout's tracked files differ from the commit.
-        recipe: hash of the recipe with its overrides.
-        driver: version of NVIDIA's driver.
-        cuda: newest CUDA that the driver knows.
-        gpus: those that CUDA_VISIBLE_DEVICES leaves.
-        cores: that this process may use.
-        memory_bytes: of this host, or of its container.
-        shared_memory: of /dev/shm.
+        values: compared between hosts, by the title of their column. One that is not known is None.
+        gpus: kinds of those that CUDA_VISIBLE_DEVICES leaves.
+        lacks: wrong on the host by itself.
         run_dir: the directory of runs, or its nearest parent that is there.
-        run_dir_space: of its file system.
-        run_dir_file_system: kind and source of it, such as "nfs4 filer:/runs".
-        sees_mark: whether the supervisor's mark is there; None if there is none to look for.
-        temporary: of the directory of temporary files.
-        limits: open_files, locked_memory (bytes) and processes.
-        resolved: addresses of this host's name and of host 0's; none for a name that does not resolve.
-        free_ports: ports of the range that are free here, of the first 256; None if there is no range.
+        sees_mark: whether the driver's mark is there. None if there is none to look for.
+        host: in the run.
+        clock: against that of host 0. None for host 0.
     """
 
-    name: str = ""
-    versions: dict[str, str | None] = field(default_factory=dict)
-    python: str = ""
-    kernel: str = ""
-    code: str | None = None
-    commit: str | None = None
-    dirty: bool | None = None
-    recipe: str | None = None
-    driver: str | None = None
-    cuda: str | None = None
-    gpus: tuple[Gpu, ...] = ()
-    cores: int = 0
-    memory_bytes: int = 0
-    shared_memory: Space | None = None
+    values: Mapping[str, str | None]
+    gpus: tuple[str, ...] = ()
+    lacks: tuple[Lack, ...] = ()
     run_dir: str = ""
-    run_dir_space: Space | None = None
-    run_dir_file_system: str | None = None
     sees_mark: bool | None = None
-    temporary: Space | None = None
-    limits: dict[str, Limit] = field(default_factory=dict)
-    resolved: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    free_ports: int | None = None
+    host: Host = THIS
+    clock: ClockDifference | None = None
 
 
 def collect(
-    run_dir: Path,
-    *,
-    head: str | None = None,
-    mark: Path | None = None,
+    run_dir: Path, needs: Needs | None = None, *, head: str | None = None, mark: Path | None = None
 ) -> HostFacts:
     """Collect facts of this host, in about 0.1 s; in some seconds where a name server or a shared disk does not answer.
 
     Args:
         run_dir: the recipe's `run_dir`.
+        needs: of the run.
         head: host name of host 0, to be resolved here.
-        mark: that the supervisor has made on host 0, as the path of `mark_directory`.
+        mark: that the driver has made on host 0, as the path of `mark_directory`.
     """
-    host_name = socket.gethostname()
     there = _nearest(run_dir)
+    commit, dirty = _checkout(_ROOT)
     driver, cuda, gpus = _devices()
-    return HostFacts(
-        **software(),
-        kernel=platform.release(),
-        driver=driver,
-        cuda=cuda,
+    limits = {name: resource.getrlimit(which)[1] for name, which in _LIMITS.items()}
+    shared_memory = _disk_usage(_SHARED_MEMORY)
+    kinds = tuple(f"{gpu.name} of {amount(gpu.total_bytes, 1)}" if gpu.total_bytes else gpu.name for gpu in gpus)
+    values = {
+        **{name: _version(name) or NOTHING for name in DISTRIBUTIONS},
+        "CPython": platform.python_version(),
+        "kernel": platform.release(),
+        "code": code_hash(_ROOT),
+        "commit": commit and commit + ("*" if dirty else ""),
+        "driver": driver,
+        "CUDA": cuda,
+        "GPUs": f"{len(kinds)} x {' and '.join(sorted(set(kinds)))}" if kinds else NOTHING,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": _rounded(machine_bytes()),
+        "/dev/shm": None if shared_memory is None else _rounded(shared_memory.total),
+        "run_dir": file_system(there),
+        **{name: "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for name, limit in limits.items()},
+    }
+    wrong = lacks(
+        needs or Needs(),
+        limits=limits,
+        shared_memory=None if shared_memory is None else shared_memory.total,
+        run_dir=_free(there),
+        temporary=_free(_temporary()),
+        names=_resolved([socket.gethostname(), *([head] if head else [])]),
         gpus=gpus,
-        cores=len(os.sched_getaffinity(0)),
-        memory_bytes=machine_bytes(),
-        shared_memory=_space(_SHARED_MEMORY),
-        run_dir=str(there),
-        run_dir_space=_space(there),
-        run_dir_file_system=file_system(there),
-        sees_mark=None if mark is None else sees_mark(mark),
-        temporary=_space(_temporary()),
-        limits={name: _limit(which) for name, which in _LIMITS.items()},
-        resolved=_resolved([host_name, *([head] if head else [])]),
     )
+    return HostFacts(values, kinds, tuple(wrong), str(there), None if mark is None else sees_mark(mark))
+
+
+def lacks(
+    needs: Needs,
+    *,
+    limits: Mapping[str, int],
+    shared_memory: int | None,
+    run_dir: int | None,
+    temporary: int | None,
+    names: Mapping[str, Sequence[str]],
+    gpus: Sequence[Gpu],
+) -> Iterator[Lack]:
+    """Values that are wrong on a host by itself. One that is not known is right.
+
+    Args:
+        needs: of the run.
+        limits: hard ones, by the titles of their columns.
+        shared_memory: bytes of /dev/shm.
+        run_dir, temporary: free bytes of these directories.
+        names: addresses of this host's name and of host 0's. None for a name that does not resolve.
+        gpus: of the host.
+    """
+    files, locked = limits["open files"], limits["locked memory"]
+    if files != resource.RLIM_INFINITY and files < needs.open_files:
+        yield Lack("refuse", "open files", f"{files:,}", f"at least {needs.open_files:,} (ulimit -Hn)")
+    if needs.locks_memory and locked != resource.RLIM_INFINITY:
+        expected = "unlimited (ulimit -Hl): the network's devices read memory that is locked"
+        yield Lack("warn", "locked memory", f"{locked:,}", expected)
+    if shared_memory is not None and shared_memory < needs.shared_memory_bytes:
+        expected = f"at least {amount(needs.shared_memory_bytes, 1)} (docker run --shm-size, or mount -o remount,size=)"
+        yield Lack("refuse", "/dev/shm", amount(shared_memory, 1), expected)
+    if run_dir is not None and run_dir < needs.run_dir_bytes:
+        yield Lack("refuse", "run_dir", f"{amount(run_dir, 1)} free", f"at least {amount(needs.run_dir_bytes, 1)}")
+    if temporary is not None and temporary < _TEMPORARY_BYTES:
+        expected = f"at least {amount(_TEMPORARY_BYTES, 1)} (TMPDIR names another)"
+        yield Lack("warn", "temporary directory", f"{amount(temporary, 1)} free", expected)
+    if unknown := sorted(name for name, addresses in names.items() if not addresses):
+        expected = "every host to know its own name and host 0's (/etc/hosts, DNS)"
+        yield Lack("warn", "host names", f"{', '.join(unknown)} not resolved", expected)
+    for used in [used for gpu in gpus if needs.gpus and (used := _in_use(gpu))]:
+        severity: Severity = "warn" if needs.shared_gpus else "refuse"
+        yield Lack(severity, BUSY, used, "them free, or placement.shared_gpus=true")
+
+
+def _in_use(gpu: Gpu) -> str | None:
+    """Users of a GPU; None if there are none."""
+    large = [process for process in gpu.processes if (process.used_bytes or 0) > PROCESS_BYTES]
+    if large:
+        users = [
+            f"pid {process.pid}{f' {process.name}' if process.name else ''} {amount(process.used_bytes or 0, 1)}"
+            for process in large
+        ]
+        return f"GPU {gpu.index} ({listed(users)})"
+    # Where the driver does not say who, as inside a container, it still says how much.
+    unexplained = gpu.used_bytes - sum(process.used_bytes or 0 for process in gpu.processes)
+    return f"GPU {gpu.index} ({amount(gpu.used_bytes, 1)})" if unexplained > IDLE_BYTES else None
+
+
+def _rounded(nbytes: int) -> str:
+    """Two digits, so that hosts of one kind agree."""
+    return f"{float(f'{nbytes / 1e9:.2g}'):,g} GB"
 
 
 def machine_bytes(groups: Path = _GROUPS) -> int:
@@ -212,28 +302,10 @@ def machine_bytes(groups: Path = _GROUPS) -> int:
     return min(limits)
 
 
-def software(recipe: str | None = None, ports: PortRange | None = None, address: str = "") -> dict[str, Any]:
-    """Facts that have to be known before Ray starts, by their names in `HostFacts`.
-
-    Args:
-        recipe: `recipe_hash` of the recipe that this host has read.
-        ports: that servers of the run may listen on.
-        address: at which they would.
-
-    Raises:
-        UserError: the address does not resolve.
-    """
-    commit, dirty = _checkout(_ROOT)
-    return {
-        "name": socket.gethostname(),
-        "versions": {name: _version(name) for name in DISTRIBUTIONS},
-        "python": platform.python_version(),
-        "code": code_hash(_ROOT),
-        "commit": commit,
-        "dirty": dirty,
-        "recipe": recipe,
-        "free_ports": None if ports is None else ports.free(address, _MOST_PORTS),
-    }
+def software_digest() -> str:
+    """Hash of versions and code that must be the same on all hosts, for a host that comes back."""
+    versions = {name: version for name, version in installed_versions().items() if name in MUST_AGREE}
+    return _digest([json.dumps(versions, sort_keys=True).encode(), code_hash(_ROOT).encode()])
 
 
 def installed_versions() -> dict[str, str]:
@@ -422,12 +494,16 @@ def _nearest(directory: Path) -> Path:
     return next((path for path in (directory, *directory.parents) if path.is_dir()), Path("/"))
 
 
-def _space(directory: Path | None) -> Space | None:
-    try:
-        used = shutil.disk_usage(directory or "")
-    except OSError:
-        return None
-    return Space(used.total, used.free)
+def _disk_usage(directory: Path | None) -> Any:
+    """Bytes of a file system. None if they are not known."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(directory or "")
+    return None
+
+
+def _free(directory: Path | None) -> int | None:
+    usage = _disk_usage(directory)
+    return None if usage is None else usage.free
 
 
 def _temporary() -> Path | None:
@@ -435,11 +511,6 @@ def _temporary() -> Path | None:
         return Path(tempfile.gettempdir())
     except OSError:  # none that can be written
         return None
-
-
-def _limit(which: int) -> Limit:
-    soft, hard = resource.getrlimit(which)
-    return Limit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
 
 
 def _resolved(names: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -1,54 +1,86 @@
-"""`python -m hybridflow.cluster.hosts.network.rate_probe`: one host's part of a measurement of rates between all hosts.
-
-Apart from the agent, which imports no torch. `probe.rate` starts it, and it ends with that process.
-"""
+"""Rates that all hosts reach together, each measured by a process of its own."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from engine3d import rendezvous
+from engine3d.errors import EngineError
 
 _BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
 _REPEATS = 3
-_PLACE_IN_GLOO = re.compile(r"\[(enforce fail at )?/[^]]*] ([^.]*!= nullptr\. )?")
+_SOURCE_OF_GLOO = re.compile(r"\[(enforce fail at )?/[^]]*] ([^.]*!= nullptr\. )?")
 
 
-def main() -> None:
-    """Take part, and print the rates as a line of JSON."""
-    plan = json.loads(sys.argv[1])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Rates of all hosts together, as one of them measured them. In GB/s of 10^9 bytes.
+
+    Args:
+        backend: "gloo", between memories of hosts, or "nccl", between their first GPUs.
+        nbytes: sent at once.
+        all_reduce: bus bandwidth of an all-reduce over all hosts: 2 (n - 1) / n of its bytes over its time.
+        weights: of a broadcast from host 0.
+        ring: at which this host received from the one before it, while all did the same.
+    """
+
+    backend: str
+    nbytes: int
+    all_reduce: float
+    weights: float
+    ring: float
+
+
+def measure(
+    listening: socket.socket | None,
+    rank: int,
+    hosts: int,
+    address: str,
+    port: int,
+    backend: str,
+    limit_s: float,
+    nbytes: int | None = None,
+) -> Rate:
+    """Take part in a measurement.
+
+    Args:
+        listening: socket for the store, on host 0.
+        rank: index of this host.
+        hosts: number of hosts.
+        address, port: of that socket.
+        backend: "gloo" or "nccl". Their environment variables name the cluster's interface.
+        limit_s: of each wait.
+        nbytes: to be sent at once. None for the backend's default.
+
+    Raises:
+        EngineError: it failed.
+    """
     try:
-        print(json.dumps(_measured(plan)), flush=True)
+        served = None if listening is None else rendezvous.serve(listening)
+        store = rendezvous.join(rendezvous.tcp_address(address, port), limit_s)
+        _gather(store, rank, hosts, limit_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=hosts, timeout=timedelta(seconds=limit_s))
+        rate = _measured(rank, hosts, backend, nbytes or _BYTES[backend])
+        if served is None:
+            store.set(f"done/{rank}", "1")
+        elif hosts > 1:
+            store.wait([f"done/{host}" for host in range(1, hosts)])
+        return rate
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(_PLACE_IN_GLOO.sub("", lines[0]), file=sys.stderr, flush=True)
-        os._exit(1)  # threads of a group that has failed may not end
-    os._exit(0)
+        raise EngineError(f"rate between hosts: {_SOURCE_OF_GLOO.sub('', lines[0])}") from None
 
 
-def _measured(plan: dict[str, Any]) -> dict[str, Any]:
-    rank, hosts, backend = plan["own"], plan["hosts"], plan["backend"]
-    served = None if plan["descriptor"] is None else rendezvous.serve(socket.socket(fileno=plan["descriptor"]))
-    store = rendezvous.join(rendezvous.tcp_address(plan["address"], plan["port"]), plan["limit_s"])
-    _gather(store, rank, hosts, plan["limit_s"])
+def _measured(rank: int, hosts: int, backend: str, nbytes: int) -> Rate:
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=hosts, timeout=timedelta(seconds=plan["limit_s"])
-    )
-    nbytes = plan["nbytes"] or _BYTES[backend]
     data = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     received = torch.empty_like(data)
 
@@ -66,17 +98,7 @@ def _measured(plan: dict[str, Any]) -> dict[str, Any]:
         _seconds(ring, device),
     ]
     all_reduce, weights, around = (nbytes / seconds / 1e9 for seconds in times)
-    if served is None:
-        store.set(f"done/{rank}", "1")
-    elif hosts > 1:
-        store.wait([f"done/{host}" for host in range(1, hosts)])
-    return {
-        "backend": backend,
-        "nbytes": nbytes,
-        "all_reduce": 2 * (hosts - 1) / hosts * all_reduce,
-        "weights": weights,
-        "ring": around,
-    }
+    return Rate(backend, nbytes, 2 * (hosts - 1) / hosts * all_reduce, weights, around)
 
 
 def _gather(store: dist.Store, rank: int, hosts: int, limit_s: float) -> None:
@@ -106,12 +128,3 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

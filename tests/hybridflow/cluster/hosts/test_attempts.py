@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine3d.errors import EngineError
 from hybridflow.cluster.hosts import attempts
 from hybridflow.cluster.hosts.description import HostRole
 from hybridflow.rundir.status.first_failure import read_earlier, read_failure
@@ -119,6 +120,25 @@ def test_several_losses_at_once_are_one_failure(tmp_path: Path, short_grace: flo
 def test_a_loss_without_restarts_ends_it(tmp_path: Path) -> None:
     launch = launch_of(tmp_path, [LOSE], hosts=3)
     assert run(launch, (1, 1)) == [1, 1, 1]
+
+
+def no_ray(cpus: int, gcs_address: str | None = None) -> dict[str, Any]:
+    raise EngineError("Ray did not start on this machine: no room")
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_on_which_ray_does_not_start_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], host: int
+) -> None:
+    launch = launch_of(tmp_path, [LOSE], hosts=2)
+
+    async def main() -> list[int]:
+        await launch.start()
+        launch.agents[host].start_ray = no_ray  # type: ignore[method-assign]
+        return await launch.ended()
+
+    assert asyncio.run(main()) == [1, 1]
+    assert f"(127.0.0.{host + 1}): Ray did not start on this machine: no room" in capfd.readouterr().err
 
 
 def test_what_does_not_fit_ends_with_both_lines_and_the_first_card(

@@ -9,7 +9,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.ray.cluster_nodes import ROLE_LABEL, _cluster_node
+from hybridflow.cluster.ray.cluster_nodes import ROLE_LABEL, _host
 
 
 def told_by_ray(**labels: str) -> dict[str, Any]:
@@ -25,21 +25,21 @@ def told_by_ray(**labels: str) -> dict[str, Any]:
 
 
 def test_a_label_is_a_role() -> None:
-    results = _cluster_node(0, told_by_ray(**{ROLE_LABEL: "rollout"}), None)
-    assert results.node == Node("10.0.0.2", gpus=2, cpu_slots=8, role="rollout")
-    assert (results.role, results.resource, results.host_name) == ("rollout", "node:10.0.0.2", "host-2")
-    assert _cluster_node(0, told_by_ray(), None).role is None
+    results = _host(0, told_by_ray(**{ROLE_LABEL: "rollout"}), None)
+    assert results.node == Node("host-2", gpus=2, cpu_slots=8, role="rollout")
+    assert (results.address, results.node_id) == ("10.0.0.2", "a" * 56)
+    assert _host(0, told_by_ray(), None).role is None
 
 
 def test_a_launch_says_it_itself() -> None:
     host = Host(2, "host-2", "10.0.0.2", role="train")
-    results = _cluster_node(0, told_by_ray(**{ROLE_LABEL: "rollout"}), host)
-    assert (results.role, results.node.name) == ("train", "host-2")
+    results = _host(0, told_by_ray(**{ROLE_LABEL: "rollout"}), host)
+    assert (results.role, results.node_id) == ("train", "a" * 56)
 
 
 def test_a_wrong_role_is_refused() -> None:
     with pytest.raises(UserError) as caught:
-        _cluster_node(0, told_by_ray(**{ROLE_LABEL: "trainer"}), None)
+        _host(0, told_by_ray(**{ROLE_LABEL: "trainer"}), None)
     assert str(caught.value) == (
         "node 10.0.0.2 of the Ray cluster has the label hybridflow.role=trainer: expected one of train, rollout, reward"
     )

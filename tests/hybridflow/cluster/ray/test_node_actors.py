@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.ray import node_actors
 from hybridflow.cluster.ray.node_actor import NodeActor
-from hybridflow.cluster.ray.node_actors import LogCopies, NodeHandle, node_error
+from hybridflow.cluster.ray.node_actors import LogCopies, node_error
 
 HOST = Host(1, "host-1", "10.0.0.11")
 STACK = "The actor with name NodeActor failed to import on the worker.\n\nModuleNotFoundError: No module named 'x'\n"
@@ -43,15 +43,15 @@ class _Node(NodeActor):
         return os.getpid()
 
 
-def _started(directory: Path) -> list[tuple[NodeHandle, int]]:
+def _started(directory: Path) -> list[tuple[Host, Any, int]]:
     """Actors that read logs of `actor-1` in `node-1` and of `actor-2` in `node-2`, and their processes."""
     kind: Any = ray.remote(num_cpus=0)(_Node)
     actors = [kind.options(max_concurrency=4).remote("127.0.0.1", None) for _ in range(2)]
     given = [(directory / f"node-{index}", [f"actor-{index}"], False, False) for index in (1, 2)]
     ray.get([actor.open_logs.remote(*of_one) for actor, of_one in zip(actors, given, strict=True)], timeout=200)
     pids = ray.get([actor.pid.remote() for actor in actors], timeout=60)
-    handles = [NodeHandle(Host(i, f"host-{i}", f"10.0.0.1{i}"), actor) for i, actor in enumerate(actors, 1)]
-    return list(zip(handles, pids, strict=True))
+    hosts = [Host(i, f"host-{i}", f"10.0.0.1{i}") for i in (1, 2)]
+    return list(zip(hosts, actors, pids, strict=True))
 
 
 @pytest.mark.processes
@@ -60,19 +60,19 @@ def test_logs_are_copied_to_their_end_while_another_node_does_not_answer(
 ) -> None:
     monkeypatch.setattr(node_actors, "_LOOK_S", 5.0)
     text = "".join(f"line {number:06}\n" for number in range(60_000))
-    (first, _), (second, pid) = _started(tmp_path)
-    copies = LogCopies(tmp_path / "run", [first, second])
+    (first, one, _), (second, other, pid) = _started(tmp_path)
+    copies = LogCopies(tmp_path / "run", {first: one, second: other})
     os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(2.5)  # one that stands still has been asked
         (tmp_path / "node-1/logs/actor-1.log").write_text(text)
         copies.copy_all()
         assert (tmp_path / "run/logs/actor-1.log").read_text() == text
-        assert copies.handles == (first, second)
+        assert list(copies.actors) == [first, second]
         os.kill(pid, signal.SIGKILL)
         copies.copy_all()
-        assert copies.handles == (first,)
+        assert list(copies.actors) == [first]
     finally:
         copies.close()
-        for handle in (first, second):
-            ray.kill(handle.actor)
+        for actor in (one, other):
+            ray.kill(actor)

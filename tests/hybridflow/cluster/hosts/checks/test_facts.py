@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
+import resource
 import shutil
-import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy
 import psutil
@@ -20,40 +21,112 @@ from engine3d.errors import UserError
 from hybridflow.cluster.hosts.checks.facts import (
     Gpu,
     GpuProcess,
-    HostFacts,
+    Needs,
     code_hash,
     collect,
     file_system,
+    lacks,
     mark_directory,
     recipe_hash,
     sees_mark,
-    software,
+    visible_gpus,
 )
 from hybridflow.cluster.hosts.checks.facts import _checkout as checkout
-from hybridflow.cluster.hosts.network.network_settings import PortRange
 
 ROOT = Path(__file__).parents[5]
 
 
 def test_what_is_collected_is_what_this_machine_is(tmp_path: Path) -> None:
     results = collect(tmp_path / "runs" / "later", head="no.such.host.invalid")
-    assert results.name == socket.gethostname()
-    assert results.versions["numpy"] == numpy.__version__
-    assert results.versions["hybridflow"] == "0.1.0"
-    assert results.python == platform.python_version()
+    assert results.values["numpy"] == numpy.__version__
+    assert results.values["hybridflow"] == "0.1.0"
+    assert results.values["CPython"] == platform.python_version()
     assert results.run_dir == str(tmp_path)
-    assert results.run_dir_space is not None and results.run_dir_space.total_bytes == shutil.disk_usage(tmp_path).total
-    assert results.cores == len(os.sched_getaffinity(0))
-    assert results.memory_bytes > 0
-    assert results.limits.keys() == {"open_files", "locked_memory", "processes"}
-    assert results.resolved["no.such.host.invalid"] == ()
-    assert results.sees_mark is None and results.free_ports is None
+    assert results.values["cores"] == str(len(os.sched_getaffinity(0)))
+    assert {"open files", "locked memory", "processes", "memory", "/dev/shm"} <= results.values.keys()
+    [unknown] = [lack for lack in results.lacks if lack.what == "host names"]
+    assert "no.such.host.invalid" in unknown.value
+    assert results.sees_mark is None
 
 
-def test_software_is_known_without_the_rest() -> None:
-    results = HostFacts(**json.loads(json.dumps(software("recipe's hash", PortRange(29400, 29401), "127.0.0.1"))))
-    assert (results.recipe, results.python) == ("recipe's hash", platform.python_version())
-    assert results.free_ports is not None and results.free_ports <= 2
+GB = 10**9
+H200 = Gpu(0, "NVIDIA H200", "GPU-0", 150 * GB, 650_000_000)
+RIGHT: dict[str, Any] = {
+    "limits": {"open files": 1 << 20, "locked memory": resource.RLIM_INFINITY, "processes": 1000},
+    "shared_memory": 1000 * GB,
+    "run_dir": 10**14,
+    "temporary": 90 * GB,
+    "names": {"host-0": ("10.0.0.1",)},
+    "gpus": [H200],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "line"),
+    [
+        (
+            {"limits": RIGHT["limits"] | {"open files": 512}},
+            "refuse",
+            "open files: 512; expected at least 1,024 (ulimit -Hn)",
+        ),
+        (
+            {"shared_memory": 67_108_864},
+            "refuse",
+            "/dev/shm: 67.1 MB; expected at least 536.9 MB (docker run --shm-size, or mount -o remount,size=)",
+        ),
+        ({"run_dir": GB // 2}, "refuse", "run_dir: 500.0 MB free; expected at least 1.0 GB"),
+        (
+            {"temporary": 0},
+            "warn",
+            "temporary directory: 0 bytes free; expected at least 1.0 GB (TMPDIR names another)",
+        ),
+        (
+            {"names": {"host-2": (), "host-0": ("10.0.0.1",)}},
+            "warn",
+            "host names: host-2 not resolved; expected every host to know its own name and host 0's (/etc/hosts, DNS)",
+        ),
+        (
+            {"gpus": [replace(H200, processes=(GpuProcess(77, "python3", 40 * GB),))]},
+            "refuse",
+            "GPUs in use by others: GPU 0 (pid 77 python3 40.0 GB); expected them free, or placement.shared_gpus=true",
+        ),
+        (
+            {"gpus": [replace(H200, used_bytes=40 * GB)]},
+            "refuse",
+            "GPUs in use by others: GPU 0 (40.0 GB); expected them free, or placement.shared_gpus=true",
+        ),
+    ],
+)
+def test_what_a_host_lacks_has_its_line(changes: dict[str, Any], severity: str, line: str) -> None:
+    [lack] = lacks(Needs(), **RIGHT | changes)
+    assert (lack.severity, f"{lack.what}: {lack.value}; expected {lack.expected}") == (severity, line)
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        H200,
+        replace(H200, processes=(GpuProcess(77, "Xorg", GB // 2),)),
+        replace(H200, used_bytes=int(1.4 * GB), processes=(GpuProcess(77, "Xorg", GB // 2),)),
+        replace(H200, processes=(GpuProcess(77),)),
+    ],
+)
+def test_a_gpu_that_is_hardly_used_is_free(gpu: Gpu) -> None:
+    assert list(lacks(Needs(), **RIGHT | {"gpus": [gpu]})) == []
+
+
+def test_what_the_run_needs_decides() -> None:
+    odd = RIGHT | {
+        "limits": {"open files": 5000, "locked memory": 2**16},
+        "gpus": [replace(H200, processes=(GpuProcess(77, None, 40 * GB),))],
+    }
+    assert [lack.severity for lack in lacks(Needs(shared_gpus=True), **odd)] == ["warn"]
+    assert list(lacks(Needs(gpus=False), **odd)) == []
+    strict = Needs(gpus=False, open_files=8192, locks_memory=True)
+    assert [(lack.severity, lack.what, lack.value) for lack in lacks(strict, **odd)] == [
+        ("refuse", "open files", "5,000"),
+        ("warn", "locked memory", "65,536"),
+    ]
 
 
 COLLECTS = """
@@ -156,15 +229,16 @@ def test_gpus_their_processes_and_one_that_is_lost(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     results = collect(tmp_path)
     me = GpuProcess(os.getpid(), psutil.Process().name(), 2)
-    assert (results.driver, results.cuda) == ("580.1", "13.1")
-    assert results.gpus == (
+    assert (results.values["driver"], results.values["CUDA"]) == ("580.1", "13.1")
+    assert results.gpus == ("NVIDIA H200 of 150 bytes", "one that cannot be read (GPU is lost)", *results.gpus[:1])
+    assert visible_gpus() == (
         Gpu(0, "NVIDIA H200", "GPU-0000-aaaa", 150, 1),
         Gpu(1, "one that cannot be read (GPU is lost)"),
         Gpu(2, "NVIDIA H200", "GPU-2020-aaaa", 150, 3, (me, GpuProcess(2**22 + 7))),
     )
     for visible, indices in (("2,1", [1, 2]), ("GPU-2020", [2]), ("", []), ("-1", []), ("GPU-", [0, 2])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [gpu.index for gpu in collect(tmp_path).gpus] == indices
+        assert [gpu.index for gpu in visible_gpus()] == indices
 
 
 @pytest.mark.gpu
@@ -174,12 +248,13 @@ def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     taken = torch.zeros(2**30, dtype=torch.uint8, device="cuda:0")
-    results = collect(tmp_path)
-    assert len(results.gpus) == torch.cuda.device_count()
-    assert results.gpus[0].name == torch.cuda.get_device_name(0)
-    assert results.gpus[0].total_bytes > results.gpus[0].used_bytes > taken.numel()
-    assert results.driver and results.cuda
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", results.gpus[0].uuid[:12])
-    assert collect(tmp_path).gpus[0].uuid == results.gpus[0].uuid
+    gpus = visible_gpus()
+    assert len(gpus) == torch.cuda.device_count()
+    assert gpus[0].name == torch.cuda.get_device_name(0)
+    assert gpus[0].total_bytes > gpus[0].used_bytes > taken.numel()
+    values = collect(tmp_path).values
+    assert values["driver"] and values["CUDA"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[0].uuid[:12])
+    assert visible_gpus()[0].uuid == gpus[0].uuid
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert collect(tmp_path).gpus == ()
+    assert visible_gpus() == ()
