@@ -47,7 +47,7 @@ class Member:
         self.has_answered.set()
 
     async def change_ray(self, limit_s: float, cpus: int = 0, gcs_address: str | None = None) -> None:
-        """Make it join a cluster, or stop Ray if None, and all that is left of the run. A failure is a loss.
+        """Ask it to join a cluster, or to end Ray and all that is left of the run if None. A failure is a loss.
 
         Raises:
             EngineError: it is there, and does not answer in time.
