@@ -121,7 +121,7 @@ class Supervisor:
         await self._gather()
         members = [self._members[index] for index in range(self._plan.hosts)]
         self._has_begun = True
-        if lines := [f"hosts: {finding}" for finding in _findings(members)]:
+        if lines := [f"hosts: {finding}" for finding in find_differences(members, self._plan.spares)]:
             return Ended(2, "\n".join([*lines, *([CANNOT_START] if self._plan.is_doctor else [])]))
         if len(members) > 1 or self._plan.is_doctor:
             _log_settings(members)
@@ -285,8 +285,13 @@ class Supervisor:
                 log.warning(f"{member.host}: its agent has not ended within {_END_S:g} s")
 
 
-def _findings(members: Sequence[Member]) -> Iterator[Finding]:
-    """Differences for which Ray is not started. All others are found by actors of Ray."""
+def find_differences(members: Sequence[Member], spares: int = 0) -> Iterator[Finding]:
+    """Yield differences for which Ray is not started. Actors of Ray find all others, but on hosts that stand by.
+
+    Args:
+        members: all hosts of the launch, in order.
+        spares: how many of them stand by, the last ones.
+    """
     for what in members[0].must_agree:
         values = _by_value((member.must_agree.get(what, "none"), member.host.name) for member in members)
         if len(values) > 1:
@@ -295,6 +300,10 @@ def _findings(members: Sequence[Member]) -> Iterator[Finding]:
     if few:
         values = _by_value((f"{member.free_ports} free", member.host.name) for member in few)
         yield Finding("refuse", "network.ports", values, f"at least {PORTS_OF_A_HOST}")
+    first, standing_by = members[0], members[len(members) - spares :]
+    if different := tuple(member.host.name for member in standing_by if member.software != first.software):
+        values = (("others", different),)
+        yield Finding("refuse", "code and versions of spares", values, f"those of {first.host.name}")
 
 
 def _by_value(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -26,7 +26,7 @@ from hybridflow.cluster.ray import ray_session
 from hybridflow.cluster.ray.node_actors import ask_all, start_actors
 from hybridflow.errors.log import log
 
-_facts_S, _PAIRS_S, _RATES_S = 30.0, 30.0, 60.0
+_FACTS_S, _PAIRS_S, _RATES_S = 30.0, 30.0, 60.0
 _ANSWER_S = 10.0
 _START_S = 60.0
 """Start of an actor that measures, with the import of torch."""
@@ -144,7 +144,7 @@ def _reports(actors: Mapping[Host, Any], plan: HostCheck) -> list[HostFacts]:
     clocks = [_clock_of(host, actors[host]) if host.index else None for host in hosts]
     with mark_directory(plan.run_dir) as mark:
         collected = ask_all(
-            actors, "collect_facts", _facts_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
+            actors, "collect_facts", _FACTS_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
         )
     return [
         replace(of_one, host=host, clock=clock) for host, of_one, clock in zip(hosts, collected, clocks, strict=True)

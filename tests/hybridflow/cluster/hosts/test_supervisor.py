@@ -1,4 +1,4 @@
-"""Signals to the hosts of a launch that its command gets."""
+"""Signals to the hosts of a launch that its command gets, and hosts that it does not start with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from engine3d.errors import EngineError, UserError
 from hybridflow.cluster.hosts import supervisor as module
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
-from hybridflow.cluster.hosts.supervisor import Supervisor
+from hybridflow.cluster.hosts.members import Member
+from hybridflow.cluster.hosts.supervisor import Supervisor, find_differences
 
 HOSTS = [Host(index, f"host-{index}", f"10.0.0.{index + 1}") for index in range(3)]
 
@@ -79,6 +80,40 @@ def test_a_host_whose_agent_is_of_other_code_is_named() -> None:
 
     with pytest.raises(UserError, match=r"^host-1 has another version of hybridflow than host 0; expected the same"):
         asyncio.run(main())
+
+
+def member(index: int, **differences: Any) -> Member:
+    hello = {
+        "host": {"index": index, "name": f"host-{index}", "address": f"10.0.0.{index + 1}"},
+        "words": ["train"],
+        "words_digest": "",
+        "software": "one",
+        "must_agree": {"recipe": "abc", "ray": "2.60.0", "CPython": "3.12"},
+        "free_ports": None,
+        "settings": [],
+    }
+    channel: Any = None
+    return Member(hello | differences, channel)
+
+
+def differences(*members: Member, spares: int = 0) -> list[str]:
+    return [str(finding) for finding in find_differences(members, spares)]
+
+
+def test_ray_is_not_started_on_hosts_with_another_recipe_another_ray_or_without_free_ports() -> None:
+    assert differences(member(0), member(1), spares=1) == []
+    other = {"recipe": "abc", "ray": "2.55.0", "CPython": "3.12"}
+    assert differences(member(0), member(1), member(2, must_agree=other)) == [
+        "ray: 2.60.0 on host-0, host-1; 2.55.0 on host-2"
+    ]
+    [line] = differences(member(0, free_ports=500), member(1, free_ports=3))
+    assert line.startswith("network.ports: 3 free on host-1; expected at least ")
+
+
+def test_code_of_a_spare_is_compared_before_it_takes_a_place() -> None:
+    hosts = [member(0), member(1, software="two"), member(2), member(3, software="two")]
+    assert differences(*hosts, spares=2) == ["code and versions of spares: others on host-3; expected those of host-0"]
+    assert differences(*hosts) == []
 
 
 def test_an_end_is_the_signals_where_a_silent_host_keeps_ray_from_ending() -> None:
