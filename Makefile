@@ -2,12 +2,12 @@
 #   VENV=/some/where   puts the environment elsewhere
 #   PYTHON=python3.12  names the interpreter to make it with
 #   ARGS="seed=2"      goes to the command: overrides of the recipe, or pytest arguments
-#   WORKERS=6          at a time of tests that start processes, each with up to 3 GB of memory
+#   WORKERS=4          at a time of tests that start processes, each with up to 3 GB of memory
 
 VENV ?= .venv
 ARGS ?=
-# Three for each of two cores: such tests wait for most of the time. Those of `make test-fast` never do.
-WORKERS ?= 6
+# Two for each of two cores: such tests wait half of the time. Those of `make test-fast` never do.
+WORKERS ?= 4
 override VENV := $(abspath $(VENV))
 export PATH := $(VENV)/bin:$(PATH)
 # A run has many processes: each would compile every module that it imports.

@@ -112,7 +112,7 @@ def _check_routes(
     directory: Path, files: Mapping[int, Path], parsed: argparse.Namespace, sample_filter: SampleFilter
 ) -> int:
     """Check the routes of one step, or of all. Raises UserError for the first that are wrong."""
-    from hybridflow.report.stored_texts import checked_routes, route_format  # with torch, which nothing else needs
+    from hybridflow.report.stored_routes import checked_routes, route_format  # with torch, which nothing else needs
 
     if parsed.diff or not sample_filter.is_any:
         raise UserError("--routes is of all samples of a step, expected no other option but --step")

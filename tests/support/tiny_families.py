@@ -68,7 +68,7 @@ def _beside_tower(architecture: str, model_type: str, **options: Any) -> dict[st
             "depth": 1,
             "hidden_size": 16,
             "intermediate_size": 24,
-            "num_heads": 2,
+            "num_heads": 4,
             "out_hidden_size": text["hidden_size"],
             "num_position_embeddings": 16,
         },

@@ -27,7 +27,8 @@ POISON = 77.0
 def poison(model: nn.Module) -> dict[str, Tensor]:
     for parameter in model.parameters():
         parameter.data.fill_(POISON)
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    return {name: data for name, data in parameters.items() if not name.startswith("visual.")}  # which is not sent
 
 
 def traced(name: str, tp: int, ep: int, rank: int) -> LoadTrace:
