@@ -4,8 +4,8 @@
     python benchmarks/launch.py --hosts --directory runs/launch                    the small run of the tests on 3 hosts
 
 The agents and the supervisor are the real ones; hosts are addresses of the loopback interface, and their agents share a
-few processes, so that this machine can hold them: without Ray, torch and the rates between hosts, which are measured by
-a process of torch's on each. The 3 hosts are network namespaces (root on Linux) and run everything. Prints a table, and
+few processes, so that this machine can hold them: without Ray, and so without what its actors compare and measure. The
+3 hosts are network namespaces (root on Linux) and run everything. Prints a table, and
 last one JSON object.
 """
 
