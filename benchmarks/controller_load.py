@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.stream_load import Setup, Workload, start
-from hybridflow.batch.stream_requests import StreamRequest
+from engine3d.rollout.requests import Request
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.stream import RolloutStream
 
@@ -24,9 +24,9 @@ class MeteredEngine(StandInEngine):
     """CPU seconds of all engines."""
     ends = 0
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         began = time.thread_time()
-        await super().submit(requests)
+        await super().submit(requests, together=together)
         MeteredEngine.spent_s += time.thread_time() - began
 
     def _end(self) -> None:

@@ -26,7 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.stand_in_episodes import TurnEngine
-from hybridflow.batch.stream_requests import StoredRow
+from engine3d.rollout.config import SamplingConfig
+from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.environments.config import EnvironmentConfig
 from hybridflow.environments.environment import Task
@@ -100,11 +101,13 @@ async def play(episodes: int, turns: int, wait_s: float, workers: int, directory
         return [StoredRow(None, 0) for _ in ended]
 
     limits = StreamLimits(episodes // _SAMPLES, 0)
-    plan = StreamPlan(limits, _SAMPLES, episodes, 1, episodes=EpisodePlan(turns))
-    setup = EpisodeSetup(EpisodePlan(turns), [_LocalRank(host)], lambda *_: Task("0"), lambda _: 10_000, store)
+    plan = StreamPlan(
+        limits, _SAMPLES, episodes, 1, sampling=SamplingConfig(max_new_tokens=10_000), episodes=EpisodePlan(turns)
+    )
+    setup = EpisodeSetup(EpisodePlan(turns), [_LocalRank(host)], lambda *_: Task("0"), store)
     engine = TurnEngine(episodes, lambda _: _TOKEN_S, lambda _: _TURN_TOKENS)
     clock = asyncio.get_running_loop().time
-    stream = RolloutStream(plan, [engine], draw, lambda _: 8, clock, episodes=setup)
+    stream = RolloutStream(plan, [engine], draw, lambda _: range(8), clock, episodes=setup)
     stream.ledger.draws_left = limits.groups_per_step
     began, cpu = time.perf_counter(), time.process_time()
     stream.open(0)

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine3d.rollout.requests import EngineStats, Response
-from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StoredRow, StreamRequest
+from engine3d.rollout.requests import EngineStats, Request, Response
+from hybridflow.batch.stored_rows import SampleEnd, SampleEnds, StoredRow
 
 _REPORTS_EVERY_S = 2.0
 
@@ -33,7 +33,7 @@ class StandInCache:
 
 @dataclass(slots=True)
 class _Running:
-    request: StreamRequest
+    request: Request
     end: float
     oldest: int
     length: int
@@ -54,13 +54,13 @@ class StandInEngine:
         self,
         slots: int,
         step_s: Callable[[int], float],
-        length: Callable[[StreamRequest], int],
+        length: Callable[[Request], int],
         version: Callable[[], int] = lambda: 0,
         cache: StandInCache | None = None,
     ) -> None:
         self._slots, self._step_s, self._length, self._version = slots, step_s, length, version
         self._cache = cache
-        self._waiting: deque[StreamRequest] = deque()
+        self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}
         self._ends: list[tuple[float, int]] = []
         self._progress = self._at = self._resident_tokens = self._computing_s = 0.0
@@ -80,13 +80,10 @@ class StandInEngine:
         """The same, times the share of its slots that were in use."""
         self.tokens = 0.0
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         self._advance()
         self._waiting.extend(requests)
         self._fill()
-
-    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
-        await self.submit(requests)
 
     async def ended(self) -> SampleEnds:
         while not self._ended:
@@ -160,7 +157,7 @@ class StandInEngine:
                 responses[request.sample] = _prefix(drawn, oldest)
         return responses
 
-    def _had(self, request: StreamRequest) -> tuple[int, int]:
+    def _had(self, request: Request) -> tuple[int, int]:
         """Tokens that a response that waits has, and the oldest version."""
         prefix = request.prefix
         begun = (len(prefix.token_ids), prefix.oldest_version) if prefix is not None else (0, self._version())
@@ -197,14 +194,14 @@ class StandInEngine:
             left_s = self._computing_s + left * self._step_s(len(self._running))
             self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
 
-    def _has_room(self, request: StreamRequest) -> bool:
+    def _has_room(self, request: Request) -> bool:
         if self._cache is None or not self._running:
             return True
         needed = request.tokens + self._had(request)[0]
         reserved = self._cache.reserve * (len(self._running) + 1)
         return self._resident_tokens + needed + reserved < self._cache.tokens
 
-    def _begin(self, request: StreamRequest) -> None:
+    def _begin(self, request: Request) -> None:
         drawn, oldest = self._had(request)
         self._begun.pop(request.sample, None)
         length = self._length(request)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.stand_in_engine import StandInEngine
-from engine3d.rollout.requests import Response
-from hybridflow.batch.stream_requests import SampleEnds, StreamRequest
+from engine3d.rollout.requests import Request, Response
+from hybridflow.batch.stored_rows import SampleEnds
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeClose, EpisodeMessage, EpisodeStart
 
 DRAWN, ANSWERED = 1, 0
@@ -21,12 +21,12 @@ class TurnEngine(StandInEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._requests: dict[int, StreamRequest] = {}
+        self._requests: dict[int, Request] = {}
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         self._requests |= {request.sample: request for request in requests}
         # What a response has already is a prompt to a stand-in, which counts what is drawn.
-        await super().submit([replace(request, prefix=None) for request in requests])
+        await super().submit([replace(request, prefix=None) for request in requests], together=together)
 
     async def ended(self) -> SampleEnds:
         ends = await super().ended()
@@ -37,9 +37,9 @@ class TurnEngine(StandInEngine):
             samples.append(replace(end, turn=turn, row=None))
         return SampleEnds(samples, ends.stats)
 
-    def _response(self, request: StreamRequest, count: int, version: int) -> Response:
+    def _response(self, request: Request, count: int, version: int) -> Response:
         prefix = request.prefix or Response([], [], [])
-        count = count if request.limit is None else min(count, request.limit - len(prefix.token_ids))
+        count = min(count, request.sampling.max_new_tokens - len(prefix.token_ids))
         return Response(
             [*prefix.token_ids, *[DRAWN] * count],
             [*prefix.logprobs, *[-1.0] * count],

@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.response_lengths import LONGEST, Lengths
 from benchmarks.stand_in_engine import StandInCache, StandInEngine
 from benchmarks.virtual_clock import run
-from hybridflow.batch.stream_requests import StreamRequest
+from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.requests import Request
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
@@ -210,7 +211,7 @@ class Setup:
             for chunk in chunks:
                 await renew(chunk)
 
-    def _length(self, request: StreamRequest) -> int:
+    def _length(self, request: Request) -> int:
         if request.sample not in self._known:
             name = request.group, request.index
             again = self._tries[name] = self._tries.get(name, -1) + 1
@@ -279,7 +280,11 @@ def measure_batch(workload: Workload, train_s: float, *, ahead: bool) -> tuple[M
 async def _all(engine: StandInEngine, groups: Sequence[int], samples: int) -> int:
     """Tokens of the responses to these groups, once all are there."""
     await engine.submit(
-        [StreamRequest(group * samples + index, group, index, group, 0) for group in groups for index in range(samples)]
+        [
+            Request(group * samples + index, (), SamplingConfig(), group, index)
+            for group in groups
+            for index in range(samples)
+        ]
     )
     left, tokens = len(groups) * samples, 0
     while left:
@@ -382,7 +387,7 @@ def start(
 
     bounds = RequestBounds(workload.slots, LONGEST) if workload.dynamic_batching else None
     plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines, bounds, leased)
-    stream = RolloutStream(plan, setup.engines, draw, lambda _: 0, clock or asyncio.get_running_loop().time)
+    stream = RolloutStream(plan, setup.engines, draw, lambda _: range(0), clock or asyncio.get_running_loop().time)
     stream.open(0, [engine.stats for engine in setup.engines if engine.stats is not None])
     return stream
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,9 +15,9 @@ from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.messages import GivenLogprobs
 from engine3d.rollout.host.process import HostOwner, HostProcess
 from engine3d.rollout.host.stream import InFlightPolicy
+from engine3d.rollout.requests import EngineStats, Request, Response, check_requests, check_tokens
 from engine3d.rollout.scheduler.rank import AdapterBase, Call
 from engine3d.rollout.shard import SINGLE_HOST, EngineShard
-from engine3d.rollout.streams import ResponseStreams
 
 if TYPE_CHECKING:
     from engine3d.reshard.describe.memory import SharedShards
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from engine3d.reshard.verify import BufferDifference
 
 
+_WAIT_S = 0.5
+"""Seconds between two looks at the engine's progress in a wait for several responses."""
 _RELEASED = "their memory was released, and they were not transferred since"
 _BOUND = "they are the trainer's, who committed none yet"
 
 
-class RolloutEngine(ResponseStreams):
+class RolloutEngine(HostOwner):
     """One SGLang engine in processes of its own. Methods may be called from several threads.
 
     Every method that talks to the engine raises EngineError, in one line, when the engine fails, dies, or does not
@@ -97,6 +99,103 @@ class RolloutEngine(ResponseStreams):
         self._context_length = min(self._context_length, of_a_group - RESERVED_TOKENS)
         return self
 
+    def submit(self, requests: Sequence[Request], *, together: bool = False, timeout_s: float | None = None) -> None:
+        """Begin responses; returns at once. `take_ended` has each as it ends.
+
+        One by one they may be in flight while weights change (`begin_weights` says what becomes of them), which needs
+        `RolloutConfig.token_versions`. Without it all tokens of a response have the version that is served as it ends.
+
+        Args:
+            requests: of one call.
+            together: True if they are to reach the scheduler in one message, in an order in which a prompt is computed
+                once for all of its group, and to end in one message too. The same requests, together, give the same
+                bits on a CPU. Requests of a group follow each other, and none has a prefix.
+            timeout_s: limit of the call, `request_timeout_s` if None.
+
+        Raises:
+            UserError: an empty prompt, a token id outside the vocabulary, a prompt that leaves no room for
+                `max_new_tokens` in the context, settings of sampling that the engine does not have, or a sample that is
+                in flight.
+            EngineError: the weights are incomplete, or the KV cache was released.
+        """
+        host = self._running() if self._changing and not together else self._able()
+        if not (together or self.config.token_versions):
+            raise UserError("responses one by one need rollout.token_versions=true when the engine is started")
+        check_requests(requests, self.config, self._model, self._context_length, together=together)
+        if not requests:
+            return
+        samples = [request.sample for request in requests]
+        host.responses.submitted(samples)
+        try:
+            host.call(
+                "generation",
+                "submit",
+                timeout_s if timeout_s is not None else self.config.request_timeout_s,
+                responses=len(requests) if together else None,
+                requests=list(requests),
+                together=together,
+            )
+        except BaseException:
+            host.responses.forget(samples)
+            raise
+
+    def take_ended(self, timeout_s: float, samples: Collection[int] | None = None) -> dict[int, Response]:
+        """Responses that have ended since the last call, by sample; waits up to `timeout_s` for one.
+
+        One that the engine could not make is among them, with its `error`.
+
+        Args:
+            timeout_s: limit of the wait.
+            samples: ids of the only ones to take; all if None.
+
+        Raises:
+            EngineError: the engine has died, or came no further for `request_timeout_s` with responses in flight.
+        """
+        # While weights change it may stand still, for as long as their transfer may take.
+        stalled_s = float("inf") if self._changing else self.config.request_timeout_s
+        return self._running().responses.take(timeout_s, stalled_s, samples)
+
+    def wait_for(self, samples: Sequence[int]) -> list[Response]:
+        """The responses of these samples, in their order, once all have ended.
+
+        Where that fails, as when it is interrupted, they are aborted, and nobody takes them any more.
+
+        Raises:
+            EngineError: as `take_ended`, for a response that could not be made, or a sample that is not in flight.
+        """
+        left, ended = set(samples), dict[int, Response]()
+        try:
+            while left:
+                self._running().responses.check_known(left)
+                ended |= (new := self.take_ended(_WAIT_S, left))
+                left.difference_update(new)
+                for sample, response in new.items():
+                    if response.error is not None:
+                        log = self._running().log_path
+                        raise EngineError(f"rollout engine: sample {sample}: {response.error}; log: {log}")
+        except BaseException:
+            host = self._running()
+            host.notify("abort", samples=sorted(left))
+            host.responses.forget(left)
+            raise
+        return [ended[sample] for sample in samples]
+
+    def abort(self, samples: Sequence[int]) -> None:
+        """Abort responses: each ends with what it has and finish reason "abort"."""
+        self._running().call("abort", "abort", self.config.request_timeout_s, samples=list(samples))
+
+    def responses_in_flight(self) -> dict[int, Response]:
+        """The responses in flight that were submitted one by one, as far as they are, by sample."""
+        responses: dict[int, Response] = self._running().call(
+            "look at responses", "in_flight", self.config.request_timeout_s
+        )
+        return responses
+
+    @property
+    def stats(self) -> EngineStats:
+        """Latest stats of the engine, reported with responses that end, or within a second."""
+        return self._running().responses.stats or EngineStats(self._cache_tokens)
+
     def logprobs(
         self,
         sequences: Sequence[Sequence[int]],
@@ -122,7 +221,7 @@ class RolloutEngine(ResponseStreams):
                     f"sequence {index} has {len(sequence)} tokens and the first that is asked for is {first}; expected "
                     f"at most the context's {self._context_length}, and one from 1 on"
                 )
-            self._check_tokens(f"sequence {index}", sequence)
+            check_tokens(f"sequence {index}", sequence, self._model.vocab_size)
         if not sequences:
             return []
         result: list[GivenLogprobs] = host.call(
@@ -235,6 +334,7 @@ class RolloutEngine(ResponseStreams):
 
     @property
     def _changing(self) -> bool:
+        """True if a transfer of weights has begun, which requests one by one wait for."""
         return self._begun is not None
 
     @property

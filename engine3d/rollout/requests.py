@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine3d.rollout.config import SamplingConfig
+from engine3d.errors import UserError
+from engine3d.rollout.config import RolloutConfig, SamplingConfig
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from engine3d.rollout.launch import ModelDirectory
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -64,13 +66,16 @@ class Request:
 
     Args:
         sample: id, unique among the requests in flight.
-        prompt: token ids.
+        prompt: token ids. Requests of a group share them.
         sampling: how tokens are drawn.
         group: number of the draw. Requests of a group have their prompt in common.
         index: of the sample in its group. A deterministic engine draws the same tokens again for the same group, index
             and `RolloutConfig.seed`.
         prefix: tokens that the response has already, and continues from.
-        turn_start: index of the first token of its turn: none of the text stops begins before it.
+        turn_start: index of the first token of the turn of an episode: none of the text stops begins before it. None of
+            a response that is no turn.
+        prompt_index: of the prompt in its data.
+        engine: number of the engine that has the prefix in its cache, or is to have it; None if any may.
     """
 
     sample: int
@@ -79,7 +84,14 @@ class Request:
     group: int = 0
     index: int = 0
     prefix: Response | None = None
-    turn_start: int = 0
+    turn_start: int | None = None
+    prompt_index: int = 0
+    engine: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the prompt and of the prefix."""
+        return len(self.prompt) + (0 if self.prefix is None else len(self.prefix.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +121,52 @@ class EngineStats:
     cached_tokens: int = 0
     resent: int = 0
     continued: int = 0
+
+
+def check_requests(
+    requests: Sequence[Request], config: RolloutConfig, model: ModelDirectory, context_length: int, *, together: bool
+) -> None:
+    """Check what an engine is asked for.
+
+    Args:
+        requests: of one call.
+        config: of the engine.
+        model: that it has.
+        context_length: tokens that a prompt and its response may have together.
+        together: True if they are submitted together.
+
+    Raises:
+        UserError: the engine cannot answer one of them.
+    """
+    for sampling in {id(request.sampling): request.sampling for request in requests}.values():
+        if config.deterministic and sampling.min_p > 0:
+            raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
+        if sampling.stop and not (model.directory / "tokenizer_config.json").is_file():
+            raise UserError(
+                f"stop is {list(sampling.stop)}: {model.directory} has no tokenizer_config.json, and without a "
+                "tokenizer responses have no text"
+            )
+    prompts = {(id(request.prompt), id(request.sampling)): request for request in requests}  # which samples share
+    for index, request in enumerate(prompts.values()):
+        _check_prompt(f"prompt {index}", request, model.vocab_size, context_length)
+    if together and (continued := [request.sample for request in requests if request.prefix is not None]):
+        raise UserError(f"sample {continued[0]} has a prefix, expected none in requests submitted together")
+
+
+def _check_prompt(name: str, request: Request, vocab_size: int, context_length: int) -> None:
+    longest = context_length - request.sampling.max_new_tokens
+    if not request.prompt:
+        raise UserError(f"{name} is empty")
+    if len(request.prompt) > longest:
+        raise UserError(
+            f"{name} has {len(request.prompt)} tokens; at most {max(longest, 0)} leave room for max_new_tokens "
+            f"{request.sampling.max_new_tokens} in a context of {context_length}"
+        )
+    check_tokens(name, request.prompt, vocab_size)
+
+
+def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError for a token id outside the vocabulary. `name`: of the tokens in the error."""
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise UserError(f"{name} has token id {wrong}; the vocabulary is 0 to {vocab_size - 1}")

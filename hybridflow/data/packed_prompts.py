@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,10 @@ class PackedPrompts(Sequence[list[int]]):
             raise IndexError(index)
         prompt: list[int] = self.tokens[self._begin(index) : int(self.ends[index])].tolist()
         return prompt
+
+    def compact(self, index: int) -> array[int]:
+        """The token ids of a prompt, of four bytes each."""
+        return array("i", self.tokens[self._begin(index) : int(self.ends[index])].tobytes())
 
     def length(self, index: int) -> int:
         """Number of tokens of a prompt."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.stream_requests import StoredRow, gathered
+from hybridflow.batch.stored_rows import StoredRow, gathered
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.tasks import Example

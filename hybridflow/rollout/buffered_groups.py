@@ -9,7 +9,7 @@ from engine3d.rollout.requests import Response
 from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StoredRows, gathered
+from hybridflow.batch.stored_rows import SampleEnd, StoredRow, gathered
 from hybridflow.batch.worker_output import pack
 from hybridflow.data.prompts import Prompts
 from hybridflow.rewards.result import SampleScore
@@ -109,7 +109,7 @@ def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_promp
     }
     if buffered.ended is not None:
         packed, summary = pack(buffered.ended)
-        rows = StoredRows(ray.put(summary), ray.put(packed), ray.get_runtime_context().get_node_id())
+        columns, per_sample, node = ray.put(packed), ray.put(summary), ray.get_runtime_context().get_node_id()
         batch = buffered.ended
         samples = zip(
             batch.sample_ids.tolist(),
@@ -121,8 +121,8 @@ def stream_state(buffered: BufferedGroups, samples_drawn: int, samples_per_promp
         for row, (sample, number, tokens, oldest) in enumerate(samples):
             group = gathered[number]
             index = group.samples.index(sample)
-            end = SampleEnd(sample, number, index, tokens, oldest, complete=True, row=StoredRow(rows, row))
-            group.ends[index] = end
+            stored = StoredRow(columns, row, per_sample, node)
+            group.ends[index] = SampleEnd(sample, number, index, tokens, oldest, complete=True, row=stored)
             if (scores := buffered.scores.get(str(sample))) is not None:
                 group.scores[index] = {what: SampleScore(**values) for what, values in scores.items()}
     return StreamState(buffered.ledger, samples_drawn, tuple(gathered.values()), _prefixes(buffered.begun))

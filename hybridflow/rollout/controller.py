@@ -18,9 +18,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine3d.rollout.config import Sampling
-from engine3d.rollout.requests import EngineStats
+from engine3d.rollout.requests import EngineStats, Request
 from hybridflow.batch.load_balance import even_ranges
-from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.data.sampler import PromptOrder
@@ -74,9 +73,7 @@ class RolloutController:
         threads: str,
         scorers: Sequence[Any] = (),
     ) -> None:
-        assert plan.sampling is not None
         self._prompts, self._sampler = prompts, (order or PromptOrder(1, 0)).sampler()
-        self._sampling = plan.sampling
         self._before_step: tuple[dict[str, Any], int, frozenset[int]] | None = None
         engines = [
             RemoteEngine(
@@ -84,11 +81,8 @@ class RolloutController:
                 actor,
                 node,
                 threads,
-                prompts.tokens,
-                plan.sampling,
                 plan.engine_answers_s,
-                plan.together,
-                plan.episodes is not None,
+                "generate" if plan.together else None,
             )
             for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
         ]
@@ -100,21 +94,15 @@ class RolloutController:
             scoring = [RemoteScorer(actor, threads, prompts.examples, plan.scorer_answers_s) for actor in scorers]
         else:
             ranks = [RemoteEpisodes(actor, threads, plan.scorer_answers_s) for actor in scorers]
-            store = RayEpisodeStore(prompts.tokens, time.monotonic)
-            episodes = EpisodeSetup(plan.episodes, ranks, self._task, self._most_tokens, store)
+            episodes = EpisodeSetup(plan.episodes, ranks, self._task, RayEpisodeStore(time.monotonic))
         self._stream = RolloutStream(
-            plan, engines, self._sampler.draw, prompts.tokens.length, scorers=scoring, episodes=episodes
+            plan, engines, self._sampler.draw, prompts.tokens.compact, scorers=scoring, episodes=episodes
         )
 
     def _task(self, prompt: int, group: int) -> Task:
         """Task of an episode of a group."""
         example = self._prompts.examples[prompt]
         return Task(example.prompt, example.answer, example.fields, group)
-
-    def _most_tokens(self, prompt: int) -> int:
-        """Most tokens of an episode after its prompt."""
-        assert self._sampling is not None
-        return self._sampling.for_prompt(self._prompts.tokens.length(prompt)).max_new_tokens
 
     async def open(self, version: int, groups: int, stats: Sequence[EngineStats]) -> None:
         """Begin with engines that serve `version`.
@@ -162,20 +150,18 @@ class RolloutController:
 
     def _shares(
         self, drawn: Sequence[DrawnPrompt], sampling: Sampling, samples_per_prompt: int
-    ) -> dict[int, list[StreamRequest]]:
+    ) -> dict[int, list[Request]]:
         """Requests for responses to other prompts, by engine."""
         return {
             engine: [
-                StreamRequest(
+                Request(
                     prompt.first_sample + index,
+                    prompt.tokens,
+                    of_prompt,
                     prompt.group,
                     index,
-                    prompt.index,
-                    len(prompt.tokens),
-                    limit=of_prompt.max_new_tokens,
+                    prompt_index=prompt.index,
                     engine=engine,
-                    context=prompt.tokens,
-                    sampling=of_prompt,
                 )
                 for prompt in drawn[share.start : share.stop]
                 for of_prompt in [sampling.for_prompt(len(prompt.tokens))]

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from engine3d.rollout.requests import Request
 from hybridflow.batch.load_balance import even_ranges
-from hybridflow.batch.stream_requests import StreamRequest
 
 _NOTES_PER_ENGINE = 16
 """Entries of the heap per engine, above which outdated ones are thrown away."""
@@ -54,8 +54,8 @@ class Dispatcher:
             raise ValueError(f"Dispatcher: {limit} requests at each engine, expected at least 1")
         self._engines = {number: _Engine(number, limit=limit) for number in range(engines)}
         self._expected = expected
-        self._waiting: OrderedDict[int, StreamRequest] = OrderedDict()
-        self._in_flight: dict[int, tuple[_Engine, StreamRequest, float]] = {}
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._in_flight: dict[int, tuple[_Engine, Request, float]] = {}
         self._groups: dict[int, set[int]] = {}
         """Samples of each group that wait or are in flight."""
         self._away: set[int] = set()
@@ -107,7 +107,7 @@ class Dispatcher:
         """True if an engine is present: it was not lost."""
         return engine in self._engines
 
-    def add(self, *requests: StreamRequest, first: bool = False) -> None:
+    def add(self, *requests: Request, first: bool = False) -> None:
         """Requests to send, behind those that wait, or before them."""
         for request in reversed(requests) if first else requests:
             self._waiting[request.sample] = request
@@ -115,7 +115,7 @@ class Dispatcher:
             if first:
                 self._waiting.move_to_end(request.sample, last=False)
 
-    def send(self) -> Iterator[tuple[int, StreamRequest]]:
+    def send(self) -> Iterator[tuple[int, Request]]:
         """Requests for which an engine has capacity, with its number, in the order in which they came."""
         while self._waiting:
             request = next(iter(self._waiting.values()))
@@ -128,7 +128,7 @@ class Dispatcher:
             self._put(engine, request)
             yield engine.number, request
 
-    def send_shares(self) -> Iterator[tuple[int, StreamRequest]]:
+    def send_shares(self) -> Iterator[tuple[int, Request]]:
         """All requests that wait, with the numbers of their engines: consecutive groups, as many to each."""
         groups = list(dict.fromkeys(request.group for request in self._waiting.values()))
         shares = zip(self._engines, even_ranges(len(groups), len(self._engines)), strict=True)
@@ -209,7 +209,7 @@ class Dispatcher:
         self._away.discard(engine)
         self._push(state)
 
-    def remove_engine(self, engine: int) -> tuple[StreamRequest, ...]:
+    def remove_engine(self, engine: int) -> tuple[Request, ...]:
         """Remove a lost engine. Returns the requests that were in flight there."""
         lost = self._engines.pop(engine)
         self._away.discard(engine)
@@ -225,7 +225,7 @@ class Dispatcher:
         self._engines[engine] = _Engine(engine, limit=limit)
         self._push(self._engines[engine])
 
-    def _holder(self, request: StreamRequest) -> _Engine | None:
+    def _holder(self, request: Request) -> _Engine | None:
         """The engine that has the request's prefix, or that the group's last request was sent to, if it has room."""
         number = self._holders.get(request.group, -1) if request.engine is None else request.engine
         engine = self._engines.get(number)
@@ -240,7 +240,7 @@ class Dispatcher:
             heapq.heappop(self._heap)
         return None
 
-    def _put(self, engine: _Engine, request: StreamRequest) -> None:
+    def _put(self, engine: _Engine, request: Request) -> None:
         tokens = request.tokens + self._expected(request.tokens)
         self._in_flight[request.sample] = (engine, request, tokens)
         self.busy += not engine.requests

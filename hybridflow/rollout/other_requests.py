@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from engine3d.errors import EngineError
+from engine3d.rollout.requests import Request
 from hybridflow.batch.load_balance import even_ranges
-from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
+from hybridflow.batch.stored_rows import SampleEnd, StoredRow
 from hybridflow.environments.environment import Task
 from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.episodes.episodes import EndedEpisode, Episodes
-from hybridflow.rollout.stream.engines import StreamEngine, StreamEngines, StreamTasks
+from hybridflow.rollout.stream.engines import StreamEngines, StreamTasks
 
-type Share = Sequence[StreamRequest]
+type Share = Sequence[Request]
 """Requests of one engine."""
 
 
@@ -42,9 +42,9 @@ class _OtherCall:
     """Samples that have not ended."""
     episodes: Episodes | None = None
     """Plays its samples, if they are episodes."""
-    in_flight: dict[int, dict[int, StreamRequest]] = field(default_factory=dict)
+    in_flight: dict[int, dict[int, Request]] = field(default_factory=dict)
     """Requests at each engine by sample."""
-    waiting: list[StreamRequest] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
     """Requests that were to be at an engine that is lost."""
     rows: dict[int, StoredRow] = field(default_factory=dict)
     scores: dict[int, SampleScore] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class OtherRequests:
     def __init__(self, calls: StreamEngines, tasks: StreamTasks, clock: Callable[[], float]) -> None:
         self._calls, self._tasks, self._clock = calls, tasks, clock
         self._of_sample: dict[int, _OtherCall] = {}
-        self._turns: list[StreamRequest] = []
+        self._turns: list[Request] = []
         """Turns of episodes that are to be submitted together."""
 
     def __len__(self) -> int:
@@ -96,12 +96,12 @@ class OtherRequests:
 
         return await self._ended_call(samples, _OtherCall(set(samples)), begin)
 
-    async def play(self, episodes: Episodes, begun: Sequence[tuple[StreamRequest, Task]]) -> OtherRows:
+    async def play(self, episodes: Episodes, begun: Sequence[tuple[Request, Task]]) -> OtherRows:
         """Play episodes, and wait for their ends.
 
         Args:
             episodes: plays them.
-            begun: request of the first turn of each, as of `Episodes.begin_other`, and its task.
+            begun: request of the first turn of each, and its task.
 
         Raises:
             EngineError: an engine failed, or a turn was aborted.
@@ -110,7 +110,7 @@ class OtherRequests:
 
         def begin(_: _OtherCall) -> None:
             for request, task in begun:
-                episodes.begin_other(request, task)
+                episodes.begin(request, task)
 
         try:
             return await self._ended_call(samples, _OtherCall(set(samples), episodes), begin)
@@ -161,14 +161,14 @@ class OtherRequests:
         call.unended.discard(sample)
         call.rows[sample], call.scores[sample] = row, episode.score
 
-    def add_turn(self, request: StreamRequest) -> None:
+    def add_turn(self, request: Request) -> None:
         """Add a turn of an episode, for the engine that has its tokens in its cache."""
         self._turns.append(request)
 
     def submit_turns(self) -> None:
         """Submit the turns that were added."""
         turns, self._turns = self._turns, []
-        shares: dict[tuple[int, int], list[StreamRequest]] = {}
+        shares: dict[tuple[int, int], list[Request]] = {}
         for request in turns:
             call, engine = self._of_sample.get(request.sample), request.engine
             if call is not None and call.episodes is not None and engine is not None:
@@ -211,13 +211,4 @@ class OtherRequests:
             call.waiting += share
         elif share:
             call.in_flight.setdefault(engine, {}).update({request.sample: request for request in share})
-            submit = _submit_others if call.episodes is None else _submit_turns
-            self._calls.submit(engine, partial(submit, share))
-
-
-async def _submit_others(share: Share, engine: StreamEngine) -> None:
-    await engine.submit_others(share)
-
-
-async def _submit_turns(share: Share, engine: StreamEngine) -> None:
-    await engine.submit(share)
+            self._calls.submit(engine, share, together=call.episodes is None)

@@ -15,7 +15,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import Sampling
 from engine3d.rollout.requests import EngineStats
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.stream_requests import gathered
+from hybridflow.batch.stored_rows import gathered
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.data.packed_prompts import PackedPrompts

@@ -214,7 +214,7 @@ class ResponseStream:
         name = f"stream-{next(self._serial)}."  # no name begins with another, which SGLang would abort with it
         sampling = sampling_parameters(request, self._engine_seed) | {"max_new_tokens": left}
         if (texts := sampling.get("custom_params")) and prefix.token_ids:  # a text may begin in what is there already
-            turn = prefix.token_ids[request.turn_start :]
+            turn = prefix.token_ids[request.turn_start or 0 :]
             sampling["custom_params"] = texts | {BEFORE: turn[-window(texts[PARAMETER]) :]}
         tokens = [*request.prompt, *prefix.token_ids]
         known = len(tokens) - 1 if prefix.token_ids else 0  # rows of routes: those of the pass that drew each token

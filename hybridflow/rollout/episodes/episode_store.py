@@ -10,20 +10,16 @@ import ray
 from engine3d.rollout.requests import GIVEN
 from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.stream_requests import StoredRow, StoredRows
+from hybridflow.batch.stored_rows import StoredRow
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
-from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.rollout.episodes.episodes import EndedEpisode
 
 
-def episode_batch(
-    episodes: Sequence[EndedEpisode], prompts: PackedPrompts, version: int, times: Sequence[tuple[float, float]]
-) -> SampleBatch:
+def episode_batch(episodes: Sequence[EndedEpisode], version: int, times: Sequence[tuple[float, float]]) -> SampleBatch:
     """Make samples of episodes. The loss mask leaves out what the policy did not write.
 
     Args:
         episodes: that are over.
-        prompts: token ids of prompts.
         version: of an episode without a token of the policy.
         times: of the begin and the end of each, in seconds since the epoch.
     """
@@ -32,14 +28,12 @@ def episode_batch(
     oldest = [response.oldest_version for response in responses]
     credit = [episode.credit for episode in episodes if episode.credit is not None] or None
     batch = SampleBatch.from_generations(
-        prompts=[
-            prompts[episode.request.prompt] if episode.context is None else episode.context for episode in episodes
-        ],
+        prompts=[episode.prompt for episode in episodes],
         responses=[response.token_ids for response in responses],
         logprobs=[response.logprobs for response in responses],
         sample_ids=[request.sample for request in requests],
         group_ids=[request.group for request in requests],
-        prompt_indices=[request.prompt for request in requests],
+        prompt_indices=[request.prompt_index for request in requests],
         policy_versions=[version if drawn == GIVEN else drawn for drawn in oldest],
         finish_reasons=[str(response.finish_reason) for response in responses],
         response_masks=[[drawn >= 0 for drawn in response.versions] for response in responses],
@@ -55,17 +49,16 @@ class RayEpisodeStore:
     """Puts episodes into the object store of this node.
 
     Args:
-        prompts: token ids of prompts.
         clock: in seconds, by which episodes begin.
     """
 
-    def __init__(self, prompts: PackedPrompts, clock: Callable[[], float]) -> None:
-        self._prompts, self._clock = prompts, clock
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         send_tensors_as_arrays()
 
     def __call__(self, episodes: Sequence[EndedEpisode], version: int) -> Sequence[StoredRow]:
         now, passed = time.time(), self._clock()
         times = [(now - passed + episode.began, now) for episode in episodes]
-        packed, summary = pack(episode_batch(episodes, self._prompts, version, times))
-        rows = StoredRows(ray.put(summary), ray.put(packed), ray.get_runtime_context().get_node_id())
-        return [StoredRow(rows, index) for index in range(len(episodes))]
+        packed, summary = pack(episode_batch(episodes, version, times))
+        stored = ray.put(packed), ray.put(summary), ray.get_runtime_context().get_node_id()
+        return [StoredRow(stored[0], index, *stored[1:]) for index in range(len(episodes))]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine3d.rollout.requests import BEGINS, GIVEN, FinishReason, Response
-from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
+from engine3d.rollout.requests import BEGINS, GIVEN, FinishReason, Request, Response
+from hybridflow.batch.stored_rows import SampleEnd, StoredRow
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import (
     EpisodeAnswer,
@@ -78,11 +78,11 @@ class EpisodeSequence:
     """Tokens of an episode of which each follows those before.
 
     Args:
-        context: token ids before the first that is drawn; those of the training prompt if None.
+        context: token ids before the first that is drawn.
         response: all further tokens so far.
     """
 
-    context: Sequence[int] | None = None
+    context: Sequence[int]
     response: Response = _NOTHING
 
 
@@ -94,7 +94,6 @@ class Episode:
         request: its last one.
         most_tokens: of its response.
         began: time at which it began, by the stream's clock.
-        prompt_tokens: count of the data's prompt.
         sequences: of its tokens: one with an environment.
         current: index of the sequence to which the next turn belongs.
         turns: of the policy, in the order of time.
@@ -104,10 +103,9 @@ class Episode:
         environment_s: time for which it waited for its environment, in seconds.
     """
 
-    request: StreamRequest
+    request: Request
     most_tokens: int
     began: float
-    prompt_tokens: int
     sequences: list[EpisodeSequence] = field(default_factory=list)
     current: int = 0
     turns: list[DrawnTurn] = field(default_factory=list)
@@ -135,7 +133,7 @@ class Episode:
         """
         starts, tokens = [], 0
         for number, sequence in enumerate(self.sequences):
-            tokens += len(sequence.context or ()) if number else 0
+            tokens += len(sequence.context) if number else 0
             starts.append(tokens)
             tokens += len(sequence.response.token_ids)
         numbers, returns, following = [0] * tokens, [0.0] * tokens, 0.0
@@ -147,15 +145,15 @@ class Episode:
             returns[start : start + turn.tokens] = [following] * turn.tokens
         return TurnCredit(numbers, returns)
 
-    def joined(self) -> tuple[Sequence[int] | None, Response]:
+    def joined(self) -> tuple[Sequence[int], Response]:
         """Context of the first sequence, and all further tokens: those of each other sequence with its context."""
         if not self.sequences:
-            return self.request.context, _NOTHING
+            return self.request.prompt, _NOTHING
         first, *others = self.sequences
         tokens, logprobs = list(first.response.token_ids), list(first.response.logprobs)
         versions = list(first.response.versions)
         for other in others:
-            context, response = other.context or (), other.response
+            context, response = other.context, other.response
             tokens += [*context, *response.token_ids]
             logprobs += [*[0.0] * len(context), *response.logprobs]
             versions += [BEGINS, *[GIVEN] * (len(context) - 1), *response.versions]
@@ -172,16 +170,16 @@ class EndedEpisode:
         score: of it; dropped if its environment failed.
         engine: number of the engine that drew its last turn; -1 if none did.
         began: time at which it began, by the stream's clock.
-        context: token ids of its prompt; None if it is a training prompt.
+        prompt: token ids of its prompt.
         credit: of its turns; None if they have none of their own.
     """
 
-    request: StreamRequest
+    request: Request
     response: Response
     score: SampleScore
     engine: int
     began: float
-    context: Sequence[int] | None = None
+    prompt: Sequence[int]
     credit: TurnCredit | None = None
 
     @property
@@ -216,14 +214,12 @@ class EpisodeSetup:
         plan: limits.
         ranks: that have environments.
         task: of a prompt, by its index, for a group of this number.
-        most_tokens: of the response to a prompt, by its index.
         store: of ended episodes.
     """
 
     plan: EpisodePlan
     ranks: Sequence[EpisodeRank]
     task: Callable[[int, int], Task]
-    most_tokens: Callable[[int], int]
     store: EpisodeStore
 
 
@@ -243,7 +239,7 @@ class Episodes:
         setup: EpisodeSetup,
         clock: Callable[[], float],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        submit: Callable[[StreamRequest, bool], None],
+        submit: Callable[[Request, bool], None],
         ended: Callable[[Sequence[EndedEpisode]], None],
     ) -> None:
         self._setup, self._clock, self._spawn = setup, clock, spawn
@@ -267,23 +263,17 @@ class Episodes:
             if number in self._messages:
                 self._spawn(self._send_all(number))
 
-    def begin(self, request: StreamRequest) -> None:
-        """Begin an episode with its environment. `request`: of the first turn, without a prefix."""
-        most = self._setup.most_tokens(request.prompt)
-        self._in_flight[request.sample] = Episode(request, most, self._clock(), request.tokens)
-        task = self._setup.task(request.prompt, request.group)
-        self._send(EpisodeStart(request.sample, task, request.tokens + most))
-
-    def begin_other(self, request: StreamRequest, task: Task) -> None:
-        """Begin an episode of another prompt than those of training.
+    def begin(self, request: Request, task: Task | None = None) -> None:
+        """Begin an episode with its environment.
 
         Args:
-            request: of the first turn, with the prompt as context, its sampling, and the most tokens of the episode.
-            task: of it.
+            request: of the first turn, without a prefix. Its sampling has the most tokens of the episode.
+            task: of another prompt than those of training; None of these.
         """
-        assert request.limit is not None
-        self._in_flight[request.sample] = Episode(request, request.limit, self._clock(), request.tokens)
-        self._send(EpisodeStart(request.sample, task, request.tokens + request.limit))
+        most = request.sampling.max_new_tokens
+        self._in_flight[request.sample] = Episode(request, most, self._clock())
+        task = task or self._setup.task(request.prompt_index, request.group)
+        self._send(EpisodeStart(request.sample, task, request.tokens + most))
 
     def sent(self, sample: int) -> None:
         """Record that a request was sent to an engine."""
@@ -365,7 +355,7 @@ class Episodes:
             self._continue_sequence(episode, answer, answer.sequence)
             return None
         if begins:
-            episode.sequences = [EpisodeSequence(episode.request.context)]
+            episode.sequences = [EpisodeSequence(episode.request.prompt)]
         length = len(episode.sequence.response.token_ids) + len(answer.tokens)
         if not begins and (len(episode.turns) >= self._setup.plan.max_turns or length >= episode.most_tokens):
             return self._over(episode, "length")
@@ -397,11 +387,10 @@ class Episodes:
         length = len(sequence.response.token_ids)
         episode.request = replace(
             episode.request,
-            tokens=length + (episode.prompt_tokens if sequence.context is None else len(sequence.context)),
+            prompt=sequence.context,
+            sampling=episode.request.sampling.model_copy(update={"max_new_tokens": length + limit}),
             prefix=sequence.response if length else None,
-            limit=length + limit,
             turn_start=length,
-            context=sequence.context,
         )
         self._submit(episode.request, bool(episode.turns))
 
@@ -410,7 +399,7 @@ class Episodes:
         return self._over(episode, "abort", dropped=reason)
 
     def _over(self, episode: Episode, finish: FinishReason, dropped: str | None = None) -> EndedEpisode:
-        context, tokens = episode.joined()
+        prompt, tokens = episode.joined()
         response = replace(tokens, finish_reason=finish)
         drawn = sum(version >= 0 for version in response.versions)
         counts = episode.counts | {
@@ -434,4 +423,4 @@ class Episodes:
         engine = -1 if episode.request.engine is None else episode.request.engine
         discount = self._setup.plan.turn_discount
         credit = None if discount is None else episode.credit(discount)
-        return EndedEpisode(episode.request, response, score, engine, episode.began, context, credit)
+        return EndedEpisode(episode.request, response, score, engine, episode.began, prompt, credit)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from engine3d.rollout.requests import Response
-from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
+from engine3d.rollout.requests import Request, Response
+from hybridflow.batch.stored_rows import SampleEnd
 from hybridflow.environments.environment import Task
 from hybridflow.rollout.episodes.episodes import EndedEpisode, Episodes, EpisodeSetup
 from hybridflow.rollout.other_requests import OtherRequests, OtherRows
@@ -16,7 +16,7 @@ from hybridflow.rollout.stream.engines import StreamTasks
 class EpisodesOfGroups(Protocol):
     """A stream as its episodes see it."""
 
-    def submit_turn(self, request: StreamRequest, continues: bool) -> None:
+    def submit_turn(self, request: Request, continues: bool) -> None:
         """Request a turn of a group's episode. `continues`: it has had one before."""
 
     def add_episode(self, end: SampleEnd, episode: EndedEpisode) -> None:
@@ -62,7 +62,7 @@ class StreamEpisodes:
         return len(self._episodes) if self._episodes is not None else 0
 
     @property
-    def begin(self) -> Callable[[StreamRequest], None] | None:
+    def begin(self) -> Callable[[Request], None] | None:
         """Begins an episode of a group; None in a stream without any."""
         return self._episodes.begin if self._episodes is not None else None
 
@@ -86,7 +86,7 @@ class StreamEpisodes:
         if self._episodes is not None:
             self._episodes.forget(samples)
 
-    async def play(self, begun: Sequence[tuple[StreamRequest, Task]]) -> OtherRows:
+    async def play(self, begun: Sequence[tuple[Request, Task]]) -> OtherRows:
         """Play episodes of other prompts, as `OtherRequests.play` does."""
         assert self._episodes is not None
         return await self._others.play(self._episodes, begun)
@@ -97,7 +97,7 @@ class StreamEpisodes:
         self._groups.feed()
         await self._tasks.wake()
 
-    def _submit(self, request: StreamRequest, continues: bool) -> None:
+    def _submit(self, request: Request, continues: bool) -> None:
         if request.sample in self._others:
             self._others.add_turn(request)
         else:

@@ -11,10 +11,8 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from engine3d.errors import EngineError
-from engine3d.rollout.config import Sampling, SamplingConfig
 from engine3d.rollout.requests import Request, Response
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StoredRows, StreamRequest
-from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.batch.stored_rows import SampleEnds, StoredRow
 from hybridflow.data.tasks import Example
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage
 from hybridflow.errors.rank_failure import Failure
@@ -23,17 +21,18 @@ _WAIT_S = 2.0
 """Seconds that an engine's rank waits for a response to end before it reports none."""
 
 
+class EngineLostError(EngineError):
+    """An engine failed and can be restarted."""
+
+
 class StreamEngine(Protocol):
     """An engine as the controller sees it.
 
     Each call raises the engine's error: EngineLostError if it can be restarted.
     """
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
-        """Begin responses."""
-
-    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
-        """Begin responses to other prompts than those of training, together. Each has its context and sampling."""
+    async def submit(self, requests: Sequence[Request], *, together: bool) -> None:
+        """Begin responses. `together`: as of `RolloutEngine.submit`."""
 
     async def ended(self) -> SampleEnds:
         """Responses that have ended since the last call; waits until one has, but not for ever: it may be none."""
@@ -127,11 +126,8 @@ class RemoteEngine:
         actor: of the rank.
         node: Ray's id of the node that it is on.
         threads: Ray's name of the threads that take calls besides those of the group.
-        prompts: token ids of prompts, by the index that requests have.
-        sampling: of all responses.
         answers_s: that the rank has for a call.
-        together: True if the requests of a submission end together.
-        turns: True if requests are turns of episodes.
+        phase: name of its calls in errors; None if each is called by its method.
     """
 
     def __init__(
@@ -140,46 +136,22 @@ class RemoteEngine:
         actor: Any,
         node: str,
         threads: str,
-        prompts: PackedPrompts,
-        sampling: Sampling,
         answers_s: float,
-        together: bool,
-        turns: bool = False,
+        phase: str | None = None,
     ) -> None:
-        self._together, self._turns = together, turns
         self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, answers_s, EngineLostError)
-        self._node, self._prompts, self._sampling = node, prompts, sampling
+        self._node, self._phase = node, phase
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
-        await self._submit(requests, together=self._together, turns=self._turns)
-
-    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
-        await self._submit(requests, together=True)
-
-    async def _submit(self, requests: Sequence[StreamRequest], *, together: bool, turns: bool = False) -> None:
-        # Those of a prompt have it in common, also when they are sent.
-        of_training = {request.prompt for request in requests if request.sampling is None}
-        prompts = {prompt: self._prompts[prompt] for prompt in of_training}
-        sampling = {prompt: self._sampling.for_prompt(len(tokens)) for prompt, tokens in prompts.items()}
-        complete = [
-            Request(
-                request.sample,
-                prompts[request.prompt] if request.context is None else request.context,
-                _limited(request.sampling or sampling[request.prompt], request.limit),
-                request.group,
-                request.index,
-                request.prefix,
-                request.turn_start,
-            )
-            for request in requests
-        ]
-        await self._call("submit", 1, complete, [request.prompt for request in requests], together, turns)
+    async def submit(self, requests: Sequence[Request], *, together: bool) -> None:
+        await self._call("submit", 1, list(requests), together)
 
     async def ended(self) -> SampleEnds:
         ends, summary, packed = await self._call("take_ended", 3, _WAIT_S)
-        stored = StoredRows(summary, packed, self._node)
-        rows = [StoredRow(stored, index) if end.is_stored else None for index, end in enumerate(ends.samples)]
-        return SampleEnds([replace(end, row=row) for end, row in zip(ends.samples, rows, strict=True)], ends.stats)
+        samples = [
+            replace(end, row=StoredRow(packed, index, summary, self._node)) if end.is_stored else end
+            for index, end in enumerate(ends.samples)
+        ]
+        return SampleEnds(samples, ends.stats)
 
     async def abort(self, samples: Sequence[int]) -> None:
         await self._call("abort", 1, list(samples))
@@ -190,13 +162,7 @@ class RemoteEngine:
 
     async def _call(self, method: str, results: int, *arguments: Any) -> Any:
         """Call a method of the engine's stream. Returns its result; of several the first, and references to others."""
-        what = "generate" if self._together else method
-        return await self._rank.call("of_stream", results, method, *arguments, what=what)
-
-
-def _limited(sampling: SamplingConfig, tokens: int | None) -> SamplingConfig:
-    """Sampling of a response of at most this many tokens."""
-    return sampling if tokens is None else sampling.model_copy(update={"max_new_tokens": tokens})
+        return await self._rank.call("of_stream", results, method, *arguments, what=self._phase or method)
 
 
 class StreamTasks:
@@ -304,12 +270,12 @@ class StreamEngines:
                     await take_in(number, ended)
         await self._tasks.wake()
 
-    def submit(self, number: int, submission: Callable[[StreamEngine], Awaitable[None]]) -> None:
-        """Run a submission in a task that aborts at the engine wait for."""
+    def submit(self, number: int, requests: Sequence[Request], *, together: bool) -> None:
+        """Submit requests in a task that aborts at the engine wait for."""
 
         async def run() -> None:
             with self.losing(number):
-                await submission(self._engines[number])
+                await self._engines[number].submit(requests, together=together)
 
         submitting = self._submitting.setdefault(number, set())
         task = self._tasks.spawn(run())

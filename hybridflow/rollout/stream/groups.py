@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import Response
-from hybridflow.batch.stream_requests import SampleEnd, StoredRow, StreamRequest
+from engine3d.rollout.config import Sampling
+from engine3d.rollout.requests import Request, Response
+from hybridflow.batch.stored_rows import SampleEnd, StoredRow
 from hybridflow.rollout.dispatch import Dispatcher
 from hybridflow.rollout.ledger import Group, Ledger, Taken
-from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
 from hybridflow.rollout.stream.plan import StreamPlan
 
 if TYPE_CHECKING:
@@ -98,6 +99,82 @@ class StreamState:
     samples_drawn: int
     groups: tuple[GatheredGroup, ...]
     prefixes: Mapping[int, Response]
+
+
+class Scorer(Protocol):
+    """A scorer of samples, some at a time."""
+
+    async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> Sequence[Any]:
+        """The score of each sample. `prompts`: index of the prompt of each. Raises its error."""
+
+
+class ScoringQueue:
+    """Waiting samples, sent to scorers as soon as one may have more: a share to each idle scorer, else all of them to
+    the one with the fewest batches.
+
+    Args:
+        scorers: none where nothing is scored.
+        at_once: batches that each may have at a time.
+        scored: called with the ends of samples, and their scores.
+        spawn: starts a task.
+    """
+
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        at_once: int,
+        scored: Callable[[Sequence[SampleEnd], Sequence[Any]], Awaitable[None]],
+        spawn: Callable[[Any], object],
+    ) -> None:
+        self._scorers, self._at_once, self._scored, self._spawn = scorers, at_once, scored, spawn
+        self._batches = [0] * len(scorers)
+        self._waiting: dict[int, tuple[SampleEnd, int]] = {}
+        self._dealing = False
+        self._being_scored = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + self._being_scored
+
+    @property
+    def needed(self) -> bool:
+        """True if samples are scored."""
+        return bool(self._scorers)
+
+    def add(self, end: SampleEnd, prompt: int) -> None:
+        """Queue a sample for scoring: a response to the prompt of this index."""
+        self._waiting[end.sample] = end, prompt
+        if not self._dealing:  # together with what is added at the same time
+            self._dealing = True
+            self._spawn(self._deal_added())
+
+    def forget(self, sample: int) -> None:
+        """Remove a sample from the queue. One that is being scored continues."""
+        self._waiting.pop(sample, None)
+
+    async def _deal_added(self) -> None:
+        self._dealing = False
+        self._deal()
+
+    def _deal(self) -> None:
+        fewest = min(self._batches)
+        if fewest >= self._at_once:
+            return
+        takers = [scorer for scorer, batches in enumerate(self._batches) if batches == fewest]
+        takers = takers if fewest == 0 else takers[:1]
+        for left, scorer in zip(range(len(takers), 0, -1), takers, strict=True):
+            if count := -(-len(self._waiting) // left):
+                taken = [self._waiting.pop(sample) for sample in list(islice(self._waiting, count))]
+                self._batches[scorer] += 1
+                self._being_scored += count
+                self._spawn(self._score(scorer, taken))
+
+    async def _score(self, scorer: int, taken: Sequence[tuple[SampleEnd, int]]) -> None:
+        rows = [end.stored_row for end, _ in taken]
+        scores = await self._scorers[scorer].score(rows, [prompt for _, prompt in taken])
+        self._batches[scorer] -= 1
+        self._being_scored -= len(taken)
+        self._deal()
+        await self._scored([end for end, _ in taken], scores)
 
 
 class StreamGroups:
@@ -253,18 +330,20 @@ class GroupRequests:
 
     Args:
         dispatcher: sends them.
-        prompt_tokens: of a prompt, by its index.
+        prompt: token ids of a prompt, by its index.
+        sampling: distribution that tokens are drawn from.
         begin: called with the first request of each episode, in place of sending it; None without episodes.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        prompt_tokens: Callable[[int], int],
-        begin: Callable[[StreamRequest], None] | None = None,
+        prompt: Callable[[int], Sequence[int]],
+        sampling: Sampling,
+        begin: Callable[[Request], None] | None = None,
     ) -> None:
-        self._dispatcher, self._prompt_tokens, self._begin = dispatcher, prompt_tokens, begin
-        self._requests: dict[int, StreamRequest] = {}
+        self._dispatcher, self._prompt, self._sampling, self._begin = dispatcher, prompt, sampling, begin
+        self._requests: dict[int, Request] = {}
         self._reclaimed: dict[int, Response | None] = {}
         """Samples that are aborted to continue at another engine, with the tokens that they have."""
         self._dropped: set[int] = set()
@@ -277,18 +356,18 @@ class GroupRequests:
 
     def add(self, gathered: GatheredGroup, prefixes: Mapping[int, Response]) -> None:
         """Add the requests of a group. `prefixes`: tokens of samples, by id."""
-        group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)
+        group, prompt = gathered.group, self._prompt(gathered.group.prompt)
+        sampling = self._sampling.for_prompt(len(prompt))
         for index, sample in enumerate(gathered.samples):
             if index not in gathered.ends:
                 prefix = prefixes.get(sample)
-                count = tokens + _tokens_of(prefix)
-                request = StreamRequest(sample, group.number, index, group.prompt, count, prefix)
+                request = Request(sample, prompt, sampling, group.number, index, prefix, prompt_index=group.prompt)
                 if self._begin is not None:
                     self._begin(request)
                 else:
                     self.submit(request)
 
-    def submit(self, request: StreamRequest, *, first: bool = False) -> None:
+    def submit(self, request: Request, *, first: bool = False) -> None:
         """Add a request, behind those that wait, or before them."""
         self._requests[request.sample] = request
         self._dispatcher.add(request, first=first)
@@ -344,12 +423,6 @@ class GroupRequests:
         request = self._requests.get(sample)
         return request.prefix if request is not None else None
 
-    def _send_again(self, request: StreamRequest, prefix: Response | None) -> None:
+    def _send_again(self, request: Request, prefix: Response | None) -> None:
         """Send a response again before all that waits, from its prefix or else from that of its request."""
-        prefix = prefix or request.prefix
-        more = _tokens_of(prefix) - _tokens_of(request.prefix)
-        self.submit(replace(request, tokens=request.tokens + more, prefix=prefix), first=True)
-
-
-def _tokens_of(prefix: Response | None) -> int:
-    return 0 if prefix is None else len(prefix.token_ids)
+        self.submit(replace(request, prefix=prefix or request.prefix), first=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine3d.rollout.config import Sampling
+from engine3d.rollout.config import Sampling, SamplingConfig
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.episodes.episodes import EpisodePlan
 from hybridflow.rollout.ledger import StreamLimits
+
+_SAMPLING = SamplingConfig()
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class StreamPlan:
     scored_at_once: int = 1
     engine_answers_s: float = 660.0
     scorer_answers_s: float = 1800.0
-    sampling: Sampling | None = None
+    sampling: Sampling = _SAMPLING
     routes: bool = False
     episodes: EpisodePlan | None = None
     together: bool = False

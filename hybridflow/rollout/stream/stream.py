@@ -14,13 +14,8 @@ from contextlib import nullcontext
 from functools import partial
 
 from engine3d.errors import EngineError
-from engine3d.rollout.requests import EngineStats, Response
-from hybridflow.batch.stream_requests import (
-    EngineLostError,
-    SampleEnd,
-    SampleEnds,
-    StreamRequest,
-)
+from engine3d.rollout.requests import EngineStats, Request, Response
+from hybridflow.batch.stored_rows import SampleEnd, SampleEnds
 from hybridflow.environments.environment import Task
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Dispatcher
@@ -29,10 +24,9 @@ from hybridflow.rollout.episodes.episodes import EndedEpisode, EpisodeSetup
 from hybridflow.rollout.episodes.stream_episodes import StreamEpisodes
 from hybridflow.rollout.ledger import Group, Taken
 from hybridflow.rollout.other_requests import OtherRequests, OtherRows, Share
-from hybridflow.rollout.scoring_queue import Scorer
-from hybridflow.rollout.stream.engines import StreamEngine, StreamEngines, StreamTasks
+from hybridflow.rollout.stream.engines import EngineLostError, StreamEngine, StreamEngines, StreamTasks
 from hybridflow.rollout.stream.events import StreamEvents
-from hybridflow.rollout.stream.groups import GatheredGroup, GroupRequests, StepRows, StreamGroups, StreamState
+from hybridflow.rollout.stream.groups import GatheredGroup, GroupRequests, Scorer, StepRows, StreamGroups, StreamState
 from hybridflow.rollout.stream.metrics import BusyTimes, StreamMetrics
 from hybridflow.rollout.stream.plan import StreamPlan
 
@@ -51,7 +45,7 @@ class RolloutStream:
         plan: of it.
         engines: by number.
         draw: draws a count of further prompts: the number of each draw, and the index of its prompt.
-        prompt_tokens: of a prompt, by its index.
+        prompt: token ids of a prompt, by its index.
         clock: in seconds.
         scorers: that score every sample as it ends; a group is complete once all of its samples are scored.
         episodes: environments in which each sample is an episode, which gives it its score; None without.
@@ -62,7 +56,7 @@ class RolloutStream:
         plan: StreamPlan,
         engines: Sequence[StreamEngine],
         draw: Callable[[int], Iterable[tuple[int, int]]],
-        prompt_tokens: Callable[[int], int],
+        prompt: Callable[[int], Sequence[int]],
         clock: Callable[[], float] = time.monotonic,
         scorers: Sequence[Scorer] = (),
         episodes: EpisodeSetup | None = None,
@@ -77,7 +71,7 @@ class RolloutStream:
         self._engines = StreamEngines(engines, self._tasks, self._dispatcher.has, plan.restarts, self._remove_engine)
         self._others = OtherRequests(self._engines, self._tasks, clock)
         self._episodes = StreamEpisodes(episodes, clock, self._tasks, self._others, self)
-        self._requests = GroupRequests(self._dispatcher, prompt_tokens, self._episodes.begin)
+        self._requests = GroupRequests(self._dispatcher, prompt, plan.sampling, self._episodes.begin)
         self._batching: DynamicBatching | None = None
         if plan.bounds is not None:
             self._batching = DynamicBatching(plan.bounds)
@@ -177,11 +171,11 @@ class RolloutStream:
                 raise EngineError(f"{count} responses were not begun: the step was abandoned")
             return await self._others.respond(shares)
 
-    async def play(self, begun: Sequence[tuple[StreamRequest, Task]]) -> OtherRows:
+    async def play(self, begun: Sequence[tuple[Request, Task]]) -> OtherRows:
         """Episodes of other prompts than those of groups; waits for them.
 
         Args:
-            begun: request of the first turn of each, as of `Episodes.begin_other`, and its task.
+            begun: request of the first turn of each, and its task.
 
         Raises:
             EngineError: an engine failed, or a turn was aborted.
@@ -403,7 +397,7 @@ class RolloutStream:
         """Version of the newest weights that an engine serves."""
         return self._dispatcher.newest_version
 
-    def submit_turn(self, request: StreamRequest, continues: bool) -> None:
+    def submit_turn(self, request: Request, continues: bool) -> None:
         """Request a turn: before all that waits where it continues an episode."""
         self._requests.submit(request, first=continues)
 
@@ -437,8 +431,8 @@ class RolloutStream:
             self.events.admitted(gathered.group, gathered.samples.start)
             self._requests.add(gathered, {})
 
-    def _send(self, requests: Iterable[tuple[int, StreamRequest]]) -> None:
-        sent: dict[int, list[StreamRequest]] = {}
+    def _send(self, requests: Iterable[tuple[int, Request]]) -> None:
+        sent: dict[int, list[Request]] = {}
         for engine, request in requests:
             sent.setdefault(engine, []).append(request)
             self._episodes.sent(request.sample)
@@ -449,13 +443,13 @@ class RolloutStream:
             self._submit_all(sent)
         self.metrics.look(self._dispatcher)
 
-    def _submit_all(self, sent: Mapping[int, Sequence[StreamRequest]]) -> None:
+    def _submit_all(self, sent: Mapping[int, Sequence[Request]]) -> None:
         for engine, requests in sent.items():
             self._busy.begin(engine)
             self.events.sent(engine, self._dispatcher.version(engine), [request.sample for request in requests])
-            self._engines.submit(engine, partial(_submit, requests))
+            self._engines.submit(engine, requests, together=self._plan.together)
 
-    async def _submit_step(self, sent: Mapping[int, Sequence[StreamRequest]]) -> None:
+    async def _submit_step(self, sent: Mapping[int, Sequence[Request]]) -> None:
         """Submit the requests of a step together, and let no others begin until these have ended."""
         async with self._turn:
             self._submit_all(sent)
@@ -482,7 +476,3 @@ class RolloutStream:
 
 def _no_prefix(_: int) -> None:
     """Prefix of an episode in a checkpoint."""
-
-
-async def _submit(requests: Sequence[StreamRequest], engine: StreamEngine) -> None:
-    await engine.submit(requests)

@@ -17,7 +17,7 @@ import torch
 
 from engine3d.rollout import Request, Response, SamplingConfig
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, gathered
+from hybridflow.batch.stored_rows import SampleEnd, SampleEnds, gathered
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptOrder
@@ -49,7 +49,7 @@ class _Rank:
     """Stands for an engine's rank, or one of reward functions: long responses, and their lengths as rewards."""
 
     def __init__(self) -> None:
-        self._lock, self._submitted = threading.Lock(), list[tuple[Request, int]]()
+        self._lock, self._submitted = threading.Lock(), list[Request]()
 
     def call_concurrently(self, method: str, results: int, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
@@ -57,23 +57,20 @@ class _Rank:
     def of_stream(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
 
-    def submit(
-        self, requests: Sequence[Request], prompts: Sequence[int], together: bool = False, turns: bool = False
-    ) -> None:
-        assert not turns
-        submitted = list(zip(requests, prompts, strict=True))
-        assert all(request.prompt == PROMPTS[prompt] and request.sampling == SAMPLING for request, prompt in submitted)
+    def submit(self, requests: Sequence[Request], together: bool = False) -> None:
+        for request in requests:
+            assert list(request.prompt) == PROMPTS[request.prompt_index] and request.sampling == SAMPLING
+            assert request.turn_start is None
         with self._lock:
-            self._submitted += submitted
+            self._submitted += requests
 
     def take_ended(self, wait_s: float) -> tuple[SampleEnds, Any, Any]:
         with self._lock:
-            submitted, self._submitted = self._submitted[:2], self._submitted[2:]
-        if not submitted:
+            requests, self._submitted = self._submitted[:2], self._submitted[2:]
+        if not requests:
             time.sleep(0.05)
             return SampleEnds([]), None, None
         send_tensors_as_arrays()
-        requests = [request for request, _ in submitted]
         count, tokens = len(requests), torch.arange(TOKENS) % 100
         batch = SampleBatch.from_generations(
             prompts=[request.prompt for request in requests],
@@ -81,7 +78,7 @@ class _Rank:
             logprobs=[[-0.5] * TOKENS] * count,
             sample_ids=[request.sample for request in requests],
             group_ids=[request.group for request in requests],
-            prompt_indices=[prompt for _, prompt in submitted],
+            prompt_indices=[request.prompt_index for request in requests],
             policy_versions=[0] * count,
             finish_reasons=["stop"] * count,
             token_versions=[[0] * TOKENS] * count,
@@ -115,13 +112,9 @@ class _Player(_Rank):
     def of_environments(self, method: str, *arguments: Any) -> Any:
         return getattr(self._host, method)(*arguments)
 
-    def submit(
-        self, requests: Sequence[Request], prompts: Sequence[int], together: bool = False, turns: bool = False
-    ) -> None:
-        assert turns and all(
-            request.prompt == PROMPTS[prompt] for request, prompt in zip(requests, prompts, strict=True)
-        )
+    def submit(self, requests: Sequence[Request], together: bool = False) -> None:
         for request in requests:
+            assert list(request.prompt) == PROMPTS[request.prompt_index] and request.turn_start is not None
             prefix = request.prefix or Response([], [], [])
             assert request.sampling.max_new_tokens == min(len(prefix.token_ids) + 2, 9)
             guess = 3 + CHARACTERS.index(str(1 + len(prefix.token_ids) // 3))
@@ -132,7 +125,7 @@ class _Player(_Rank):
                 prefix.versions + turn.versions,
                 "stop",
             )
-            self._submitted.append((request, 0))
+            self._submitted.append(request)
 
     def take_ended(self, wait_s: float) -> tuple[SampleEnds, Any, Any]:
         submitted, self._submitted = self._submitted, []
@@ -142,7 +135,7 @@ class _Player(_Rank):
             SampleEnd(
                 request.sample, request.group, request.index, 0, 0, complete=True, turn=self._turns.pop(request.sample)
             )
-            for request, _ in submitted
+            for request in submitted
         ]
         return SampleEnds(ends), None, None
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hybridflow.batch.stream_requests import StreamRequest
+from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.requests import Request
 from hybridflow.rollout.dispatch import Dispatcher
 
 
@@ -14,11 +15,11 @@ def _dispatcher(engines: int, limit: int, response: float = 10.0) -> Dispatcher:
     return Dispatcher(engines, limit, lambda _: response)
 
 
-def _request(sample: int, group: int, tokens: int, index: int = 0) -> StreamRequest:
-    return StreamRequest(sample, group, index, group, tokens)
+def _request(sample: int, group: int, tokens: int, index: int = 0) -> Request:
+    return Request(sample, range(tokens), SamplingConfig(), group, index)
 
 
-def _group(number: int, samples: int, tokens: int = 5) -> list[StreamRequest]:
+def _group(number: int, samples: int, tokens: int = 5) -> list[Request]:
     return [_request(number * 100 + sample, number, tokens, sample) for sample in range(samples)]
 
 

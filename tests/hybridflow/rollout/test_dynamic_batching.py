@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.stand_in_engine import StandInCache, StandInEngine
 from benchmarks.virtual_clock import run
-from engine3d.rollout.requests import EngineStats
-from hybridflow.batch.stream_requests import StreamRequest
+from engine3d.rollout.requests import EngineStats, Request
 from hybridflow.rollout.dynamic_batching import SWING, DynamicBatching, EngineReport, RequestBounds, next_limit
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.plan import StreamPlan
@@ -64,7 +63,7 @@ class _Made:
 def _steps(cache_tokens: int, *, dynamic: bool, length: int = 200, staleness: int = 2, target: float = 0.85) -> _Made:
     """Steps of 24 groups of two on two engines that run 32 requests at most."""
 
-    def tokens(request: StreamRequest) -> int:
+    def tokens(request: Request) -> int:
         return length // 4 + (request.sample * 7919) % (3 * length // 2)
 
     async def learn() -> _Made:
@@ -77,7 +76,7 @@ def _steps(cache_tokens: int, *, dynamic: bool, length: int = 200, staleness: in
             StreamPlan(StreamLimits(24, staleness), 2, 32, 2, bounds),
             engines,
             lambda count: [(number, 0) for number in (next(numbers) for _ in range(count))],
-            lambda _: 10,
+            lambda _: range(10),
             loop.time,
         )
         stream.open(0, [engine.stats for engine in engines if engine.stats is not None])

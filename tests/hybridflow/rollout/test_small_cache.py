@@ -12,8 +12,8 @@ import torch
 
 from engine3d.errors import UserError
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
-from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
-from hybridflow.roles.rollout_stream import EngineStream
+from hybridflow.batch.stored_rows import SampleEnd, SampleEnds
+from hybridflow.roles.rollout import EngineStream
 from hybridflow.rollout.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.processes
 PROMPT = [3, 4, 5, 6, 7, 8]
 RESPONSE = 48
 CACHE_TOKENS = 300
+LONG = SamplingConfig(max_new_tokens=RESPONSE, ignore_eos=True)
 SHORT = SamplingConfig(max_new_tokens=4, ignore_eos=True)
 
 
@@ -44,13 +45,11 @@ class _Engine:
     """The engine as a controller sees it, which learns no tokens."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine, self._requests = engine, dict[int, StreamRequest]()
+        self._engine, self._requests = engine, dict[int, Request]()
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         self._requests |= {request.sample: request for request in requests}
-        sampling = SamplingConfig(max_new_tokens=RESPONSE, ignore_eos=True)
-        complete = [Request(request.sample, [*PROMPT, 9 + request.group % 20], sampling) for request in requests]
-        await asyncio.to_thread(self._engine.submit, complete)
+        await asyncio.to_thread(self._engine.submit, requests)
 
     async def ended(self) -> SampleEnds:
         taken = await asyncio.to_thread(self._engine.take_ended, 1.0)
@@ -67,18 +66,15 @@ class _Engine:
     async def in_flight(self) -> Mapping[int, Response]:
         return {}
 
-    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
-        raise NotImplementedError("no test submits other requests here")
-
 
 async def _steps(engine: RolloutEngine, bounds: RequestBounds | None, first_sample: int) -> list[dict[str, float]]:
     """The figures of three steps of 24 responses."""
     numbers = iter(range(1000))
     stream = RolloutStream(
-        StreamPlan(StreamLimits(12, 0), 2, 16, 1, bounds),
+        StreamPlan(StreamLimits(12, 0), 2, 16, 1, bounds, sampling=LONG),
         [_Engine(engine)],
-        lambda count: [(number, 0) for number in (next(numbers) for _ in range(count))],
-        lambda _: len(PROMPT) + 1,
+        lambda count: [(number, number % 20) for number in (next(numbers) for _ in range(count))],
+        lambda prompt: [*PROMPT, 9 + prompt],
     )
     stream.groups.samples_drawn = first_sample
     stream.open(0, [engine.stats])
@@ -115,8 +111,7 @@ def test_retracted_responses_have_the_routes_that_they_were_drawn_with(
     small_cache: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
 ) -> None:
     before = small_cache.stats.retracted
-    sampling = SamplingConfig(max_new_tokens=RESPONSE, ignore_eos=True)
-    small_cache.submit([Request(7000 + index, [*PROMPT, 9 + index], sampling) for index in range(16)])
+    small_cache.submit([Request(7000 + index, [*PROMPT, 9 + index], LONG) for index in range(16)])
     ended: dict[int, Response] = {}
     while len(ended) < 16:
         ended |= small_cache.take_ended(10.0)
@@ -139,7 +134,7 @@ def test_responses_are_as_long_as_the_table_has_it_for_their_prompts(small_cache
     requests = [
         Request(6000 + index, prompt, table.for_prompt(len(prompt)), 0, index) for index, prompt in enumerate(prompts)
     ]
-    stream.submit(requests, range(5))
+    stream.submit(requests)
     lengths: dict[int, int] = {}
     while len(lengths) < 5:
         ended, _, _ = stream.take_ended(10.0)

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.config import SamplingConfig
-from engine3d.rollout.requests import EngineStats
-from hybridflow.batch.stream_requests import SampleEnds, StreamRequest
+from engine3d.rollout.requests import EngineStats, Request
+from hybridflow.batch.stored_rows import SampleEnds
 from hybridflow.data.prompts import Draw
 from hybridflow.rollout import controller
 from hybridflow.rollout import source as source_module
@@ -35,20 +35,20 @@ class _Recorded(_Named):
         self.submissions: list[list[int]] = []
         self.flying: list[int] = []
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         self.flying.append(len(self._waiting) + len(self._running))
         self.submissions.append([request.group for request in requests])
-        await super().submit(requests)
+        await super().submit(requests, together=together)
 
 
 def _together(max_staleness: int, groups: int = 5) -> _Setup:
     return _Setup(StreamLimits(groups, max_staleness), kind=_Recorded, together=True)
 
 
-def _others(count: int, first: int) -> dict[int, list[StreamRequest]]:
+def _others(count: int, first: int) -> dict[int, list[Request]]:
     """Requests of another draw, for both engines."""
     requests = [
-        StreamRequest(first + row, 1000 + row, 0, int(row >= count // 2), 2, context=[1, 2], sampling=SamplingConfig())
+        Request(first + row, [1, 2], SamplingConfig(), 1000 + row, prompt_index=int(row >= count // 2))
         for row in range(count)
     ]
     return {0: requests[: count // 2], 1: requests[count // 2 :]}
@@ -97,8 +97,8 @@ class _Failing(_Recorded):
 
     aborts = 1
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
-        await super().submit(requests)
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
+        await super().submit(requests, together=together)
         if len(self.submissions) <= self.aborts:
             await self.abort([requests[0].sample])
 
@@ -175,7 +175,7 @@ def test_other_prompts_wait_for_a_step_and_a_step_for_them() -> None:
         await setup.step()
         rows = await responding
         await setup.stream.drain()
-        return setup, [row.rows[row.index] for row in rows.rows], rows.busy
+        return setup, [row.packed[row.index] for row in rows.rows], rows.busy
 
     (setup, samples, busy), _ = run(learn())
     assert samples == [50, 51, 52, 53]
@@ -209,9 +209,9 @@ def test_an_abandoned_step_is_as_if_it_had_not_begun(max_staleness: int, message
 
 def test_a_step_is_abandoned_while_its_other_prompts_are_submitted() -> None:
     class Slow(_Recorded):
-        async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
-            await asyncio.sleep(0.05)
-            await super().submit_others(requests)
+        async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
+            await asyncio.sleep(0.05 if requests[0].sample >= 500 else 0)
+            await super().submit(requests, together=together)
 
         async def abort(self, samples: Sequence[int]) -> None:
             aborted.append(list(samples))

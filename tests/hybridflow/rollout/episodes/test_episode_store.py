@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine3d.rollout.requests import GIVEN, Response
+from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.requests import GIVEN, Request, Response
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.stream_requests import StreamRequest
-from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.episodes.episode_store import episode_batch
 from hybridflow.rollout.episodes.episodes import EndedEpisode
@@ -18,7 +17,8 @@ from hybridflow.rollout.episodes.episodes import EndedEpisode
 
 def _episode(sample: int, response: Response, engine: int) -> EndedEpisode:
     score = SampleScore(math.nan, True, {"environment": math.nan})
-    return EndedEpisode(StreamRequest(sample, 3, sample % 2, 1, 2, response), response, score, engine, 0.0)
+    request = Request(sample, [2, 3], SamplingConfig(), 3, sample % 2, response, prompt_index=1)
+    return EndedEpisode(request, response, score, engine, 0.0, [2, 3])
 
 
 def test_only_tokens_of_the_policy_are_loss_tokens() -> None:
@@ -36,7 +36,6 @@ def test_only_tokens_of_the_policy_are_loss_tokens() -> None:
             _episode(11, failed, -1),
             _episode(12, replace(failed.extended([9]), finish_reason="abort"), -1),
         ],
-        PackedPrompts.of([[1], [2, 3]]),
         version=4,
         times=[(1.0, 2.0)] * 3,
     )

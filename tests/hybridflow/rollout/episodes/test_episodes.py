@@ -14,12 +14,13 @@ from benchmarks.stand_in_episodes import ANSWERED, DRAWN, StandInEnvironments, T
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from engine3d.rollout.config import SamplingConfig
-from engine3d.rollout.requests import BEGINS, GIVEN
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnd, SampleEnds, StoredRow, StreamRequest
+from engine3d.rollout.requests import BEGINS, GIVEN, Request
+from hybridflow.batch.stored_rows import SampleEnd, SampleEnds, StoredRow
 from hybridflow.environments.environment import Task
 from hybridflow.environments.episode import EpisodeAnswer, EpisodeMessage, EpisodeTurn
 from hybridflow.rollout.episodes.episodes import EndedEpisode, EpisodePlan, EpisodeSetup
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream.engines import EngineLostError
 from hybridflow.rollout.stream.groups import GatheredGroup, StepRows
 from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
@@ -35,11 +36,11 @@ class _Engine(TurnEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.requests: list[StreamRequest] = []
+        self.requests: list[Request] = []
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         self.requests += requests
-        await super().submit(requests)
+        await super().submit(requests, together=together)
 
     async def ended(self) -> SampleEnds:
         ends = await super().ended()
@@ -65,18 +66,23 @@ class _Setup:
             EpisodePlan(**plan),
             self.ranks,
             lambda prompt, group: Task(str(prompt), seed=group),
-            lambda _: 40,
             self._store,
         )
         self.plan = StreamPlan(
-            StreamLimits(GROUPS, staleness), SAMPLES, 8, engines, restarts=restarts, episodes=setup.plan
+            StreamLimits(GROUPS, staleness),
+            SAMPLES,
+            8,
+            engines,
+            restarts=restarts,
+            sampling=SamplingConfig(max_new_tokens=40),
+            episodes=setup.plan,
         )
         self._setup = setup
         self.stream = self.another()
 
     def another(self) -> RolloutStream:
         clock = asyncio.get_running_loop().time
-        return RolloutStream(self.plan, self.engines, self._draw, lambda _: 3, clock, episodes=self._setup)
+        return RolloutStream(self.plan, self.engines, self._draw, lambda _: [0, 0, 0], clock, episodes=self._setup)
 
     def _draw(self, count: int) -> Iterator[tuple[int, int]]:
         return ((number, number % 5) for number in itertools.islice(self._numbers, count))
@@ -98,7 +104,7 @@ def _scored(group: GatheredGroup) -> list[tuple[SampleEnd, Any]]:
 
 
 def _episodes(rows: StepRows) -> list[EndedEpisode]:
-    return [row.rows for group in rows.groups for row in group.rows]
+    return [row.packed for group in rows.groups for row in group.rows]
 
 
 def _three_turns(message: EpisodeMessage, turns: int) -> EpisodeAnswer:
@@ -173,24 +179,24 @@ def test_a_tree_of_an_agent_is_one_sample_that_holds_each_drawn_token_once() -> 
         first, again = [DRAWN], [DRAWN] * 3
         for episode in _episodes(rows):
             response = episode.response
-            assert episode.context == [7, 7]
+            assert episode.prompt == [7, 7]
             assert response.token_ids == [*first, 9, *again, 7, 7, DRAWN, 8, *[DRAWN] * 2]
             assert response.versions == [0, GIVEN, 0, 0, 0, BEGINS, GIVEN, GIVEN, GIVEN, 0, 0]
             assert [logprob == 0.0 for logprob in response.logprobs] == [version < 0 for version in response.versions]
             assert (episode.drawn, response.finish_reason, episode.score.total) == (6, "length", 2.0)
             assert episode.score.counts["environment/environment_tokens"] == 5
-        requests: dict[int, list[StreamRequest]] = {
+        requests: dict[int, list[Request]] = {
             request.sample: [] for engine in setup.engines for request in engine.requests
         }
         for engine in setup.engines:
             for request in engine.requests:
                 requests[request.sample].append(request)
         for one, two, three in (row for row in requests.values() if len(row) == 3):
-            assert [list(request.context or ()) for request in (one, two, three)] == [[7, 7], [7, 7, DRAWN, 8], [7, 7]]
+            assert [list(request.prompt) for request in (one, two, three)] == [[7, 7], [7, 7, DRAWN, 8], [7, 7]]
             assert (one.prefix, two.prefix) == (None, None)
             assert three.prefix is not None and three.prefix.token_ids == [*first, 9]
             assert [request.tokens for request in (one, two, three)] == [2, 4, 4]
-            assert [request.limit for request in (one, two, three)] == [1, 2, 2 + 3]
+            assert [request.sampling.max_new_tokens for request in (one, two, three)] == [1, 2, 2 + 3]
 
     run(play())
 
@@ -295,11 +301,11 @@ def test_a_failed_environment_drops_its_sample_and_keeps_its_group() -> None:
     run(play())
 
 
-def _others(count: int) -> list[tuple[StreamRequest, Task]]:
+def _others(count: int) -> list[tuple[Request, Task]]:
     """First turns of episodes of other prompts, for two engines."""
     return [
         (
-            StreamRequest(900 + row, row, 0, 0, 2, limit=40, engine=row % 2, context=[8, 9], sampling=SamplingConfig()),
+            Request(900 + row, [8, 9], SamplingConfig(max_new_tokens=40), row, engine=row % 2),
             Task("held out", seed=row),
         )
         for row in range(count)
@@ -316,15 +322,15 @@ def test_episodes_of_other_prompts_are_played_beside_those_of_groups(is_lost: bo
         await asyncio.sleep(0.12)  # in the second turn
         setup.engines[0].lost = is_lost
         rows = await playing
-        episodes: list[EndedEpisode] = [row.rows for row in rows.rows]
+        episodes: list[EndedEpisode] = [row.packed for row in rows.rows]
         assert [episode.request.sample for episode in episodes] == [*range(900, 906)]
         assert [score.total for score in rows.scores] == [1.5] * 6
         for number, episode in enumerate(episodes):
-            assert episode.context == [8, 9] and episode.drawn == 3 * TURN
+            assert episode.prompt == [8, 9] and episode.drawn == 3 * TURN
             assert episode.engine == (1 if is_lost else number % 2)
         assert not setup.stream._others
         sent = [request for engine in setup.engines for request in engine.requests if request.sample >= 900]
-        assert all(request.context == [8, 9] and request.sampling is not None for request in sent)
+        assert all(request.prompt == [8, 9] for request in sent)
         await setup.step()
 
     run(play())
@@ -341,7 +347,7 @@ def test_failed_episodes_of_other_prompts_have_their_prompt_and_no_reward() -> N
         setup.stream.open(0)
         rows = await setup.stream.play(_others(2))
         assert [score.failures for score in rows.scores] == [{"environment": "raised ValueError"}] * 2
-        assert [row.rows.context for row in rows.rows] == [[8, 9]] * 2
+        assert [row.packed.prompt for row in rows.rows] == [[8, 9]] * 2
 
     run(play())
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.virtual_clock import run
 from engine3d.rollout import Response
-from engine3d.rollout.requests import EngineStats
-from hybridflow.batch.stream_requests import SampleEnd, SampleEnds, StreamRequest
+from engine3d.rollout.requests import EngineStats, Request
+from hybridflow.batch.stored_rows import SampleEnd, SampleEnds
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
@@ -20,14 +20,14 @@ class _Scripted:
     """Ends what it is told to, and tells how it is."""
 
     def __init__(self) -> None:
-        self.requests: list[StreamRequest] = []
+        self.requests: list[Request] = []
         self._ended: asyncio.Queue[SampleEnds] = asyncio.Queue()
 
-    def report(self, stats: EngineStats, *requests: StreamRequest, tokens: int = 10, oldest: int = 0) -> None:
+    def report(self, stats: EngineStats, *requests: Request, tokens: int = 10, oldest: int = 0) -> None:
         ends = [SampleEnd(request.sample, request.group, request.index, tokens, oldest, True) for request in requests]
         self._ended.put_nowait(SampleEnds(ends, stats=stats))
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         self.requests += requests
 
     async def ended(self) -> SampleEnds:
@@ -39,7 +39,7 @@ class _Scripted:
     async def in_flight(self) -> Mapping[int, Response]:
         return {}
 
-    async def submit_others(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit_others(self, requests: Sequence[Request]) -> None:
         raise NotImplementedError("no test submits other requests here")
 
 
@@ -49,7 +49,7 @@ def _stream(engines: int, groups: int, staleness: int) -> tuple[RolloutStream, l
         StreamPlan(StreamLimits(groups, staleness), 1, 8, engines),
         scripted,
         lambda count: [(number, 0) for number in (next(numbers) for _ in range(count))],
-        lambda _: 3,
+        lambda _: range(3),
         asyncio.get_running_loop().time,
     )
     return stream, scripted

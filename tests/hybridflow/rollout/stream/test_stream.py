@@ -19,8 +19,10 @@ from benchmarks.stream_load import take
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from engine3d.rollout import Response, SamplingConfig
-from hybridflow.batch.stream_requests import EngineLostError, SampleEnds, StoredRow, StreamRequest
+from engine3d.rollout.requests import Request
+from hybridflow.batch.stored_rows import SampleEnds, StoredRow
 from hybridflow.rollout.ledger import Queue, StreamLimits
+from hybridflow.rollout.stream.engines import EngineLostError
 from hybridflow.rollout.stream.groups import StepRows, StreamState
 from hybridflow.rollout.stream.plan import StreamPlan
 from hybridflow.rollout.stream.stream import RolloutStream
@@ -47,7 +49,7 @@ class _Scorer:
     async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> list[int]:
         assert len(prompts) == len(rows)
         await asyncio.sleep(self._seconds)
-        samples = [row.rows[row.index] for row in rows]
+        samples = [row.packed[row.index] for row in rows]
         self.scored += samples
         self.most = max(self.most, len(samples))
         return samples
@@ -75,7 +77,7 @@ class _Setup:
         chance = random.Random(seed)
         self.lengths: dict[tuple[int, int], int] = {}
 
-        def length(request: StreamRequest) -> int:
+        def length(request: Request) -> int:
             return self.lengths.setdefault((request.group, request.index), min(200, int(chance.paretovariate(1.2) * 5)))
 
         self.engines: list[Any] = [
@@ -97,7 +99,7 @@ class _Setup:
     def another(self) -> RolloutStream:
         clock = asyncio.get_running_loop().time
         return RolloutStream(
-            self.plan, self.engines, self._draw, lambda prompt: 3 + prompt, clock, scorers=self._scorers
+            self.plan, self.engines, self._draw, lambda prompt: range(3 + prompt), clock, scorers=self._scorers
         )
 
     def _draw(self, count: int) -> Iterator[tuple[int, int]]:
@@ -123,7 +125,7 @@ def _check(rows: StepRows, groups: int, staleness: int) -> None:
         assert [end.index for end in group.ended] == list(range(SAMPLES))
         assert {end.group for end in group.ended} == {group.group.number}
         for end, row in zip(group.ended, group.rows, strict=True):
-            assert row.rows[row.index] == end.sample and end.complete
+            assert row.packed[row.index] == end.sample and end.complete
     assert max(rows.taken.staleness) <= staleness
 
 
@@ -136,10 +138,10 @@ class _Slow(_Named):
         self.early: list[int] = []
         self.aborted = 0
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         await asyncio.sleep(0.001)
         self.came |= {request.sample for request in requests}
-        await super().submit(requests)
+        await super().submit(requests, together=together)
 
     async def abort(self, samples: Sequence[int]) -> None:
         await asyncio.sleep(0.0005)
@@ -218,7 +220,7 @@ def _check_tokens(stream: RolloutStream) -> None:
     """A request counts its prompt and what its response has: some have begun."""
     requests = stream._requests._requests.values()
     for request in requests:
-        assert request.tokens == 3 + request.prompt + (
+        assert request.tokens == 3 + request.prompt_index + (
             len(request.prefix.token_ids) if request.prefix is not None else 0
         )
     assert any(request.prefix is not None for request in requests)
@@ -326,7 +328,7 @@ class _Rolling(_Setup):
             engine._version = functools.partial(self.versions.__getitem__, number)
             engine.submit = functools.partial(self._submit, number, engine.submit)  # type: ignore[method-assign]
 
-    async def _submit(self, number: int, submit: Any, requests: Sequence[StreamRequest]) -> None:
+    async def _submit(self, number: int, submit: Any, requests: Sequence[Request]) -> None:
         mixed = len(set(self.versions)) > 1
         self.sent += [(request.group, number, self.versions[number], mixed) for request in requests]
         await submit(requests)
@@ -391,9 +393,7 @@ def test_nothing_is_sent_to_an_engine_whose_weights_change() -> None:
         setup = _Rolling(StreamLimits(4, 2), wait=True, slots=2)
         for number, engine in enumerate(setup.engines):
 
-            async def submit(
-                requests: Sequence[StreamRequest], number: int = number, send: Any = engine.submit
-            ) -> None:
+            async def submit(requests: Sequence[Request], number: int = number, send: Any = engine.submit) -> None:
                 assert setup.engines[number]._begins  # what is sent before `change` arrives before it too
                 await send(requests)
 
@@ -490,7 +490,7 @@ def test_whoever_is_slower_bounds_the_other(train_s: float, queue: Queue) -> Non
 def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
     class Stuck(_Scorer):
         async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> list[int]:
-            if any(row.rows[row.index] == 5 for row in rows):  # of the third group
+            if any(row.packed[row.index] == 5 for row in rows):  # of the third group
                 await asyncio.sleep(1e6)
             return await super().score(rows, prompts)
 
@@ -508,7 +508,9 @@ def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
 def test_a_slow_score_keeps_no_other_group_back_where_several_batches_are_scored_at_once() -> None:
     class Slow(_Scorer):
         async def score(self, rows: Sequence[StoredRow], prompts: Sequence[int]) -> list[int]:
-            await asyncio.sleep(1000.0 if any(row.rows[row.index] == 5 for row in rows) else 0.0)  # of the third group
+            await asyncio.sleep(
+                1000.0 if any(row.packed[row.index] == 5 for row in rows) else 0.0
+            )  # of the third group
             return await super().score(rows, prompts)
 
     async def learn(scored_at_once: int) -> tuple[float, int]:
@@ -704,9 +706,9 @@ class _Mortal(_Named):
         self._check()
         return await ending
 
-    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> None:
         self._check()
-        await super().submit(requests)
+        await super().submit(requests, together=together)
 
     async def abort(self, samples: Sequence[int]) -> None:
         self._check()
@@ -774,12 +776,9 @@ def test_an_engine_that_is_lost_is_started_again_and_what_it_had_is_made_elsewhe
 @pytest.mark.parametrize("engines", [1, 3])
 @pytest.mark.parametrize("dies_after_s", [0.0, 0.1])
 def test_other_prompts_of_a_lost_engine_are_submitted_again(engines: int, dies_after_s: float) -> None:
-    def shares(setup: _Setup, first: int) -> dict[int, list[StreamRequest]]:
+    def shares(setup: _Setup, first: int) -> dict[int, list[Request]]:
         sampling = SamplingConfig()
-        requests = [
-            StreamRequest(sample, sample, 0, 0, 2, context=[1, 2], sampling=sampling)
-            for sample in range(first, first + 6)
-        ]
+        requests = [Request(sample, [1, 2], sampling, sample) for sample in range(first, first + 6)]
         setup.lengths |= {(request.group, 0): 2 if request.sample % 2 else 50 for request in requests}
         share = len(requests) // engines
         return {engine: requests[engine * share : (engine + 1) * share] for engine in range(engines)}
@@ -798,7 +797,7 @@ def test_other_prompts_of_a_lost_engine_are_submitted_again(engines: int, dies_a
         setup.stream.add_engine(0, setup.version)
         rows = await asyncio.wait_for(asyncio.gather(*responding), 100)
         assert not setup.stream._others
-        return [row.rows[row.index] for others in rows for row in others.rows]
+        return [row.packed[row.index] for others in rows for row in others.rows]
 
     assert run(learn())[0] == [*range(500, 506), *range(600, 606)]
 

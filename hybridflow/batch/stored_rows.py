@@ -1,6 +1,6 @@
-"""A rollout controller's view of engines and samples: ids and lengths; of tokens only prefixes to continue from.
+"""Responses that have ended, as a rollout controller sees them: ids and lengths, and where their tokens are.
 
-The tokens of samples that have ended are in object stores, batch by batch.
+The tokens of samples are in object stores, batch by batch.
 """
 
 from __future__ import annotations
@@ -9,46 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine3d.errors import EngineError
-from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.requests import EngineStats, Response
 from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.remote_batch import RemoteBatch
 
 
-class EngineLostError(EngineError):
-    """An engine failed and can be restarted."""
-
-
 @dataclass(frozen=True, slots=True)
-class StreamRequest:
-    """A response to make.
+class StoredRow:
+    """Position of a sample among those that an engine has made.
 
     Args:
-        sample: its id, unique over the run.
-        group: number of the draw.
-        index: of the sample in its group.
-        prompt: index of the prompt.
-        tokens: count of the prompt's, and of the prefix's.
-        prefix: of the response, which continues from it.
-        limit: most tokens of the response, the prefix included; that of its prompt if None.
-        engine: number of the engine that has the prefix in its cache; None if none has.
-        turn_start: as of `Request`.
-        context: token ids before the response, in place of those of the prompt; None with these.
-        sampling: of the response, in place of that of training; None with that.
+        packed: reference to the columns of these samples, a `Packed`.
+        index: of the sample there.
+        summary: reference to their per-sample columns, a `Summary`.
+        node: Ray's id of their node.
     """
 
-    sample: int
-    group: int
+    packed: Any
     index: int
-    prompt: int
-    tokens: int
-    prefix: Response | None = None
-    limit: int | None = None
-    engine: int | None = None
-    turn_start: int = 0
-    context: Sequence[int] | None = None
-    sampling: SamplingConfig | None = None
+    summary: Any = None
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +85,13 @@ class SampleEnds:
     stats: EngineStats | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRows:
-    """Samples that an engine has made.
-
-    Args:
-        summary: reference to their per-sample columns, a `Summary`.
-        packed: reference to their columns, a `Packed`.
-        node: Ray's id of their node.
-    """
-
-    summary: Any
-    packed: Any
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRow:
-    """Position of a sample: the `StoredRows` that has it, and its index there."""
-
-    rows: Any
-    index: int
-
-
 def gathered(rows: Sequence[StoredRow]) -> RemoteBatch:
     """Return the samples of these rows as one batch, in this order."""
-    stored: dict[Any, StoredRows] = {row.rows.packed: row.rows for row in rows}
-    summaries = ray.get([results.summary for results in stored.values()])
+    stored = {row.packed: row for row in rows}
+    summaries = ray.get([row.summary for row in stored.values()])
     sizes = [len(summary.per_sample["sample_ids"]) for summary in summaries]
     firsts, first = {}, 0
     for ref, size in zip(stored, sizes, strict=True):
         firsts[ref], first = first, first + size
-    batch = RemoteBatch.of_results(
-        summaries, [results.packed for results in stored.values()], [results.node for results in stored.values()]
-    )
-    return batch.select([firsts[row.rows.packed] + row.index for row in rows])
+    batch = RemoteBatch.of_results(summaries, list(stored), [row.node for row in stored.values()])
+    return batch.select([firsts[row.packed] + row.index for row in rows])

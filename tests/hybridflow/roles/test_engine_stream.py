@@ -8,7 +8,7 @@ from typing import Any
 
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.requests import GIVEN, Request, Response
-from hybridflow.roles.rollout_stream import EngineStream
+from hybridflow.roles.rollout import EngineStream
 from hybridflow.workers.rank_process import _Pulse
 
 
@@ -34,7 +34,7 @@ def test_the_heartbeat_reports_generation_while_what_was_submitted_together_is_i
     stream = EngineStream(0, engine, pulse.at)  # type: ignore[arg-type]
 
     def submit(sample: int, *, together: bool) -> str:
-        stream.submit([Request(sample, [1], SamplingConfig())], [0], together)
+        stream.submit([Request(sample, [1], SamplingConfig())], together)
         return pulse._beat().method
 
     def end(*samples: int) -> str:
@@ -82,8 +82,8 @@ def test_a_turn_of_an_episode_comes_back_with_its_tokens_and_is_no_sample() -> N
             }
 
     stream = EngineStream(0, Engine(), _Pulse("rollout", 0, None).at)  # type: ignore[arg-type]
-    stream.submit([Request(sample, [1], SamplingConfig()) for sample in (1, 2)], [0, 0], turns=True)
-    stream.submit([Request(3, [1], SamplingConfig())], [0])
+    stream.submit([Request(sample, [1], SamplingConfig(), turn_start=0) for sample in (1, 2)])
+    stream.submit([Request(3, [1], SamplingConfig())])
     ends, summary, packed = stream.take_ended(0.0)
     assert summary is not None and summary.per_sample["sample_ids"].tolist() == [3]
     by_sample = {end.sample: end for end in ends.samples}
