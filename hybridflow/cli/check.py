@@ -109,7 +109,8 @@ def doctor(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> int:
+def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe], *, starts: bool = False) -> int:
+    """Check recipes. `starts`: also that none has the name of a run, which a recipe that is only checked may have."""
     nodes = _named_nodes(parsed)
     nodes = _assumed_nodes(recipes) if nodes is None else nodes
     # With --memory the ledger is shown first, and then refuses.
@@ -138,7 +139,10 @@ def _check_recipes(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> in
         try:
             check_name(recipe.directory, recipe.resume, overwrite=recipe.overwrite)
         except UserError as error:
-            print(f"hybridflow train would refuse it now: {error}")
+            refusal = f"hybridflow train would refuse it now: {error}"
+            if starts:
+                raise UserError(refusal) from None
+            print(refusal)
     return 0
 
 
@@ -225,6 +229,6 @@ def _check_nodes(parsed: argparse.Namespace) -> None:
         words = [parsed.recipe, *parsed.overrides, *([f"--actor={parsed.actor}"] if parsed.actor is not None else [])]
         parser = argparse.ArgumentParser()
         add_check_arguments(parser)
-        check(parser.parse_args(words))
+        _check_recipes(parser.parse_args(words), recipes, starts=True)
     else:
         checked_recipes(parsed, recipes=recipes)

@@ -65,6 +65,25 @@ def load_held_out_pairs(config: DataConfig, *, unpaired: bool) -> list[Pair]:
     return arithmetic_pairs(arithmetic_held_out(config.arithmetic), f"{config.arithmetic.seed}:held-out pairs")
 
 
+def load_better_responses(config: PairsConfig) -> list[Example]:
+    """Load the supervised examples of files of pairs: prompts and their better responses, both texts.
+
+    Raises:
+        UserError: naming file and line of what cannot serve.
+    """
+    if config.sft_path is None:
+        return []
+    return [_example(pair, config) for pair in read_pairs(config.sft_path, config, unpaired=True)]
+
+
+def _example(pair: Pair, config: PairsConfig) -> Example:
+    for name, text in ((config.prompt_field, pair.prompt), (config.chosen_field, pair.chosen)):
+        if not isinstance(text, str):
+            there = "is not there" if text is None else "has messages" if is_messages(text) else "has token ids"
+            raise UserError(f"{pair.location}: field {name!r} {there}, expected the text of a supervised example")
+    return Example(str(pair.prompt), str(pair.chosen))
+
+
 def arithmetic_pairs(problems: Iterable[Example], seed: str) -> list[Pair]:
     """The right answer of each problem against one that is off by one or by ten."""
     generator = random.Random(seed)

@@ -45,21 +45,11 @@ class Splits:
 
 
 def load_splits(config: DataConfig) -> Splits:
-    """Load the examples to train on, by `config`. From files of pairs only the supervised ones.
+    """Load the examples to train on, by `config`, which has no files of pairs.
 
     Raises:
         UserError: naming file and line of what cannot serve.
     """
-    if (pairs := config.pairs) is not None:
-        supervised: list[Example] = []
-        if pairs.sft_path is not None:
-            supervised = read_jsonl(
-                pairs.sft_path,
-                prompt_field=pairs.prompt_field or "prompt",
-                answer_field=pairs.chosen_field,
-                text_answers=True,
-            )
-        return Splits(sft=supervised, train=[])
     if (jsonl := config.jsonl) is None:
         return arithmetic_splits(config.arithmetic)
     return Splits(

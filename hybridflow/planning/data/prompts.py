@@ -16,7 +16,7 @@ from hybridflow.data.files.conversations.supervised import SupervisedPrompts, en
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
 from hybridflow.data.given_responses import GivenResponses, encode_pairs
-from hybridflow.data.pairs import Pair, load_pairs
+from hybridflow.data.pairs import Pair, load_better_responses, load_pairs
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.remarks import RemarkCounts, lines, located, of_prompt, of_response
 from hybridflow.data.sampler import PromptOrder, SourceOrder
@@ -113,8 +113,14 @@ def encode(
         UserError: naming the prompt that cannot be encoded, or is longer than `limit` tokens and to be refused; or
             dropping those that are too long leaves none.
     """
+    supervised: Sequence[Example] = []
+    if data.pairs is not None:
+        if supervises:
+            supervised = load_better_responses(data.pairs)
+        return _encode_given(data, tokenizer, supervised, limit, unpaired=algorithm.unpaired)
     splits = load_splits(data)
-    supervised = splits.sft if supervises else []
+    if supervises:
+        supervised = splits.sft
     if not algorithm.needs_engines:
         return _encode_given(data, tokenizer, supervised, limit, unpaired=algorithm.unpaired)
     policy = data.overlong_prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine3d.errors import UserError
 from hybridflow.data.config import ArithmeticConfig, DataConfig, OverlongPolicy, PairsConfig
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.given_responses import GivenResponses, encode_pairs, pair_notes
-from hybridflow.data.pairs import Pair, load_held_out_pairs, load_pairs, read_pairs
+from hybridflow.data.pairs import Pair, load_better_responses, load_held_out_pairs, load_pairs, read_pairs
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, load_held_out, load_splits
 from hybridflow.data.tokenizer import make_character_tokenizer, make_chat_tokenizer
 
@@ -114,8 +115,30 @@ def test_pairs_of_files_and_supervised_examples_of_their_better_responses(tmp_pa
     data = DataConfig(source="pairs", pairs=config(path, sft_path=path))
     train, held_out = load_pairs(data, unpaired=False), load_held_out_pairs(data, unpaired=False)
     assert train == held_out == [a_pair("1+1=", "2", "3", f"{path}:1")]
-    [example] = load_splits(data).sft
-    assert (example.prompt, example.answer) == ("1+1=", "2")
+    rows = [{"prompt": "1+1=", "chosen": "2"}, {"prompt": "2+2=", "chosen": "4"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    for supervised, count in ((path, 1), (tmp_path / "p.parquet", 2)):
+        examples = load_better_responses(config(path, sft_path=supervised))
+        assert [(example.prompt, example.answer) for example in examples] == [("1+1=", "2"), ("2+2=", "4")][:count]
+    assert load_better_responses(config(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x", "rejected": "1"}, "1: field 'chosen' is not there, expected the text"),
+        ({"prompt": [3], "chosen": "1"}, "1: field 'prompt' has token ids, expected the text"),
+        (
+            {"prompt": "x", "chosen": [{"role": "assistant", "content": "1"}]},
+            "1: field 'prompt' has messages, expected the text",
+        ),
+    ],
+)
+def test_a_supervised_example_without_texts_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_better_responses(config(path, sft_path=path))
 
 
 def test_pairs_of_messages_are_rendered_by_the_template(tmp_path: Path) -> None:

@@ -328,10 +328,10 @@ class _Rolling(_Setup):
             engine._version = functools.partial(self.versions.__getitem__, number)
             engine.submit = functools.partial(self._submit, number, engine.submit)  # type: ignore[method-assign]
 
-    async def _submit(self, number: int, submit: Any, requests: Sequence[Request]) -> None:
+    async def _submit(self, number: int, submit: Any, requests: Sequence[Request], *, together: bool) -> None:
         mixed = len(set(self.versions)) > 1
         self.sent += [(request.group, number, self.versions[number], mixed) for request in requests]
-        await submit(requests)
+        await submit(requests, together=together)
 
     async def step(self, train_s: float = 0.5) -> StepRows:
         rows = await self.stream.take(self.version)
@@ -393,9 +393,11 @@ def test_nothing_is_sent_to_an_engine_whose_weights_change() -> None:
         setup = _Rolling(StreamLimits(4, 2), wait=True, slots=2)
         for number, engine in enumerate(setup.engines):
 
-            async def submit(requests: Sequence[Request], number: int = number, send: Any = engine.submit) -> None:
+            async def submit(
+                requests: Sequence[Request], *, together: bool, number: int = number, send: Any = engine.submit
+            ) -> None:
                 assert setup.engines[number]._begins  # what is sent before `change` arrives before it too
-                await send(requests)
+                await send(requests, together=together)
 
             engine.submit = submit  # type: ignore[method-assign]
         setup.stream.open(0)
