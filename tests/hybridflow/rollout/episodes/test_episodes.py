@@ -411,10 +411,10 @@ def test_turns_return_to_the_engine_that_has_their_prefix() -> None:
         for number, engine in enumerate(setup.engines):
             submit = engine.submit
 
-            async def noted(requests: Any, number: int = number, submit: Any = submit) -> None:
+            async def noted(requests: Any, *, together: bool, number: int = number, submit: Any = submit) -> None:
                 for request in requests:
                     sent.setdefault(request.sample, set()).add(number)
-                await submit(requests)
+                await submit(requests, together=together)
 
             engine.submit = noted
         setup.stream.open(0)
