@@ -121,7 +121,8 @@ class RolloutEngine(HostOwner):
         host = self._running() if self._changing and not together else self._able()
         if not (together or self.config.token_versions):
             raise UserError("responses one by one need rollout.token_versions=true when the engine is started")
-        check_requests(requests, self.config, self._model, self._context_length, together=together)
+        model = self._model.directory, self._model.vocab_size
+        check_requests(requests, self.config, *model, self._context_length, together=together)
         if not requests:
             return
         samples = [request.sample for request in requests]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine3d.errors import UserError
@@ -11,8 +12,6 @@ from engine3d.rollout.config import RolloutConfig, SamplingConfig
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from engine3d.rollout.launch import ModelDirectory
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -124,14 +123,21 @@ class EngineStats:
 
 
 def check_requests(
-    requests: Sequence[Request], config: RolloutConfig, model: ModelDirectory, context_length: int, *, together: bool
+    requests: Sequence[Request],
+    config: RolloutConfig,
+    directory: Path,
+    vocab_size: int,
+    context_length: int,
+    *,
+    together: bool,
 ) -> None:
     """Check what an engine is asked for.
 
     Args:
         requests: of one call.
         config: of the engine.
-        model: that it has.
+        directory: of its model.
+        vocab_size: of the model.
         context_length: tokens that a prompt and its response may have together.
         together: True if they are submitted together.
 
@@ -141,14 +147,14 @@ def check_requests(
     for sampling in {id(request.sampling): request.sampling for request in requests}.values():
         if config.deterministic and sampling.min_p > 0:
             raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
-        if sampling.stop and not (model.directory / "tokenizer_config.json").is_file():
+        if sampling.stop and not (directory / "tokenizer_config.json").is_file():
             raise UserError(
-                f"stop is {list(sampling.stop)}: {model.directory} has no tokenizer_config.json, and without a "
+                f"stop is {list(sampling.stop)}: {directory} has no tokenizer_config.json, and without a "
                 "tokenizer responses have no text"
             )
     prompts = {(id(request.prompt), id(request.sampling)): request for request in requests}  # which samples share
     for index, request in enumerate(prompts.values()):
-        _check_prompt(f"prompt {index}", request, model.vocab_size, context_length)
+        _check_prompt(f"prompt {index}", request, vocab_size, context_length)
     if together and (continued := [request.sample for request in requests if request.prefix is not None]):
         raise UserError(f"sample {continued[0]} has a prefix, expected none in requests submitted together")
 
