@@ -134,7 +134,7 @@ class SamplingTally:
         return good[:target]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step."""
+        """Return the counts of the step."""
         return {
             metrics.SAMPLING_ROUNDS: self.rounds,
             metrics.SAMPLING_DRAWN: self.drawn,
@@ -142,8 +142,14 @@ class SamplingTally:
             metrics.SAMPLING_FILTERED: self.filtered.total(),
             metrics.SAMPLING_FAILED: self.failed,
             metrics.SAMPLING_SURPLUS: self.surplus,
-            metrics.SAMPLING_ALL_RIGHT: self.filtered[GroupKind.ALL_RIGHT] / self.drawn,
-            metrics.SAMPLING_ALL_WRONG: self.filtered[GroupKind.ALL_WRONG] / self.drawn,
+        }
+
+    def shares(self) -> dict[str, Tensor]:
+        """Return for each drawn prompt 1 if it was of a kind, and 0 if not, of which the mean is the kind's share."""
+        drawn = torch.arange(self.drawn)
+        return {
+            metrics.SAMPLING_ALL_RIGHT: (drawn < self.filtered[GroupKind.ALL_RIGHT]).double(),
+            metrics.SAMPLING_ALL_WRONG: (drawn < self.filtered[GroupKind.ALL_WRONG]).double(),
         }
 
     def __str__(self) -> str:
@@ -193,6 +199,7 @@ def _draw_until_full(step: Step[Any], config: DynamicSamplingSettings, in_loss: 
         if used:
             batches.append(batch.select(torch.isin(ids, torch.tensor(used)).nonzero()[:, 0]))
     step.values.update(tally.metrics())
+    step.log(tally.shares())
     samples = sum(map(len, batches))
     if tally.used < target:
         short = f"step {step.number}: {tally}"

@@ -87,7 +87,7 @@ def _with_replayed(step: Step[PFPPOSettings], batch: RemoteBatch) -> RemoteBatch
     named = filtered_by_rank(rewards, groups, config.filtration, chance, best=config.filtration_n)
     stays = named | (torch.rand(len(batch), generator=chance, dtype=torch.float64) >= config.filter_prob)
     fresh = batch.select(stays.nonzero()[:, 0])
-    step.values[metrics.SAMPLING_KEPT] = len(fresh) / len(batch)
+    step.log({metrics.SAMPLING_KEPT: stays.double()})
     if len(fresh) < step.least_samples:
         raise EngineError(
             f"step {step.number}: {len(fresh)} of {len(batch)} samples are left by algorithm.filtration="

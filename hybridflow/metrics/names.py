@@ -88,6 +88,15 @@ SAMPLING_USED = "sampling/used_prompts"
 SAMPLING_FILTERED = "sampling/filtered_prompts"
 SAMPLING_FAILED = "sampling/failed_prompts"
 SAMPLING_SURPLUS = "sampling/surplus_prompts"
+SAMPLING_COUNTS = (
+    SAMPLING_ROUNDS,
+    SAMPLING_DRAWN,
+    SAMPLING_USED,
+    SAMPLING_FILTERED,
+    SAMPLING_FAILED,
+    SAMPLING_SURPLUS,
+)
+"""Counts, which those of several rollouts of a step are added to."""
 SAMPLING_ALL_RIGHT = "sampling/all_right_fraction"
 SAMPLING_ALL_WRONG = "sampling/all_wrong_fraction"
 SAMPLING_OVERLONG = "sampling/overlong_fraction"

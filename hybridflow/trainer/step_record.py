@@ -219,7 +219,8 @@ class StepRecord:
             prompts: of training.
         """
         for name, value in other.values.items():
-            self.values[name] = self.values.get(name, 0.0) + value if name.endswith("_ms") else value
+            adds = name.endswith("_ms") or name in metrics.SAMPLING_COUNTS
+            self.values[name] = self.values.get(name, 0.0) + value if adds else value
         self._add_sums(other._means)
         self.tokens += other.tokens
         self.texts += other.texts

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
+from hybridflow.algorithms.dynamic_sampling import GroupKind, SamplingTally
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
@@ -127,6 +130,23 @@ def test_a_record_adds_the_results_of_another() -> None:
     record.add_all(made, serving=0, prompts=prompts)
     assert (record.tokens, record.values) == (12, {"rollout/time_ms": 120.0, "reward/mean": 100.0})
     assert record.stale and record.recalled == {7} and record.pass_rates == {3: 3 / 8, 5: 0.0}
+
+
+def test_counts_and_shares_of_several_rollouts_are_of_all_their_prompts() -> None:
+    record = StepRecord()
+    for drawn, right in ((4, 1), (12, 7)):
+        tally = SamplingTally(rounds=1, drawn=drawn, used=2, filtered=Counter({GroupKind.ALL_RIGHT: right}))
+        made = StepRecord()
+        made.values |= tally.metrics()
+        made.add_means(tally.shares())
+        record.add_all(made, serving=0, prompts=Prompts([], []))
+    assert {name: value for name, value in record.values.items() if value} == {
+        "sampling/rounds": 2,
+        "sampling/drawn_prompts": 16,
+        "sampling/used_prompts": 4,
+        "sampling/filtered_prompts": 8,
+        "sampling/all_right_fraction": 0.5,
+    }
 
 
 def test_means_are_of_all_values_that_were_added() -> None:
