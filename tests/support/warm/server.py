@@ -65,12 +65,24 @@ _MODULES = {
     "driver": (
         *("transformers", "hybridflow.api.ppo_trainer", "hybridflow.cli.main"),
         *("hybridflow.planning.checks.recipe", "hybridflow.trainer.run"),
+        # Imported when a run stores its first samples, and when it ends.
+        *("pandas", "pyarrow.dataset", "pyarrow.pandas_compat", "numpy.ma", "ray.dag.compiled_dag_node"),
+        "torch.utils.tensorboard",
+        *("pydantic.v1.fields", "starlette.datastructures"),
     ),
-    "head": ("ray.scripts.scripts", "ray.dashboard.agent", "ray._private.runtime_env.agent.runtime_env_agent"),
-    # Not Ray, whose library reads its environment once, nor what imports it.
+    "head": (
+        *("ray.scripts.scripts", "ray.dashboard.agent", "ray._private.runtime_env.agent.runtime_env_agent"),
+        *("hybridflow.cluster.ray.ray_session", "aiohttp.web"),
+        "ray.dashboard.modules.log.log_manager",
+    ),
+    # Not Ray, whose library reads its environment once, nor what imports it, but what Ray imports.
     "rank": (
         *("transformers", "jsonschema", "requests", "yaml"),
-        *("engine3d.checkpoint.writing.save", "engine3d.models.build"),
+        *("pyarrow.json", "pydantic.v1.fields", "starlette.datastructures", "msgpack", "uvloop", "wcwidth"),
+        *("google.protobuf.json_format", "google.protobuf.timestamp_pb2"),
+        *("hybridflow.roles.policy", "hybridflow.roles.value", "megatron.core.models.mimo.model.base"),
+        *("tabulate", "engine3d.checkpoint.reading.load"),
+        *("engine3d.checkpoint.writing.save", "engine3d.checkpoint.writing.writer", "engine3d.models.build"),
         *("engine3d.models.files.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
         *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
         "hybridflow.workers.rank_process",
