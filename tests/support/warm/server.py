@@ -75,10 +75,10 @@ _MODULES = {
         *("hybridflow.cluster.ray.ray_session", "aiohttp.web"),
         "ray.dashboard.modules.log.log_manager",
     ),
-    # Not Ray, whose library reads its environment once, nor what imports it, but what Ray imports.
+    # Not Ray, whose library reads its environment once, nor what imports it, but pure Python that Ray imports.
     "rank": (
         *("transformers", "jsonschema", "requests", "yaml"),
-        *("pyarrow.json", "pydantic.v1.fields", "starlette.datastructures", "msgpack", "uvloop", "wcwidth"),
+        *("pydantic.v1.fields", "starlette.datastructures", "msgpack", "wcwidth"),
         *("google.protobuf.json_format", "google.protobuf.timestamp_pb2"),
         *("hybridflow.roles.policy", "hybridflow.roles.value", "megatron.core.models.mimo.model.base"),
         *("tabulate", "engine3d.checkpoint.reading.load"),
