@@ -47,6 +47,9 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR",  # when something is compiled, which sets it to its default
     # When the recorder of operations is made, and at the end of an operation: in the directory of each run.
     *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+    # By torchrun's script, which is told of its agent, and by process groups.
+    *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
 )
 _OF_RAY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set by drivers, unless Ray is on several hosts. Hosts have it of the rank that starts them."""
@@ -130,7 +133,7 @@ def _hook_methods_once() -> None:
 
 def seen_by_imports(kind: str, environment: dict[str, str]) -> dict[str, str]:
     """The variables by which imports, and libraries once loaded, differ."""
-    ignored = (*_READ_LATER, _OF_RAY) if kind in ("driver", "head", "host") else _READ_LATER
+    ignored = (*_READ_LATER, _OF_RAY) if kind != "test_rank" else _READ_LATER  # a rank imports Ray itself
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT) and name not in ignored
     }
