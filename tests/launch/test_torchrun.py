@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.hosts.launching import environment, small_run
 from tests.support.runs import ROOT
+from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +30,7 @@ def test_it_is_for_torchrun() -> None:
 
 
 def test_torchrun_ends_with_1_and_names_the_exit_code_of_the_run(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+    torchrun = [warm_python(), "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "run"]
     done = subprocess.run(
         [*torchrun, *rendezvous, "launch/torchrun.py", *small_run(tmp_path, "train.layout.tp=0")],

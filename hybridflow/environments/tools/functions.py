@@ -15,6 +15,7 @@ from typing import Any
 
 import jsonschema
 
+from engine3d.startup.imports import quick_imports
 from hybridflow.environments.call_server import NonsenseError
 from hybridflow.rewards.processes.function_process import RewardError, describe
 
@@ -55,10 +56,11 @@ class Tool:
         self._validator = jsonschema.Draft202012Validator(_with_null({**parameters, "additionalProperties": False}))
 
     def _schema(self) -> dict[str, Any]:
-        from transformers.utils.chat_template_utils import get_json_schema
-
         try:
-            schema = get_json_schema(self._routine)
+            with quick_imports():  # it imports torch for the first schema
+                from transformers.utils.chat_template_utils import get_json_schema
+
+                schema = get_json_schema(self._routine)
             json.dumps(schema)
         except Exception as error:  # it parses docstrings and type hints of any kind
             raise RewardError(

@@ -23,6 +23,7 @@ from tests.support.hosts.launching import (
     start_agents,
 )
 from tests.support.runs import ROOT, records, run
+from tests.support.warm import warm_python
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
 
@@ -42,7 +43,7 @@ MANY_STEPS = [
 def test_torchrun_on_three_hosts_learns_what_one_host_learns(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         words = small_run(tmp_path, *ENGINES_APART, "placement.rollout=cpu:4,8")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "2"]
+        torchrun = [warm_python(), "-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "2"]
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29500", "--rdzv-id", "run"]
         command = [*torchrun, *rendezvous, "launch/torchrun.py", "--cpu-slots", "4", *words]
         launch = start(hosts, tmp_path, lambda _: command)

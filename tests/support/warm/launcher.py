@@ -18,6 +18,8 @@ AGENTS = ("/ray/dashboard/", "/ray/_private/runtime_env/agent/")
 
 def kind_of(arguments: list[str]) -> str | None:
     """Return which process of the server has imported what these arguments run, or None if none has."""
+    if arguments[:1] == ["-u"]:  # as torchrun starts its script
+        arguments = arguments[1:]
     if not arguments:
         return None
     if any(name in word for word in arguments for name in AGENTS):
@@ -29,6 +31,8 @@ def kind_of(arguments: list[str]) -> str | None:
     if any(word.endswith("/ray/_private/workers/default_worker.py") for word in arguments):
         return "rank"
     if arguments[0] == "-m" and arguments[1].split(".")[0] in ("hybridflow", "tests"):
+        return "driver"
+    if arguments[:2] == ["-m", "torch.distributed.run"]:
         return "driver"
     if arguments[0].endswith(".py") and "/ray/" not in arguments[0]:
         return "driver"

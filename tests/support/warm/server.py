@@ -47,6 +47,9 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR",  # when something is compiled, which sets it to its default
     # When the recorder of operations is made, and at the end of an operation: in the directory of each run.
     *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+    # By torchrun's script, which is told of its agent, and by process groups.
+    *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
 )
 _OF_RAY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set by drivers, unless Ray is on several hosts. Hosts have it of the rank that starts them."""
@@ -65,12 +68,24 @@ _MODULES = {
     "driver": (
         *("transformers", "hybridflow.api.ppo_trainer", "hybridflow.cli.main"),
         *("hybridflow.planning.checks.recipe", "hybridflow.trainer.run"),
+        # Imported when a run stores its first samples, and when it ends.
+        *("pandas", "pyarrow.dataset", "pyarrow.pandas_compat", "numpy.ma", "ray.dag.compiled_dag_node"),
+        "torch.utils.tensorboard",
+        *("pydantic.v1.fields", "starlette.datastructures"),
     ),
-    "head": ("ray.scripts.scripts", "ray.dashboard.agent", "ray._private.runtime_env.agent.runtime_env_agent"),
-    # Not Ray, whose library reads its environment once, nor what imports it.
+    "head": (
+        *("ray.scripts.scripts", "ray.dashboard.agent", "ray._private.runtime_env.agent.runtime_env_agent"),
+        *("hybridflow.cluster.ray.ray_session", "aiohttp.web"),
+        "ray.dashboard.modules.log.log_manager",
+    ),
+    # Not Ray, whose library reads its environment once, nor what imports it, but pure Python that Ray imports.
     "rank": (
         *("transformers", "jsonschema", "requests", "yaml"),
-        *("engine3d.checkpoint.writing.save", "engine3d.models.build"),
+        *("pydantic.v1.fields", "starlette.datastructures", "msgpack", "wcwidth"),
+        *("google.protobuf.json_format", "google.protobuf.timestamp_pb2"),
+        *("hybridflow.roles.policy", "hybridflow.roles.value", "megatron.core.models.mimo.model.base"),
+        *("tabulate", "engine3d.checkpoint.reading.load"),
+        *("engine3d.checkpoint.writing.save", "engine3d.checkpoint.writing.writer", "engine3d.models.build"),
         *("engine3d.models.files.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
         *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
         "hybridflow.workers.rank_process",
@@ -118,7 +133,7 @@ def _hook_methods_once() -> None:
 
 def seen_by_imports(kind: str, environment: dict[str, str]) -> dict[str, str]:
     """The variables by which imports, and libraries once loaded, differ."""
-    ignored = (*_READ_LATER, _OF_RAY) if kind in ("driver", "head", "host") else _READ_LATER
+    ignored = (*_READ_LATER, _OF_RAY) if kind != "test_rank" else _READ_LATER  # a rank imports Ray itself
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT) and name not in ignored
     }
