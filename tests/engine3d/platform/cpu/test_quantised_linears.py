@@ -160,6 +160,7 @@ def test_models_whose_parameters_have_the_blocks_of_tensors(name: str, layout: L
     ("name", "changes", "layout", "message"),
     [
         ("deepseek_v3", {}, Layout(), "precision=fp8: DeepseekV3ForCausalLM has latent attention, with which"),
+        ("gpt_oss", {}, Layout(), "fp8: the experts of GptOssForCausalLM are tensors of all experts, of which"),
         (
             DENSE,
             {"head_dim": 64},
