@@ -33,7 +33,7 @@ from engine3d.models import ModelSpec, check_weights, load_model_spec
 from engine3d.models.files.multi_token import LAYERS_KEY, KeptTensors, has_vision_tower, may_have_multi_token_layers
 from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.files.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
-from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision, stored_tensors
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, Precision, check_experts, stored_tensors
 from engine3d.models.quantisation.stored import fp8_tensors, mxfp4_tensors
 from engine3d.models.rules import Box, HFTensor
 from engine3d.startup.lazy_imports import torch
@@ -116,6 +116,7 @@ def export_checkpoint(
         model = checkpoint / MODEL
     spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
     if precision is not None:
+        check_experts(spec)
         spec = _fp8_settings(manifest, role).applied(spec)
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,13 @@ from engine3d.models.experts.moe_layer import FusedMoELayer, SequenceMoELayer
 from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
-from engine3d.models.precision import Precision, is_quantised_layer, quantises_shared_experts
-from engine3d.models.quantisation.linear import with_quantised_linears
+from engine3d.models.precision import (
+    Precision,
+    is_quantised_layer,
+    quantises_shared_experts,
+    rounded,
+    rounded_rows,
+)
 from engine3d.models.sizes import Delta, Latent, Sizes
 from engine3d.platform import platform
 
@@ -232,9 +237,10 @@ def layer_spec(
         if spec.sizes.expert_biases:
             layers = [_with_biased_experts(layer) for layer in layers]
         if precision is not None:
+            linears = platform.quantised_linears(rounded_rows, rounded)
             left_out = () if quantises_shared_experts(spec) else ("shared_experts",)
             layers = [
-                with_quantised_linears(layer, left_out) if is_quantised_layer(spec, number) else layer
+                _with_linears(layer, linears, left_out) if is_quantised_layer(spec, number) else layer
                 for number, layer in enumerate(layers, first)
             ]
         block = replace(block, layer_norm=RMSNorm)
@@ -266,6 +272,25 @@ def _with_biased_experts(layer: ModuleSpec) -> ModuleSpec:
     moe = replace(moe, experts=partial(moe.experts, submodules=experts))
     mlp = partial(layer.submodules.mlp, submodules=moe)
     return replace(layer, submodules=replace(layer.submodules, mlp=mlp))
+
+
+def _with_linears(node: Any, linears: Mapping[type, type], left_out: Collection[str]) -> Any:
+    """Replace linear layers in a specification of a layer, or of a part of one.
+
+    Args:
+        node: the specification.
+        linears: replacements.
+        left_out: names of sub-modules that stay as they are.
+    """
+    replaced = partial(_with_linears, linears=linears, left_out=left_out)
+    if isinstance(node, partial):
+        keywords = {name: replaced(value) for name, value in node.keywords.items()}
+        return partial(node.func, *map(replaced, node.args), **keywords)
+    if is_dataclass(node) and not isinstance(node, type):
+        values = {field.name: getattr(node, field.name) for field in fields(node) if field.init}
+        values = {name: value if name in left_out else replaced(value) for name, value in values.items()}
+        return replace(node, **values)
+    return linears.get(node, node) if isinstance(node, type) else node
 
 
 def _with_router(layer: ModuleSpec) -> ModuleSpec:

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +72,19 @@ class Platform(ABC):
     @abstractmethod
     def prepare_training(self) -> None:
         """Make this process ready for Megatron-Core; called before any model is built. Idempotent."""
+
+    @abstractmethod
+    def quantised_linears(
+        self, inputs: Callable[[torch.Tensor], torch.Tensor], weights: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Mapping[type[torch.nn.Module], type[torch.nn.Module]]:
+        """Megatron-Core's own linear layers, each with the one in its place whose GEMMs have quantised operands.
+
+        Args:
+            inputs, weights: quantise an operand and dequantise it.
+
+        Raises:
+            UserError: the device has kernels for quantised operands, which are Transformer Engine's.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

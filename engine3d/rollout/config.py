@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from engine3d.dtypes import ITEMSIZES
-from engine3d.models.precision import Precision
+from engine3d.models.precision import SetPrecision
 from engine3d.rollout.cache import SPARE_REQUESTS
 from engine3d.rollout.server_arguments import check_attention_backend, check_server_arguments
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
@@ -68,7 +68,7 @@ class RolloutConfig(Settings):
     without. A rank holds more weights then."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of the weights, and of the KV cache unless `kv_cache_dtype` is set."""
-    precision: Precision | None = None
+    precision: SetPrecision = None
     """Precision of quantised weights: `fp8` for the matrices of attention and MLPs, in blocks of 128 x 128. The actor
     quantises them for each version. All weights are in `dtype` if null."""
     kv_cache_dtype: Literal["fp8_e4m3", "fp8_e5m2"] | None = None
@@ -177,8 +177,8 @@ class RolloutConfig(Settings):
         return errors
 
     def _check_precision(self) -> None:
-        if self.dtype == "float32":
-            raise ValueError(f"precision={self.precision} with dtype=float32, expected bfloat16 or float16")
+        if self.dtype != "bfloat16":
+            raise ValueError(f"precision={self.precision} with dtype={self.dtype}, expected bfloat16")
         settings = {name: getattr(self, name) for name in _NOT_WITH_PRECISION}
         settings["attention_dp"] = self.attention_dp > 1
         for name, is_set in settings.items():

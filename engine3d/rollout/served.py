@@ -9,7 +9,7 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.models.files.safetensors_files import StoredTensor, TensorFiles
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.precision import BLOCK, quantises_shared_experts
+from engine3d.models.precision import BLOCK, check_experts, quantises_shared_experts
 from engine3d.models.quantisation.stored import fp8_tensors, mxfp4_tensors
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.scheduler.local_experts import LEAST_EXPERTS
@@ -322,6 +322,7 @@ def _check_blocks(spec: ModelSpec, config: RolloutConfig) -> None:
 
     Matrices that SGLang joins, such as gate and up, need complete blocks without parallel sizes too.
     """
+    check_experts(spec)
     sizes, tp = spec.sizes, config.tp
     if spec.family.name in ("llama", "mistral"):
         raise UserError(

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.precision import Fp8Settings, Precision
+from engine3d.models.precision import Fp8Settings, SetPrecision
 from engine3d.models.sizes import ROW_ELEMENTS, Sizes
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 from engine3d.training.megatron.options import refusals
@@ -124,7 +124,7 @@ class TrainConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="precision of weights and activations in forward and backward passes"
     )
-    precision: Precision | None = Field(
+    precision: SetPrecision = Field(
         None,
         description="precision of the GEMMs of attention, MLPs and experts: fp8 quantises their operands. Weights, "
         "gradients and optimizer stay as they are; null: dtype",

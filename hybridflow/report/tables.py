@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import RunDevices
+from hybridflow.metrics.precisions import compared_precisions
 from hybridflow.report.catalogue import EVALUATIONS, MetricPlot
 from hybridflow.report.run_data import RunData, Series, median
 from hybridflow.report.stored_texts import StoredText
@@ -124,6 +125,7 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Reward, first and last step", _first_and_last(run.series(metrics.REWARD_MEAN))
     for evaluation in EVALUATIONS:
         yield evaluation.title, _measured(run, evaluation)
+    yield "Mismatch of log-probs, first and last step", _mismatch(run)
     yield "Best checkpoint", _best_checkpoint(run)
     throughput = metrics.STREAM_THROUGHPUT if run.setting("rollout.stream") is not None else metrics.ROLLOUT_THROUGHPUT
     yield "Median throughput", _amount(median(run.series(throughput)), ",.0f", " tokens/s")
@@ -150,6 +152,13 @@ def _measured(run: RunData, evaluation: MetricPlot) -> str:
         return values  # as earlier versions logged it
     some = f", {'all' if trained_on == prompts else trained_on} of them training prompts" if trained_on else ""
     return f"{values}, {prompts:,} prompts{some}"
+
+
+def _mismatch(run: RunData) -> str:
+    """Return the mean differences of log-probs and the precisions that they are of; empty if none were measured."""
+    differences = _first_and_last(run.series(metrics.MISMATCH_LOGPROB_MEAN))
+    precisions = compared_precisions(_mapping(run, "train"), _mapping(run, "rollout.engine"))
+    return f"{differences} ({precisions})" if differences and precisions else differences
 
 
 def _best_checkpoint(run: RunData) -> str:

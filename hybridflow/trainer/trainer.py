@@ -26,6 +26,7 @@ from hybridflow.config.run import TrainerConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.metrics.precisions import compared_precisions
 from hybridflow.metrics.timeline import timeline
 from hybridflow.planning.data.prompts import prompt_order
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
@@ -136,6 +137,9 @@ class Trainer:
         if self.steps_done < settings.steps:
             samples = self.recipe.rollout.samples_per_prompt
             sentence = _steps_sentence(self.recipe.algorithm, settings, samples, self.steps_done)
+            if self.recipe.train.precision is not None or self.recipe.rollout.engine.altered_policy:
+                compared = compared_precisions(dict(self.recipe.train), dict(self.recipe.rollout.engine))
+                sentence += f"; mismatch of {compared}"
             self.sinks.begin("train", sentence)
         with termination.saves(self.recipe.checkpoint.on_stop_s):
             for number in range(self.steps_done + 1, settings.steps + 1):

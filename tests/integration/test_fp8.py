@@ -88,6 +88,11 @@ def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str,
     outcome = run_recipe(path, tmp_path, *settings, rewarded_by_length(tmp_path))
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert "without algorithm.correction" not in outcome.stdout + outcome.stderr
+    trainer, cache = (
+        "fp8" if recipe == "fp8-training" else "float32",
+        "fp8_e4m3" if features == FEATURES else "bfloat16",
+    )
+    assert f"; mismatch of trainer {trainer}, engines fp8, KV cache {cache}\n" in outcome.stdout
     run = tmp_path / "small"
     steps = records(run, "train")
     fp8 = Fp8Settings(num_layers_at_end_in_bf16=int(features == LEFT_OUT))

@@ -1,1 +1,1 @@
-"""Quantised tensors: as they are stored, and as they are computed with."""
+"""Quantised tensors: as they are stored, and the kernel that quantises them."""

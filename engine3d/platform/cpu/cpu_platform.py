@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,13 @@ class CpuPlatform(Platform):
         from engine3d.platform.cpu import megatron as megatron_cpu  # its classes are torch's
 
         megatron_cpu.answer_for_cuda()
+
+    def quantised_linears(
+        self, inputs: Callable[[torch.Tensor], torch.Tensor], weights: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Mapping[type[torch.nn.Module], type[torch.nn.Module]]:
+        from engine3d.platform.cpu.quantised_linears import quantised_linears  # its classes are Megatron-Core's
+
+        return quantised_linears(inputs, weights)
 
     def synchronize(self) -> None:
         """Do nothing: a CPU queues nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -100,6 +100,11 @@ class CudaPlatform(Platform):
     def prepare_training(self) -> None:
         # Transformer Engine's: one kernel for all local experts, in place of a launch for each.
         os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+
+    def quantised_linears(
+        self, inputs: Callable[[torch.Tensor], torch.Tensor], weights: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Mapping[type[torch.nn.Module], type[torch.nn.Module]]:
+        raise UserError("precision=fp8 needs Transformer Engine, which is absent here; expected null")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -18,9 +18,11 @@ from engine3d.rollout.served import (
     check_input_blocks,
     check_on_gpus,
 )
+from engine3d.training.config import TrainConfig
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
+from hybridflow.metrics.precisions import compared_precisions
 from hybridflow.roles.config import ModelConfig, PlacementConfig
 from hybridflow.rollout.config import RolloutRole
 
@@ -28,15 +30,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def precision_notes(engine: RolloutConfig, algorithm: AlgorithmSettings) -> list[str]:
-    """Lines for engines in fp8 whose difference from the trained policy nothing corrects."""
+def precision_notes(train: TrainConfig, engine: RolloutConfig, algorithm: AlgorithmSettings) -> list[str]:
+    """Lines for trainers or engines in fp8 whose difference from each other nothing corrects."""
     exact = isinstance(algorithm, DistillationSettings) and algorithm.divergence_in == "loss"
     if algorithm.correction is not None or exact:
         return []
+    altered = {f"rollout.engine.{name}": value for name, value in engine.altered_policy.items()}
+    if train.precision is not None and engine.precision is None:
+        altered["train.precision"] = train.precision
     return [
-        f"rollout.engine.{name}={value} without algorithm.correction: the engines draw from another policy than the "
-        "one that is trained; expected a correction such as {weights: token}"
-        for name, value in engine.altered_policy.items()
+        f"{name}={value} without algorithm.correction: the engines draw from another policy than the one that is "
+        f"trained ({compared_precisions(dict(train), dict(engine))}); expected a correction such as {{weights: token}}"
+        for name, value in altered.items()
     ]
 
 

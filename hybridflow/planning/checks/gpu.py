@@ -63,6 +63,8 @@ def check_libraries(
             raise UserError(f"{role.name}: optimizer.precision_aware=true {lacking}")
         if role.train.recompute == "selective":
             raise UserError(f"{role.setting}.recompute=selective {lacking}: expected none or full")
+        if role.train.precision is not None and _on_gpus(devices[role.name]):
+            raise UserError(f"{role.setting}.precision={role.train.precision} {lacking}; expected null")
     for role in roles.values():
         if role.train.precision is not None:
             setting = f"{role.setting}.precision={role.train.precision}"

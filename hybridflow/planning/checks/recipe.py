@@ -123,7 +123,7 @@ def check_recipe(
             warnings += attempt(check_model_files, "model.path", spec, recipe.model.path) or []
         if recipe.starts_engines:
             attempt(check_engines, recipe.rollout.engine, spec)
-            warnings += precision_notes(recipe.rollout.engine, recipe.algorithm)
+            warnings += precision_notes(recipe.train, recipe.rollout.engine, recipe.algorithm)
             attempt(check_sampling, recipe.rollout, recipe.placement, spec, devices)
         if recipe.teacher is not None and recipe.teacher_engine is not None:
             attempt(check_teacher_engine, recipe.teacher, recipe.algorithm, recipe.samples_per_step, spec, devices)

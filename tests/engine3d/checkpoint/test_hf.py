@@ -23,9 +23,9 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, load_model_spec, model_spec
 from engine3d.models.files.safetensors_files import TensorFiles
-from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, quantise, scale_box, scale_name
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, dequantise, quantise, scale_box, scale_name
 from tests.support.distributed import run_distributed
-from tests.support.tiny_families import CONFIGS, DEEPSEEK, make
+from tests.support.tiny_families import CONFIGS, DEEPSEEK, family_of, make
 
 INDEX = "model.safetensors.index.json"
 CASES = {
@@ -248,6 +248,36 @@ def _load_and_export(model: Path, actor: Path, out: Path) -> None:
     assert (loaded.optimizer_step, loaded.same_layout) == (None, False)
     engine.export(out)
     engine.close()
+
+
+# A model with a vision tower is not made at random.
+ONE_EACH = {family_of(name): name for name, config in CONFIGS.items() if "text_config" not in config}
+
+
+@pytest.mark.parametrize("name", sorted(ONE_EACH.values()))
+def test_a_family_is_exported_in_fp8(name: str, tmp_path: Path) -> None:
+    spec = model_spec(CONFIGS[name])
+    initialise_random(spec, tmp_path / "model", seed=1, dtype=torch.bfloat16)
+    import_checkpoint(tmp_path / "model", tmp_path / "checkpoints")
+    checkpoint, out = tmp_path / "checkpoints" / "step-00000000", tmp_path / "export"
+    if spec.sizes.expert_biases:
+        with pytest.raises(UserError, match=r"^fp8: the experts of GptOssForCausalLM are tensors of all experts"):
+            export_checkpoint(checkpoint, out, precision="fp8")
+        return
+    export_checkpoint(checkpoint, out, precision="fp8", multi_token=False)
+    exported, original = _tensors(out), _tensors(tmp_path / "model")
+    expected = dict(original)
+    for tensor in spec.hf_tensors.values():
+        if tensor.fp8:
+            expected[tensor.name], expected[scale_name(tensor.name)] = quantise(original[tensor.name])
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[key].float(), value.float()) for key, value in expected.items())
+    with TensorFiles(out) as files:  # what is trained from it has these values
+        for tensor in spec.hf_tensors.values():
+            if tensor.fp8:
+                box = tuple((0, size) for size in tensor.shape)
+                dequantised = dequantise(exported[tensor.name], exported[scale_name(tensor.name)], box)
+                assert torch.equal(files.read(tensor.name, box).float(), dequantised.bfloat16().float())
 
 
 def test_a_directory_in_fp8_is_no_checkpoint(imported: Path, tmp_path: Path) -> None:

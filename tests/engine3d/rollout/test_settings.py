@@ -380,7 +380,9 @@ def test_routes_are_refused_where_they_were_not_tried() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "float32"}, "precision=fp8 with dtype=float32, expected bfloat16 or float16"),
+        ({"dtype": "float32"}, "precision=fp8 with dtype=float32, expected bfloat16"),
+        ({"dtype": "float16"}, "precision=fp8 with dtype=float16, expected bfloat16"),
+        ({"precision": "mxfp8"}, "'mxfp8' has a scale for 32 values of a row, and was not tried"),
         ({"tp": 4, "attention_dp": 2}, "precision=fp8 was not tried with attention_dp=2, expected one of them"),
         ({"deterministic": True}, "precision=fp8 was not tried with deterministic=true, expected one of them"),
         ({"memory_saver": True, "release_weights": True}, "precision=fp8 was not tried with release_weights=true"),

@@ -118,6 +118,8 @@ CASES = (
     Case(2, "qwen3_moe-blocks", {"pp": 2}, packing=True, left_out=LAST_LAYER),
     Case(2, "qwen2_moe-blocks", {"tp": 2, "ep": 2}, packing=False, left_out=SHARED, release=True),
     Case(4, "qwen3_moe-blocks", {"tp": 2, "ep": 2, "etp": 2}, packing=False, left_out=LAST_LAYER),
+    Case(2, "qwen3_moe-blocks", {"cp": 2}, packing=True, left_out=LAST_LAYER, release=True),
+    Case(2, "qwen3-biases-blocks", {"pp": 2, "vpp": 2}, packing=False, critic=True, left_out=LAST_LAYER, release=True),
     Case(4, "qwen3_moe-blocks", {"cp": 2, "ep": 2}, packing=True),
     Case(4, "qwen3_moe-blocks", {"pp": 2, "ep": 2}, packing=False, critic=True),
     Case(4, "qwen3-biases-blocks", {"tp": 2, "pp": 2, "vpp": 2}, packing=True),

@@ -209,6 +209,16 @@ def test_a_correction_has_its_plots_beside_the_mismatch(tmp_path: Path) -> None:
         assert isinstance(plot, LinePlot) and len(plot.lines) == drawn
 
 
+def test_the_mismatch_stands_next_to_the_precisions_that_it_compares(tmp_path: Path) -> None:
+    directory = small_run(tmp_path, **{metrics.MISMATCH_LOGPROB_MEAN: 0.02})
+    name = "Mismatch of log-probs, first and last step"
+    assert report(directory).summary[name] == "0.02 → 0.02"
+    (directory / "recipe.yaml").write_text(
+        "train: {dtype: bfloat16, precision: null}\nrollout: {engine: {dtype: bfloat16, precision: fp8}}\n"
+    )
+    assert report(directory).summary[name] == "0.02 → 0.02 (trainer bfloat16, engines fp8, KV cache bfloat16)"
+
+
 def test_the_band_is_one_standard_deviation_around_the_mean(tmp_path: Path) -> None:
     plot = plots(small_run(tmp_path))["rewards"]
     assert isinstance(plot, LinePlot) and plot.band is not None

@@ -265,23 +265,29 @@ def test_a_cluster_that_has_another_token(ray_cluster: None, monkeypatch: pytest
     )
 
 
-FP8 = "launch/recipes/fp8.yaml"
+FP8, TRAINED = "launch/recipes/fp8.yaml", "launch/recipes/fp8-training.yaml"
 
 
 def test_engines_in_fp8_are_recommended_a_correction() -> None:
     line = (
         "rollout.engine.precision=fp8 without algorithm.correction: the engines draw from another policy than the one "
-        "that is trained; expected a correction such as {weights: token}"
+        "that is trained (trainer float32, engines fp8, KV cache bfloat16); expected a correction such as "
+        "{weights: token}"
     )
     assert line not in check_recipe(load_recipe(FP8))
     assert line in check_recipe(load_recipe(FP8, ["algorithm.correction=null"]))
     cache = ["algorithm.correction=null", "rollout.engine={precision: null, kv_cache_dtype: fp8_e5m2}"]
     line = line.replace("precision=fp8", "kv_cache_dtype=fp8_e5m2")
+    line = line.replace("engines fp8, KV cache bfloat16", "engines bfloat16, KV cache fp8_e5m2")
     assert [note for note in check_recipe(load_recipe(FP8, cache)) if "without algorithm" in note] == [line]
+    trained = ["algorithm.correction=null", "rollout.engine.precision=null"]
+    [line] = [note for note in check_recipe(load_recipe(TRAINED, trained)) if "without algorithm" in note]
+    assert line.startswith("train.precision=fp8 without algorithm.correction")
+    assert "(trainer fp8, engines bfloat16, KV cache bfloat16)" in line
 
 
 def test_training_in_fp8_is_refused_where_it_was_not_tried() -> None:
-    recipe = load_recipe("launch/recipes/fp8-training.yaml")
+    recipe = load_recipe(TRAINED)
     spec = initial_spec(recipe.model)
     for gpus in (False, True):
         check_megatron(recipe.train, "train", spec, Layout(), trained=True, gpus=gpus)
@@ -295,7 +301,7 @@ def test_training_in_fp8_is_refused_where_it_was_not_tried() -> None:
     assert line == "plan: train.fp8.num_layers_at_end_in_bf16 was not tried on GPUs; expected none"
     narrow = ["model.create.config.head_dim=64"]
     message = "train.precision=fp8: rows 0 to 64 of model.layers.0.self_attn.k_proj.weight are rows 128 to 192 of a"
-    assert message in refusal(lambda: check_recipe(load_recipe("launch/recipes/fp8-training.yaml", narrow)))
+    assert message in refusal(lambda: check_recipe(load_recipe(TRAINED, narrow)))
 
 
 @pytest.mark.parametrize(
@@ -365,7 +371,7 @@ def test_models_next_to_the_actor_leave_out_of_fp8_what_it_does_where_they_are_i
     recipe = load_recipe(FP8, last)
     assert check_recipe(recipe) == check_recipe(load_recipe(FP8, last[1:]))
     assert recipe_specs(recipe)["actor"].unquantised and recipe.train_config("reference").fp8 == NOTHING_LEFT_OUT
-    trained = load_recipe("launch/recipes/fp8-training.yaml", last)
+    trained = load_recipe(TRAINED, last)
     check_recipe(trained)
     assert trained.train_config("reference").fp8 == trained.train.fp8
 

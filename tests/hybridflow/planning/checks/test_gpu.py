@@ -98,6 +98,24 @@ def test_gpus_whose_experts_take_more_steps_are_named(
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_fp8_is_refused_on_gpus_that_lack_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = ("train.precision=fp8", "algorithm.correction={weights: token}")
+    engines = ("rollout.engine.precision=fp8", "rollout.weights.share=false", "algorithm.correction={weights: token}")
+    line = "train.precision=fp8 needs Transformer Engine, which is absent here; expected null"
+    assert line in output_of(capsys, 2, *training)
+    monkeypatch.setattr(FourGpus, "has_transformer_engine", True)
+    output_of(capsys, 0, *training)
+    output_of(capsys, 0, *engines)
+    for gpus, capability in ((Ampere, "8.0"), (Blackwell, "10.0")):
+        use(monkeypatch, gpus)
+        for settings in (training, engines):
+            line = f"{settings[0]}: GPU 0 of this machine has compute capability {capability}, expected 9.x; or null"
+            assert line in output_of(capsys, 2, *settings)
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_adapters_with_engines_in_fp8_are_refused_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("train.lora={rank: 8}", "warmup=null", "rollout.engine.precision=fp8", "rollout.weights.share=false")
     line = "train.lora with rollout.engine.precision=fp8 was not tried on GPUs; expected null"

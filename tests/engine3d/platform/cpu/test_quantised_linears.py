@@ -66,12 +66,13 @@ def _loss(outputs: Any, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _on_one_rank(root: Path) -> dict[tuple[str, ...], Any]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    from engine3d.models.quantisation.linear import QuantisedColumns, QuantisedRows
+    from engine3d.platform import platform
     from engine3d.training.engine import TrainEngine
 
     weights = torch.tensor([weight for sample in SAMPLES for weight in [0.0] + [1.0] * (len(sample) - 1)])
     sequences = Sequences.of(SAMPLES, weights=weights)
     results: dict[tuple[str, ...], Any] = {}
+    quantised = tuple(platform.quantised_linears(rounded_rows, rounded).values())
 
     def logprobs(engine: TrainEngine) -> Tensor:
         outputs = engine.logprobs(sequences)
@@ -87,13 +88,13 @@ def _on_one_rank(root: Path) -> dict[tuple[str, ...], Any]:
                 for local in engine.spec.local_parameters(Layout(), engine.coordinates, transformer_engine=False):
                     module = modules[local.name.rpartition(".")[0]]
                     in_fp8 = any(engine.spec.hf_tensors[at.hf_name].fp8 for at in local.slices)
-                    assert len(local.shape) < 2 or isinstance(module, QuantisedColumns | QuantisedRows) == in_fp8, local
+                    assert len(local.shape) < 2 or isinstance(module, quantised) == in_fp8, local
                 linear = [
                     module
                     for module in modules.values()
                     if isinstance(module, ColumnParallelLinear | RowParallelLinear)
                 ]
-                share = sum(isinstance(module, QuantisedColumns | QuantisedRows) for module in linear) / len(linear)
+                share = sum(isinstance(module, quantised) for module in linear) / len(linear)
                 assert share > (0.3 if name == SHARED else 0.5)
                 engine.export(root / f"{name}-{kind}", precision="fp8")
             results[name, kind, "norm"] = engine.update(sequences, _loss).grad_norm
@@ -159,6 +160,7 @@ def test_models_whose_parameters_have_the_blocks_of_tensors(name: str, layout: L
     ("name", "changes", "layout", "message"),
     [
         ("deepseek_v3", {}, Layout(), "precision=fp8: DeepseekV3ForCausalLM has latent attention, with which"),
+        ("gpt_oss", {}, Layout(), "fp8: the experts of GptOssForCausalLM are tensors of all experts, of which"),
         (
             DENSE,
             {"head_dim": 64},
