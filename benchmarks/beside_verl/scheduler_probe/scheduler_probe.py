@@ -6,9 +6,6 @@
 The first form appends a line for each 40 decoding steps to the file. It has the milliseconds of a step and of its parts,
 of the collections of Python's garbage collector, the page faults, and the microseconds of two loops in the scheduler's
 own thread: one of arithmetic, one of cache misses. The second form prints medians by rollout.
-
-`SCHEDULER_PROBE_PLAIN=7,8` names rollouts, from 1, in which `Req.update_finish_state` and `Req._check_str_based_finish`
-are SGLang's own, without hooks.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    probe = _Probe(Path(os.environ["SCHEDULER_PROBE"]), os.environ.get("SCHEDULER_PROBE_PLAIN", ""))
+    probe = _Probe(Path(os.environ["SCHEDULER_PROBE"]))
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     processor = "sglang.srt.managers.scheduler_components.batch_result_processor"
     for name, section in (("get_next_batch_to_run", "next_batch"), ("run_batch", "run")):
@@ -49,10 +46,8 @@ def register() -> None:
 class _Probe:
     """Sums of the current 40 steps."""
 
-    def __init__(self, path: Path, plain: str) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._plain = {int(number) for number in plain.split(",") if number}
-        self._hooked: dict[str, Any] = {}
         self._rollout = 0
         self._steps = 0
         self._last = self._began = 0.0
@@ -79,7 +74,8 @@ class _Probe:
         """Time a step's wait for the GPU and the rest of its processing."""
         now = time.perf_counter()
         if now - self._last > _PAUSE_S:
-            self._begin_rollout(now)
+            self._rollout += 1
+            self._reset(now)
         result = kwargs["result"] if "result" in kwargs else args[2]
         if result.copy_done is not None:
             result.copy_done.synchronize()
@@ -93,19 +89,6 @@ class _Probe:
             batch = kwargs["batch"] if "batch" in kwargs else args[1]
             self._write(len(batch.reqs))
         return returned
-
-    def _begin_rollout(self, now: float) -> None:
-        self._rollout += 1
-        self._reset(now)
-        if self._plain:
-            self._set_hooks(self._rollout not in self._plain)
-
-    def _set_hooks(self, hooked: bool) -> None:
-        from sglang.srt.managers.schedule_batch import Req
-
-        for name in ("update_finish_state", "_check_str_based_finish"):
-            current = self._hooked.setdefault(name, getattr(Req, name))
-            setattr(Req, name, current if hooked else current.__wrapped__)
 
     def _reset(self, now: float) -> None:
         self._began, self._steps = now, 0
