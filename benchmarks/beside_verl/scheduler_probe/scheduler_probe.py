@@ -3,9 +3,9 @@
     SCHEDULER_PROBE=FILE PYTHONPATH=benchmarks/beside_verl/scheduler_probe python benchmarks/beside_verl/compare.py ...
     python benchmarks/beside_verl/scheduler_probe/scheduler_probe.py FILE
 
-The first form appends a line for each 40 decoding steps to the file. It has the milliseconds of a step and of its parts,
-of the collections of Python's garbage collector, the page faults, and the microseconds of two loops in the scheduler's
-own thread: one of arithmetic, one of cache misses. The second form prints medians by rollout.
+The first form appends a line for each 40 decoding steps to the file. It has the milliseconds of a step, of its parts
+and of the collections of Python's garbage collector, the page faults, and the microseconds of two loops in the
+scheduler's own thread: one of arithmetic, one of cache misses. The second form prints medians by rollout.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class _Probe:
         for _ in range(3):
             sum(number & 7 for number in range(1_000))
             times.append(time.perf_counter())
-        arithmetic = min(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        arithmetic = min(later - earlier for earlier, later in pairwise(times))
         begin = time.perf_counter()
         sum(len(self._objects[index]) for index in self._order)
         return {"arithmetic_us": arithmetic * 1e6, "misses_us": (time.perf_counter() - begin) * 1e6}
