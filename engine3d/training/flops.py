@@ -38,6 +38,19 @@ def sequence_flops(spec: ModelSpec, lengths: npt.ArrayLike) -> npt.NDArray[np.fl
     return flops
 
 
+def update_flops(spec: ModelSpec, lengths: npt.ArrayLike, *, adapters: bool) -> npt.NDArray[np.float64]:
+    """Operations of an update with each sequence on its own, of the shape of `lengths`.
+
+    Args:
+        spec: the model.
+        lengths: tokens of each sequence, of any shape.
+        adapters: True if only adapters are trained. A frozen weight has one multiplication in the backward pass, for
+            the gradient of its input. Those of adapters are not counted.
+    """
+    flops = PASSES_OF_AN_UPDATE * sequence_flops(spec, lengths)
+    return flops - np.asarray(lengths, np.float64) * token_flops(spec) if adapters else flops
+
+
 def token_flops(spec: ModelSpec) -> int:
     """Operations of one forward pass for each token, attention's scores and sums left out."""
     sizes = spec.sizes

@@ -24,7 +24,7 @@ from engine3d.reshard.describe.shards import Location
 from engine3d.rollout.requests import BEGINS
 from engine3d.startup.imports import quick_imports
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
+from engine3d.training.flops import update_flops
 from engine3d.training.offload import OffloadStats
 from engine3d.training.passes.sequences import Sequences
 from hybridflow.algorithms.losses.statistics import Statistics
@@ -216,7 +216,9 @@ class ModelWorker:
             peak_memory_bytes=result.peak_bytes,
             peak_reserved_bytes=result.peak_reserved_bytes,
             devices=self._layout.world_size // self._layout.dp,
-            flops=PASSES_OF_AN_UPDATE * float(sequence_flops(self._engine.spec, sequences.lengths).sum()),
+            flops=float(
+                update_flops(self._engine.spec, sequences.lengths, adapters=self._config.lora is not None).sum()
+            ),
             seconds=seconds,
             optimizer_seconds=result.optimizer_s,
             peak_flops=platform.peak_flops,

@@ -22,7 +22,7 @@ from engine3d.rollout.host.progress import count_batch, count_retracted, start_c
 from engine3d.rollout.scheduler import local_experts, peer_collectives, routes
 from engine3d.rollout.scheduler.attention import attention_groups
 from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
-from engine3d.rollout.scheduler.text_stops import end_at_last_token, end_at_text
+from engine3d.rollout.scheduler.text_stops import check_last_tokens, check_text_stops
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.sglang_source import complete_configs
@@ -129,9 +129,8 @@ def _hook_engine() -> None:
         HookRegistry.register(f"{scheduler}.run_batch", note_version, HookType.AFTER)
     if ROUTES_VARIABLE in os.environ:
         routes.register()
-    request = "sglang.srt.managers.schedule_batch.Req"
-    HookRegistry.register(f"{request}._check_str_based_finish", end_at_text, HookType.AROUND)
-    HookRegistry.register(f"{request}.update_finish_state", end_at_last_token, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.schedule_batch.Req.__init__", check_text_stops, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.__init__", check_last_tokens, HookType.AFTER)
 
 
 def _freeze(*_: Any, **__: Any) -> None:

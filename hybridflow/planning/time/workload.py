@@ -8,7 +8,7 @@ from functools import cached_property
 
 from engine3d.models import ModelSpec
 from engine3d.training.config import TrainConfig
-from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
+from engine3d.training.flops import sequence_flops, update_flops
 
 _HALVINGS = 60
 """Times that the interval of a median is halved."""
@@ -91,8 +91,10 @@ class Workload:
         """FLOPs of a step's updates and scoring passes, without recomputation and generation."""
         total = 0.0
         for work in self.roles:
-            of_pass = float(sequence_flops(work.spec, self.tokens)) * self.sequences
-            total += of_pass * (work.passes + (PASSES_OF_AN_UPDATE * self.epochs if work.trained else 0))
+            total += work.passes * float(sequence_flops(work.spec, self.tokens)) * self.sequences
+            if work.trained:
+                adapters = work.config.lora is not None
+                total += self.epochs * float(update_flops(work.spec, self.tokens, adapters=adapters)) * self.sequences
         return total
 
 

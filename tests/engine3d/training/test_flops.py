@@ -11,7 +11,7 @@ import torch
 from benchmarks.reshard_plan import named_model
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, model_spec
-from engine3d.training.flops import PASSES_OF_AN_UPDATE, pair_flops, sequence_flops, token_flops
+from engine3d.training.flops import PASSES_OF_AN_UPDATE, pair_flops, sequence_flops, token_flops, update_flops
 from tests.support.distributed import run_distributed
 from tests.support.tiny_families import CONFIGS, changed, has_delta_nets
 from tests.support.work import calls_of
@@ -119,6 +119,13 @@ def test_a_dense_model_is_two_operations_for_each_weight() -> None:
     spec = named_model("llama-3-70b")
     norms = (2 * 80 + 1) * 8192
     assert token_flops(spec) == 2 * (spec.parameter_count() - 128256 * 8192 - norms)
+
+
+def test_frozen_weights_have_no_gradients_of_their_own() -> None:
+    spec, lengths = _spec("qwen3_moe", False), [5, 12]
+    complete, adapters = (update_flops(spec, lengths, adapters=adapters) for adapters in (False, True))
+    pairs = np.square(lengths) * pair_flops(spec.sizes)
+    np.testing.assert_array_equal(complete - 3 * pairs, 1.5 * (adapters - 3 * pairs))
 
 
 def test_many_lengths_at_once() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine3d.rollout.scheduler.text_stops import end_at_last_token
+from engine3d.rollout.scheduler.text_stops import updated_with_last_token
 
 STOP = 9
 
@@ -25,7 +25,7 @@ def reason(tokens: list[int], *, aborted: bool, longest: int = 8, status: int | 
     request.output_ids.extend(tokens)
     if aborted:
         request.to_finish = FINISH_ABORT("", HTTPStatus(status)) if status is not None else FINISH_ABORT()
-    end_at_last_token(Req.update_finish_state, request)
+    updated_with_last_token(Req.update_finish_state)(request)
     return str(request.finished_reason.to_json()["type"]) if request.finished() else "goes on"
 
 
