@@ -220,7 +220,7 @@ def check_teacher_engine(
     check_teacher(algorithm, spec, teacher.path, actor)
     try:
         check_served(spec, engine)
-        check_files(teacher.path)
+        check_files(teacher.path, engine.precision)
     except UserError as error:
         raise UserError(str(error).replace("rollout.engine", "teacher.engine")) from None
     if engine.context_length is not None and engine.context_length > spec.sizes.max_positions:

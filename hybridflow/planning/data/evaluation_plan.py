@@ -12,7 +12,11 @@ from pathlib import Path
 from engine3d.checkpoint.hf import MODEL
 from engine3d.checkpoint.manifest import find_checkpoints, step_directory
 from engine3d.errors import UserError
-from engine3d.models import load_model_spec
+from engine3d.models import ModelSpec, load_model_spec
+from engine3d.models.files.safetensors_files import TensorFiles
+from engine3d.models.precision import quantised_as_stored
+from engine3d.models.quantisation.stored import fp8_tensors
+from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_files
 from hybridflow.checkpoint.resume import find_sound
 from hybridflow.checkpoint.set_results import read_best
@@ -229,27 +233,27 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
             check_sets(recipe.sets, sets, layouts)
         notes.extend(check_set_rewards(recipe.sets, sets, special_tokens(tokenizer)))
 
+    def served() -> None:
+        engine, directory = recipe.rollout.engine, recipe.model.path
+        if has_weights and directory is not None:
+            check_files(directory, engine.precision)
+        check_engines(engine, _as_served(recipe, spec, has_weights=has_weights))
+
     checks: list[Callable[[], object]] = [
         prompts,
-        partial(check_engines, recipe.rollout.engine, spec),
+        served,
         partial(check_sampling, recipe.rollout, recipe.placement, spec, devices),
         partial(check_writable, "--out", recipe.directory),
         partial(check_directories, kernels=bool(devices and used_gpus(devices))),
     ]
-    if (precision := recipe.rollout.engine.precision) is not None:
-        errors.append(
-            f"rollout.engine.precision={precision}: engines without an actor load the weights of files; expected null"
-        )
-    if (cache := recipe.rollout.engine.kv_cache_dtype) is not None:
-        errors.append(f"rollout.engine.kv_cache_dtype={cache} was not tried with hybridflow evaluate; expected null")
     if devices is not None:
         checks.append(partial(check_engine_devices, recipe.rollout.engine, devices["rollout"]))
+        checks.append(partial(_check_altered, recipe.rollout.engine, on_gpu=devices["rollout"][0].kind == "cuda"))
     if recipe.environment is not None:
         checks.append(partial(check_environment, recipe.environment))
     if recipe.asked_judge is not None:
         checks.append(partial(check_judge, recipe.asked_judge, devices))
     if has_weights and recipe.model.path is not None:
-        checks.append(partial(check_files, recipe.model.path))
         checks.append(partial(check_model_files, "model.path", load_model_spec(recipe.model.path), recipe.model.path))
     for check in checks:
         try:
@@ -259,3 +263,23 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
     if errors:
         raise SettingsError(errors)
     return notes
+
+
+def _as_served(recipe: EvaluationRecipe, spec: ModelSpec, *, has_weights: bool) -> ModelSpec:
+    """The model with the matrices in fp8 that its files have in it, or that the export of a checkpoint will have."""
+    directory = recipe.model.path
+    if recipe.rollout.engine.precision is None:
+        return spec
+    if not has_weights or directory is None:
+        return recipe.train.fp8.applied(spec)
+    with TensorFiles(directory) as files:
+        return quantised_as_stored(spec, fp8_tensors(files.tensors))
+
+
+def _check_altered(engine: RolloutConfig, *, on_gpu: bool) -> None:
+    """Refuse on GPUs what engines that load their weights were not tried with there."""
+    for name, value in engine.altered_policy.items():
+        if on_gpu:
+            raise UserError(
+                f"rollout.engine.{name}={value} was not tried with hybridflow evaluate on GPUs; expected null"
+            )
