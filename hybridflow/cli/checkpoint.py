@@ -113,9 +113,7 @@ def _export(parsed: argparse.Namespace) -> None:
     if parsed.base is not None and parsed.adapter:
         raise UserError("export: --adapter needs no model; expected no --base")
     if parsed.adapter and parsed.precision:
-        raise UserError(
-            f"export: --precision {parsed.precision} with --adapter: adapters are in 16 or 32 bits; expected none"
-        )
+        raise UserError("export: --precision with --adapter, whose files are in 16 or 32 bits; expected none")
     if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.max_shard_gb):
         raise UserError("export: --dtype and --max-shard-gb were not tried with adapters; expected none")
     if parsed.no_multi_token and (parsed.adapter or (parsed.base is not None and not parsed.merged)):

@@ -395,7 +395,8 @@ def test_routes_are_refused_where_they_were_not_tried() -> None:
     ],
 )
 def test_quantised_weights_are_refused_where_they_were_not_tried(settings: dict[str, Any], message: str) -> None:
-    assert not RolloutConfig(precision="fp8", server_args={"chunked_prefill_size": 64}).loads_weights
+    assert RolloutConfig(precision="fp8", server_args={"chunked_prefill_size": 64}).loads_weights
+    assert not RolloutConfig(precision="fp8", server_args={"load_format": "dummy"}).loads_weights
     with pytest.raises(ValidationError, match=message):
         RolloutConfig(**{"precision": "fp8", **settings})
 
