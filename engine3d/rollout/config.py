@@ -28,19 +28,13 @@ _OTHER_GRAPHS = "cuda_graph_max_bs_decode"
 """SGLang's argument that sets other batch sizes for CUDA graphs than the platform's."""
 
 _NOT_WITH_PRECISION = (
-    "deterministic",
     "fused_sampling",
     "peer_collectives",
     "cascade_attention",
     "local_experts_only",
     "release_weights",
 )
-_NOT_WITH_KV_CACHE_DTYPE = (
-    "deterministic",
-    "peer_collectives",
-    "cascade_attention",
-    "memory_saver",
-)
+_NOT_WITH_KV_CACHE_DTYPE = ("peer_collectives", "cascade_attention", "memory_saver")
 _WITH_PRECISION = {"load_format", "chunked_prefill_size", "max_prefill_tokens", _OTHER_GRAPHS}
 """SGLang's arguments that do not choose its kernels."""
 

@@ -231,6 +231,11 @@ def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
             "rollout.engine.local_experts_only=true on a CPU: SGLang computes experts there by other functions; "
             "expected false, or placement.rollout on GPUs"
         )
+    if config.precision is not None and config.deterministic and on_gpu:
+        raise UserError(
+            f"rollout.engine.precision={config.precision} was not tried with deterministic=true on GPUs; expected one "
+            "of them"
+        )
     if config.kv_cache_dtype is not None and on_gpu:
         raise UserError(
             f"rollout.engine.kv_cache_dtype={config.kv_cache_dtype} was not tried on GPUs; expected null, or "

@@ -248,7 +248,7 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
     ]
     if devices is not None:
         checks.append(partial(check_engine_devices, recipe.rollout.engine, devices["rollout"]))
-        checks.append(partial(_check_altered, recipe.rollout.engine, on_gpu=devices["rollout"][0].kind == "cuda"))
+        checks.append(partial(_check_precision, recipe.rollout.engine, on_gpu=devices["rollout"][0].kind == "cuda"))
     if recipe.environment is not None:
         checks.append(partial(check_environment, recipe.environment))
     if recipe.asked_judge is not None:
@@ -276,10 +276,8 @@ def _as_served(recipe: EvaluationRecipe, spec: ModelSpec, *, has_weights: bool) 
         return quantised_as_stored(spec, fp8_tensors(files.tensors))
 
 
-def _check_altered(engine: RolloutConfig, *, on_gpu: bool) -> None:
-    """Refuse on GPUs what engines that load their weights were not tried with there."""
-    for name, value in engine.altered_policy.items():
-        if on_gpu:
-            raise UserError(
-                f"rollout.engine.{name}={value} was not tried with hybridflow evaluate on GPUs; expected null"
-            )
+def _check_precision(engine: RolloutConfig, *, on_gpu: bool) -> None:
+    if engine.precision is not None and on_gpu:
+        raise UserError(
+            f"rollout.engine.precision={engine.precision} was not tried with hybridflow evaluate on GPUs; expected null"
+        )
