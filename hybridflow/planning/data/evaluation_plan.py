@@ -13,9 +13,6 @@ from engine3d.checkpoint.hf import MODEL
 from engine3d.checkpoint.manifest import find_checkpoints, step_directory
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec, load_model_spec
-from engine3d.models.files.safetensors_files import TensorFiles
-from engine3d.models.precision import quantised_as_stored
-from engine3d.models.quantisation.stored import fp8_tensors
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_files
 from hybridflow.checkpoint.resume import find_sound
@@ -32,7 +29,7 @@ from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.checks.engine import check_sampling
 from hybridflow.planning.checks.environment import check_environment
 from hybridflow.planning.checks.gpu import used_gpus
-from hybridflow.planning.checks.model import check_engines, check_judge, check_model_files
+from hybridflow.planning.checks.model import as_stored, check_engines, check_judge, check_model_files
 from hybridflow.planning.checks.placement import check_engine_devices, planned_devices
 from hybridflow.planning.checks.prompt import check_token_ids
 from hybridflow.planning.checks.reward import check_set_rewards
@@ -272,8 +269,7 @@ def _as_served(recipe: EvaluationRecipe, spec: ModelSpec, *, has_weights: bool) 
         return spec
     if not has_weights or directory is None:
         return recipe.train.fp8.applied(spec)
-    with TensorFiles(directory) as files:
-        return quantised_as_stored(spec, fp8_tensors(files.tensors))
+    return as_stored(spec, directory, recipe.rollout.engine.precision)
 
 
 def _check_precision(engine: RolloutConfig, *, on_gpu: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -11,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.logprobs import dequantised
 from engine3d.models import initialise_random, load_model_spec, model_spec
 from engine3d.models.files.safetensors_files import TensorFiles
-from engine3d.models.files.weights import finish_export
-from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, quantise, scale_name, served_tensors
+from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, served_tensors
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.proves import proves, runs_of
+from tests.support.published_fp8 import publish
 from tests.support.tiny_families import FP8_CONFIGS
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
@@ -261,35 +259,11 @@ def alone_in_fp8(name: str) -> RolloutConfig:
     return IN_FP8.model_copy(update=(ENGINES | MORE_ENGINES)[name] | {"server_args": {}})
 
 
-def publish(name: str, model: Path, directory: Path) -> None:
-    """Write a model in fp8 as others publish theirs: scales that are no powers of two, and every matrix of attention.
-
-    Scales of DeepSeek-V3 are in float32 and its kv_b_proj is quantised, those of Qwen3 are in bfloat16.
-    """
-    spec, stored = load_model_spec(model), {}
-    with TensorFiles(model) as files:
-        for key, tensor in spec.hf_tensors.items():
-            values = files.read(key, tuple((0, size) for size in tensor.shape))
-            if not tensor.fp8 and not key.endswith("kv_b_proj.weight"):
-                stored[key] = values.to(torch.float32 if tensor.buffer else torch.bfloat16)
-                continue
-            stored[key], scales = quantise(values)
-            scales *= 0.7 + 0.2 * torch.rand(scales.shape, generator=torch.Generator().manual_seed(len(stored)))
-            stored[scale_name(key)] = scales if name == "deepseek_v3" else scales.bfloat16()
-    partial = directory.with_name(f".{directory.name}.partial")
-    partial.mkdir()
-    save_file(stored, partial / "model.safetensors")
-    finish_export(spec, torch.bfloat16, partial, directory, "fp8")
-    config = json.loads((directory / "config.json").read_text())
-    del config["quantization_config"]["modules_to_not_convert"]  # as DeepSeek-V3's
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.release)])
 def test_an_engine_without_a_trainer_loads_what_others_publish(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    publish(name, models[name], tmp_path / "published")
+    publish(models[name], tmp_path / "published")
     with started([RolloutEngine(tmp_path / "published", alone_in_fp8(name))]) as (engine,):
         (given,) = engine.logprobs(TOKENS, [1])
     assert (torch.tensor(given.logprobs) - logprobs_of(tmp_path / "published")).abs().max() < 0.05  # of bfloat16
