@@ -8,13 +8,16 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks import logprobs
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.models import load_model_spec
-from engine3d.models.precision import Fp8Settings, quantisation_config, served_shapes
+from engine3d.models.precision import Fp8Settings, quantisation_config, quantise, scale_name, served_shapes
+from hybridflow.cli.main import main
 from tests.support.proves import proves
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
@@ -31,6 +34,7 @@ FEATURES = (
     "rollout.engine.kv_cache_dtype=fp8_e4m3",
 )
 
+ADAPTERS = ("train.lora={rank: 8, alpha: 16}",)
 LEFT_OUT = ("train.fp8.num_layers_at_end_in_bf16=1",)
 
 
@@ -71,7 +75,7 @@ LEFT_OUT = ("train.fp8.num_layers_at_end_in_bf16=1",)
         ),
         pytest.param(
             "fp8",
-            ("train.lora={rank: 8, alpha: 16}",),
+            ADAPTERS,
             marks=[proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 lora"), pytest.mark.release],
         ),
     ],
@@ -115,6 +119,24 @@ def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str,
         config = json.loads((tmp_path / "export" / "config.json").read_text())
         assert config["quantization_config"] == quantisation_config(spec)
         assert spec.unquantised <= set(config["quantization_config"]["modules_to_not_convert"])
+    if features == ADAPTERS:
+        _merged_exports_are_quantised_as_they_are(find_checkpoints(run / "checkpoints")[0][0], tmp_path)
+
+
+def _merged_exports_are_quantised_as_they_are(checkpoint: Path, directory: Path) -> None:
+    """Compare exports with merged adapters, in fp8 and without."""
+    for name, more in (("plain", []), ("fp8", ["--precision", "fp8"])):
+        assert main(["checkpoint", "export", str(checkpoint), str(directory / name), "--merged", *more]) == 0
+    plain, in_fp8 = (load_file(directory / name / "model.safetensors") for name in ("plain", "fp8"))
+    spec = load_model_spec(directory / "plain")
+    assert in_fp8.keys() == served_shapes(spec, "fp8").keys()
+    for name, tensor in spec.hf_tensors.items():
+        expected = {name: plain[name]}
+        if tensor.fp8:
+            values, scales = quantise(plain[name])
+            expected = {name: values, scale_name(name): scales}
+        for key, value in expected.items():
+            assert value.dtype == in_fp8[key].dtype and torch.equal(value.float(), in_fp8[key].float()), key
 
 
 @proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 fp8_training fp8_exceptions")

@@ -214,9 +214,7 @@ def test_engines_serve_a_teacher_in_the_precision_of_its_files(tmp_path: Path) -
     check("teacher")
     with pytest.raises(UserError, match=r"is in fp8, which .*expected bfloat16, teacher\.engine\.precision=fp8, or"):
         check("in_fp8")
-    with pytest.raises(
-        UserError, match=r"no tensor is in fp8, and engines with teacher\.engine\.precision=fp8 load"
-    ):
+    with pytest.raises(UserError, match=r"no tensor is in fp8, and engines with teacher\.engine\.precision=fp8 load"):
         check("teacher", in_fp8)
     with pytest.raises(UserError, match=r"^teacher\.engine\.precision=fp8 was not tried on GPUs; expected null"):
         check("in_fp8", in_fp8, kind="cuda")
