@@ -158,7 +158,7 @@ def test_a_killed_run_resumes_and_its_checkpoints_and_exports_give_its_figures(t
     recipe = [str(ROOT / "launch/recipes/fp8-training.yaml"), *SMALL, *settings]
     plain, killed = (KilledRun(tmp_path / name, recipe, interpreter=warm_python()) for name in ("plain", "killed"))
     assert plain.run().exit_code == 0, plain.output
-    outcome = killed.run(Kill("actor", "update", 3, 0.0))
+    outcome = killed.run(Kill("trainer", "update", 3, 0.0))
     assert outcome.killed and not outcome.left_over, killed.output
     assert killed.run().exit_code == 0, killed.output
     assert "resume: after step 2, " in killed.output

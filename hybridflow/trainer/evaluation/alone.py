@@ -111,7 +111,8 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
             log.info(f"exporting {plan.checkpoint}")
             # As the engines of a run have the actor's weights: those of training, cast where the engines' differ. What
             # is quantised there has the dtype of training.
-            engine, dtype = recipe.rollout.engine, recipe.train.dtype
+            engine = recipe.rollout.engine
+            dtype: str = recipe.train.dtype
             if dtype == "float32" and engine.precision is None:
                 dtype = engine.dtype
             export_actor(
