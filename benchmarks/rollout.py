@@ -169,7 +169,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         cascade_attention=options.cascade_attention,
         local_experts_only=options.local_experts_only,
         request_timeout_s=_LIMIT_S,
-        server_args={} if _has_weights(model) else {"load_format": "dummy"},
+        server_args={} if _has_weights(model) and options.precision is None else {"load_format": "dummy"},
     )
     prompts = [prompts_of_an_engine() for _ in range(rollout.engines)]
     trace = (options.trace, options.trace_steps or _TRACE_STEPS) if options.trace else None

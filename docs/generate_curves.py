@@ -24,6 +24,7 @@ HEADING = "## Learning curve"
 BESIDE = {
     "corrections.md": ("corrected",),
     "environments.md": ("game", "tools"),
+    "fp8.md": ("fp8", "fp8-training"),
     "placement.md": ("context-parallel", "four-ranks"),
     "rewards.md": ("code",),
     "routing_replay.md": ("routing-replay",),

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from engine3d.checkpoint.hf import MODEL, Exported, RoleWeights, export_checkpoint
+from engine3d.checkpoint.hf import MODEL, Exported, RoleWeights, export_checkpoint, fp8_settings
 from engine3d.checkpoint.manifest import RoleSummary, StoredAdapters, read_complete
 from engine3d.checkpoint.metadata import stored_spec
 from engine3d.checkpoint.reading.verify import check_described
@@ -18,6 +18,7 @@ from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.files.weights import begin_export, finish_export, plan_model_export, write_index
 from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, peft_config
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
+from engine3d.models.precision import Precision, check_experts, stored_tensors
 from engine3d.models.rules import HFTensor
 from engine3d.startup.lazy_imports import torch
 
@@ -62,7 +63,14 @@ def export_adapter(checkpoint: Path, out: Path, *, role: str = "actor", verify: 
 
 
 def export_actor(
-    checkpoint: Path, out: Path, base: Path | None = None, *, dtype: str, verify: bool = True, multi_token: bool = True
+    checkpoint: Path,
+    out: Path,
+    base: Path | None = None,
+    *,
+    dtype: str,
+    precision: Precision | None = None,
+    verify: bool = True,
+    multi_token: bool = True,
 ) -> Exported:
     """Write the actor of a checkpoint, with its adapters merged if it has any.
 
@@ -71,6 +79,7 @@ def export_actor(
         out: where to write; must not exist.
         base: HuggingFace directory of the run's model, where it is now; None for where it was.
         dtype: of the written tensors; with adapters they have that of the run.
+        precision: see `export_checkpoint`.
         verify: false exports what is there, whatever the checksums say.
         multi_token: False to leave out layers for multi-token prediction, as for engines.
 
@@ -79,9 +88,15 @@ def export_actor(
     """
     if read_complete(checkpoint).roles["actor"].adapters is None:
         return export_checkpoint(
-            checkpoint, out, dtype=dtype, verify=verify, multi_token=multi_token, model_of_run=base
+            checkpoint,
+            out,
+            dtype=dtype,
+            precision=precision,
+            verify=verify,
+            multi_token=multi_token,
+            model_of_run=base,
         )
-    return export_merged(checkpoint, out, base, verify=verify, multi_token=multi_token)
+    return export_merged(checkpoint, out, base, precision=precision, verify=verify, multi_token=multi_token)
 
 
 def export_merged(
@@ -90,6 +105,7 @@ def export_merged(
     base: Path | None = None,
     *,
     role: str = "actor",
+    precision: Precision | None = None,
     verify: bool = True,
     multi_token: bool = True,
 ) -> Exported:
@@ -102,6 +118,7 @@ def export_merged(
         out: where to write; must not exist.
         base: HuggingFace directory of the model; None for that of the run.
         role: whose adapters.
+        precision: see `export_checkpoint`.
         verify: false exports what is there, whatever the checksums say.
         multi_token: False to leave out layers for multi-token prediction.
 
@@ -114,8 +131,11 @@ def export_merged(
     model = load_model_spec(base)
     check_weights(model, base)
     dtype = getattr(torch, summary.dtype)
-    further = KeptTensors(model, base, dtype, multi_token=multi_token)
-    plan = plan_model_export(model, dtype, 5e9, further=further)
+    if precision is not None:
+        model = fp8_settings(read_complete(checkpoint), role).applied(model)
+        check_experts(model)
+    further = KeptTensors(model, base, dtype, precision, multi_token=multi_token)
+    plan = plan_model_export(model, dtype, 5e9, precision, further)
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)
     try:
@@ -130,17 +150,19 @@ def export_merged(
             for name, tensor in model.hf_tensors.items():
                 box = tuple((0, size) for size in tensor.shape)
                 values = stored.read(name, box).to(torch.float32 if tensor.buffer else dtype)
-                files.write(name, box, _merged(values, name, spec, saved))
+                for quantised in stored_tensors(tensor, box, _merged(values, name, spec, saved), dtype, precision):
+                    files.write(*quantised)
             for of_layers in further.read():
                 files.write(*of_layers)
         files.close()
         write_index(plan, partial)
-        finish_export(model, dtype, partial, out, further=further)
+        finish_export(model, dtype, partial, out, precision, further)
     except OSError as error:
         raise EngineError(f"export: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(summary.dtype, sum(file.size for file in plan.files))
+    of_dtype = f"{precision} and {summary.dtype}" if precision else summary.dtype
+    return Exported(of_dtype, sum(file.size for file in plan.files))
 
 
 def _opened(

@@ -117,7 +117,7 @@ def export_checkpoint(
     spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
     if precision is not None:
         check_experts(spec)
-        spec = _fp8_settings(manifest, role).applied(spec)
+        spec = fp8_settings(manifest, role).applied(spec)
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
@@ -153,7 +153,7 @@ def export_checkpoint(
     return Exported(f"{precision} and {of_dtype}" if precision else of_dtype, sum(file.size for file in plan.files))
 
 
-def _fp8_settings(manifest: Manifest, role: str) -> Fp8Settings:
+def fp8_settings(manifest: Manifest, role: str) -> Fp8Settings:
     """`train.fp8` of the run, or of a role with settings of its own; the actor's are those of a role without."""
     of_role = (manifest.recipe.get(role) or {}).get("train")
     train: dict[str, Any] = of_role or manifest.recipe.get("train") or {}

@@ -15,7 +15,7 @@ dequantisation is what was published, and quantising it again changes no value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -51,6 +51,8 @@ GEMM_TOKENS = 16
 LARGEST = 448.0
 """Largest value of float8_e4m3fn."""
 FP8_DTYPE = "float8_e4m3fn"
+_ABSORBED = ".kv_b_proj.weight"
+"""End of the name of a matrix that SGLang reads in fp8 and dequantises, and that is not quantised here."""
 _SMALLEST_PEAK = 1e-4
 """A block without a larger value is scaled as if it had this one, as in DeepGEMM: the scale of zeros is a number."""
 _BAND_ELEMENTS = 1 << 22
@@ -142,16 +144,53 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in shape)
 
 
-def quantisation_config(spec: ModelSpec) -> dict[str, Any]:
-    """The `quantization_config` of a model in fp8, with the modules of the matrices that keep their precision."""
+def quantisation_config(spec: ModelSpec, also: Collection[str] = ()) -> dict[str, Any]:
+    """The `quantization_config` of a model in fp8, with the modules of the matrices that keep their precision.
+
+    Args:
+        spec: the model.
+        also: names of tensors that are in fp8 besides those of the contract, as files may have `kv_b_proj`.
+    """
     matrices = (tensor for tensor in spec.hf_tensors.values() if len(tensor.shape) == 2)
-    kept = dict.fromkeys(module_of(tensor.name) for tensor in matrices if not tensor.fp8)
+    kept = dict.fromkeys(module_of(tensor.name) for tensor in matrices if not (tensor.fp8 or tensor.name in also))
     return {**QUANTISATION_CONFIG, "modules_to_not_convert": list(kept)}
 
 
 def quantised_as(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     """The model, quantised as its `quantization_config` says."""
     return replace(spec, unquantised=frozenset(config["modules_to_not_convert"]))
+
+
+def quantised_as_stored(spec: ModelSpec, in_fp8: Collection[str]) -> ModelSpec:
+    """The model, quantised as files are that engines load.
+
+    Args:
+        spec: the model.
+        in_fp8: names of the tensors of the files in fp8.
+
+    Raises:
+        UserError: names a tensor of which engines load no scales, or two that they join and of which one is in fp8.
+    """
+    spec = replace(spec, unquantised=frozenset())
+    joined: dict[str, list[str]] = {}
+    for name, tensor in spec.hf_tensors.items():
+        if name in in_fp8 and not tensor.fp8 and not name.endswith(_ABSORBED):
+            raise UserError(f"{name} is in fp8, and engines load no scales of it; expected 16 bits")
+    for layer, rules in enumerate(spec.rules.layers):
+        for rule in rules:
+            tensors = [tensor for tensor in rule.cut.tensors if tensor.fp8]
+            for expert in range(spec.sizes.experts if rule.per_expert else 1):
+                names = [tensor.at(layer, expert).name for tensor in tensors]
+                if names:
+                    joined.setdefault(module_of(names[0]), []).extend(names)
+    kept: set[str] = set()
+    for names in joined.values():
+        others = [name for name in names if name not in in_fp8]
+        if others and len(others) < len(names):
+            quantised = next(name for name in names if name in in_fp8)
+            raise UserError(f"{quantised} is in fp8 and {others[0]} is not, which engines join; expected both, or none")
+        kept.update(map(module_of, others))
+    return replace(spec, unquantised=frozenset(kept))
 
 
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,19 +28,13 @@ _OTHER_GRAPHS = "cuda_graph_max_bs_decode"
 """SGLang's argument that sets other batch sizes for CUDA graphs than the platform's."""
 
 _NOT_WITH_PRECISION = (
-    "deterministic",
     "fused_sampling",
     "peer_collectives",
     "cascade_attention",
     "local_experts_only",
     "release_weights",
 )
-_NOT_WITH_KV_CACHE_DTYPE = (
-    "deterministic",
-    "peer_collectives",
-    "cascade_attention",
-    "memory_saver",
-)
+_NOT_WITH_KV_CACHE_DTYPE = ("peer_collectives", "cascade_attention", "memory_saver")
 _WITH_PRECISION = {"load_format", "chunked_prefill_size", "max_prefill_tokens", _OTHER_GRAPHS}
 """SGLang's arguments that do not choose its kernels."""
 
@@ -70,7 +64,7 @@ class RolloutConfig(Settings):
     """Precision of the weights, and of the KV cache unless `kv_cache_dtype` is set."""
     precision: SetPrecision = None
     """Precision of quantised weights: `fp8` for the matrices of attention and MLPs, in blocks of 128 x 128. The actor
-    quantises them for each version. All weights are in `dtype` if null."""
+    quantises them for each version; without one the model's files are in fp8. All weights are in `dtype` if null."""
     kv_cache_dtype: Literal["fp8_e4m3", "fp8_e5m2"] | None = None
     """Format of keys and values in the KV cache, by SGLang's names: a byte an element, without scales. They are in
     `dtype` if null."""
@@ -192,7 +186,7 @@ class RolloutConfig(Settings):
         if (given := self.server_args.get("load_format", "dummy")) != "dummy":
             raise ValueError(
                 f"precision={self.precision} with server_args.load_format={given}: the actor quantises the weights, "
-                "expected dummy"
+                "expected dummy; engines without an actor load files in fp8 without it"
             )
 
     def _check_kv_cache(self) -> None:
@@ -219,7 +213,7 @@ class RolloutConfig(Settings):
     @property
     def loads_weights(self) -> bool:
         """True if the engine starts with the weights of its model's files."""
-        return self.precision is None and self.server_args.get("load_format") != "dummy"
+        return self.server_args.get("load_format") != "dummy"
 
     def _check_cascade_attention(self) -> None:
         for name in ("deterministic", "token_versions"):

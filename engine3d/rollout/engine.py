@@ -63,11 +63,12 @@ class RolloutEngine(HostOwner):
         `shard`: the first of an engine on several hosts, whose others are an `EngineMember` each; the start waits for
         them. Such an engine must not be asked for anything before all have been started.
         `adapters`: that SGLang adds to the weights; transfers bring them apart (`lora.engine`).
-        `fp8`: matrices that stay in `dtype` with `precision=fp8`, the trainer's too.
+        `fp8`: matrices that stay in `dtype` with `precision=fp8`, the trainer's too. An engine that loads its weights
+        has those in fp8 that its files have in it.
         """
         super().__init__(config, log_path)
         self._model = launch.read_model(
-            Path(model_dir).resolve(), weights_needed=config.loads_weights, adapters=adapters, fp8=fp8
+            Path(model_dir).resolve(), config.loads_weights, adapters, fp8, config.precision
         )
         self._context_length = launch.context_length(config, self._model)
         self._devices = tuple(devices)
@@ -432,7 +433,7 @@ class EngineMember(HostOwner):
         launch.check_shard(config, shard, devices, weight_sources)
         super().__init__(config, log_path)
         self._shard, self._devices = shard, tuple(devices)
-        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=config.loads_weights)
+        self._model = launch.read_model(Path(model_dir).resolve(), config.loads_weights)
         self._weight_sources = tuple(weight_sources)
 
     def start(self) -> Self:

@@ -20,8 +20,15 @@ from engine3d.models.files.safetensors_files import read_header
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import peft_config
 from engine3d.models.lora.spec import target_names
-from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, quantisation_config, quantises_shared_experts
-from engine3d.models.quantisation.stored import QUANTISATION_KEY
+from engine3d.models.precision import (
+    NOTHING_LEFT_OUT,
+    Fp8Settings,
+    Precision,
+    quantisation_config,
+    quantised_as_stored,
+    quantises_shared_experts,
+)
+from engine3d.models.quantisation.stored import QUANTISATION_KEY, fp8_tensors
 from engine3d.platform import platform
 from engine3d.rollout.cache import (
     PAGE_TOKENS,
@@ -44,7 +51,7 @@ from engine3d.rollout.scheduler.plugin import (
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
-from engine3d.rollout.served import check_device, check_unquantised
+from engine3d.rollout.served import check_device, check_stored
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.rollout.shard import SINGLE_HOST, EngineShard
 from engine3d.sglang_source import attention_arguments, sglang_directory
@@ -76,13 +83,29 @@ class ModelDirectory:
     adapters: LoraConfig | None = None
     """Adapters that SGLang adds to the model."""
     fp8: Fp8Settings = NOTHING_LEFT_OUT
-    """Matrices that stay in the engine's dtype where it is in fp8."""
+    """Matrices that stay in the engine's dtype where it is in fp8 and loads no files."""
+    in_fp8: frozenset[str] | None = None
+    """Tensors of the files in fp8; None for an engine that does not load them."""
 
 
 def read_model(
-    directory: Path, weights_needed: bool, adapters: LoraConfig | None = None, fp8: Fp8Settings = NOTHING_LEFT_OUT
+    directory: Path,
+    weights_needed: bool,
+    adapters: LoraConfig | None = None,
+    fp8: Fp8Settings = NOTHING_LEFT_OUT,
+    precision: Precision | None = None,
 ) -> ModelDirectory:
-    """Read a model directory's config.json and the headers of its weights. Raises UserError naming what is missing."""
+    """Read a model directory's config.json and the headers of its weights.
+
+    Args:
+        directory: of the model.
+        weights_needed: True for an engine that loads the weights of the files.
+        adapters, fp8: see `ModelDirectory`.
+        precision: of the engine's weights.
+
+    Raises:
+        UserError: names what is missing, or the precision that weights have.
+    """
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise UserError(f"model directory {directory} has no config.json")
@@ -98,8 +121,9 @@ def read_model(
         raise UserError(f"model directory {directory} holds no *.safetensors")
     stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
     if weights_needed:
-        check_unquantised(directory, stored)
-    return ModelDirectory(directory, architectures, vocab_size, max_positions, overrides, adapters, fp8)
+        check_stored(directory, stored, precision)
+    in_fp8 = frozenset(fp8_tensors(stored)) if weights_needed else None
+    return ModelDirectory(directory, architectures, vocab_size, max_positions, overrides, adapters, fp8, in_fp8)
 
 
 def context_length(config: RolloutConfig, model: ModelDirectory) -> int:
@@ -172,9 +196,9 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         arguments |= {"nnodes": shard.count, "node_rank": shard.index}
     overrides = dict(model.overrides)
     if config.precision is not None:
-        spec = model.fp8.applied(load_model_spec(model.directory))
-        overrides[QUANTISATION_KEY] = quantisation_config(spec)
-        arguments["load_format"] = "dummy"
+        spec, in_fp8 = load_model_spec(model.directory), model.in_fp8
+        spec = model.fp8.applied(spec) if in_fp8 is None else quantised_as_stored(spec, in_fp8)
+        overrides[QUANTISATION_KEY] = quantisation_config(spec, in_fp8 or ())
         if not quantises_shared_experts(spec):
             arguments["disable_shared_experts_fusion"] = True  # DeepSeek-V3's would be one more of the routed experts
     if overrides:

@@ -9,7 +9,7 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.models.files.safetensors_files import StoredTensor, TensorFiles
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.precision import BLOCK, check_experts, quantises_shared_experts
+from engine3d.models.precision import BLOCK, Precision, check_experts, quantises_shared_experts
 from engine3d.models.quantisation.stored import fp8_tensors, mxfp4_tensors
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.scheduler.local_experts import LEAST_EXPERTS
@@ -33,7 +33,7 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
     """
     _check_architecture(spec)
     if spec.directory is not None and config.server_args.get("load_format", "dummy") != "dummy":
-        check_files(spec.directory)
+        check_files(spec.directory, config.precision)
     sizes, tp = spec.sizes, config.tp
     if config.attention_dp > 1 and not sizes.experts:
         raise UserError(
@@ -149,33 +149,46 @@ def check_adapters(spec: ModelSpec, config: RolloutConfig, lora: LoraConfig, *, 
             )
 
 
-def check_unquantised(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse files in fp8 or MXFP4, which SGLang would load into an engine of 16 bits without their scales.
+def check_stored(directory: Path, stored: Mapping[str, StoredTensor], precision: Precision | None) -> None:
+    """Refuse files in another precision than that of the engine that is to load them.
+
+    SGLang would load fp8 and MXFP4 into an engine of 16 bits without their scales.
 
     Args:
         directory: of the model.
         stored: the tensors of its files.
+        precision: of the engine.
 
     Raises:
         UserError: names a tensor.
     """
-    in_fp8 = fp8_tensors(stored)
-    if quantised := sorted(in_fp8 | mxfp4_tensors(stored)):
-        kind = "fp8" if quantised[0] in in_fp8 else "MXFP4"
+    in_fp8, in_mxfp4 = fp8_tensors(stored), mxfp4_tensors(stored)
+    if in_mxfp4:
         raise UserError(
-            f"model {directory}: {quantised[0]} is in {kind}, which engines load without its scales; expected "
+            f"model {directory}: {min(in_mxfp4)} is in MXFP4, which engines load without its scales; expected "
             "bfloat16, or server_args.load_format=dummy where a trainer's weights come before anything is generated"
+        )
+    if precision is None and in_fp8:
+        raise UserError(
+            f"model {directory}: {min(in_fp8)} is in fp8, which engines of 16 bits load without its scales; expected "
+            "bfloat16, rollout.engine.precision=fp8, or server_args.load_format=dummy where a trainer's weights come "
+            "before anything is generated"
+        )
+    if precision is not None and not in_fp8:
+        raise UserError(
+            f"model {directory}: no tensor is in fp8, and engines with rollout.engine.precision={precision} load it; "
+            f"expected null, or a model that checkpoint export --precision {precision} has written"
         )
 
 
-def check_files(directory: Path) -> None:
-    """Refuse the files of a model that an engine is to load, as `check_unquantised` does."""
+def check_files(directory: Path, precision: Precision | None) -> None:
+    """Refuse the files of a model that an engine is to load, as `check_stored` does."""
     with TensorFiles(directory) as files:
         try:
             stored = files.tensors
         except UserError:  # of which `check_weights` says what is wrong
             return
-        check_unquantised(directory, stored)
+        check_stored(directory, stored, precision)
 
 
 def check_deterministic(spec: ModelSpec, config: RolloutConfig, *, on_gpu: bool) -> None:
@@ -217,6 +230,11 @@ def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
         raise UserError(
             "rollout.engine.local_experts_only=true on a CPU: SGLang computes experts there by other functions; "
             "expected false, or placement.rollout on GPUs"
+        )
+    if config.precision is not None and config.deterministic and on_gpu:
+        raise UserError(
+            f"rollout.engine.precision={config.precision} was not tried with deterministic=true on GPUs; expected one "
+            "of them"
         )
     if config.kv_cache_dtype is not None and on_gpu:
         raise UserError(

@@ -112,8 +112,10 @@ def _export(parsed: argparse.Namespace) -> None:
 
     if parsed.base is not None and parsed.adapter:
         raise UserError("export: --adapter needs no model; expected no --base")
-    if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.precision or parsed.max_shard_gb):
-        raise UserError("export: --dtype, --precision and --max-shard-gb were not tried with adapters; expected none")
+    if parsed.adapter and parsed.precision:
+        raise UserError("export: --precision with --adapter, whose files are in 16 or 32 bits; expected none")
+    if (parsed.adapter or parsed.merged) and (parsed.dtype or parsed.max_shard_gb):
+        raise UserError("export: --dtype and --max-shard-gb were not tried with adapters; expected none")
     if parsed.no_multi_token and (parsed.adapter or (parsed.base is not None and not parsed.merged)):
         raise UserError(
             "export: --no-multi-token with --adapter or --base, which has no other use; expected one of them"
@@ -123,7 +125,13 @@ def _export(parsed: argparse.Namespace) -> None:
         exported = export_adapter(checkpoint, parsed.out, role=parsed.role, verify=verify)
     elif parsed.merged:
         exported = export_merged(
-            checkpoint, parsed.out, parsed.base, role=parsed.role, verify=verify, multi_token=not parsed.no_multi_token
+            checkpoint,
+            parsed.out,
+            parsed.base,
+            role=parsed.role,
+            precision=parsed.precision,
+            verify=verify,
+            multi_token=not parsed.no_multi_token,
         )
     else:
         exported = export_checkpoint(

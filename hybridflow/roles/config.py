@@ -104,7 +104,7 @@ class TeacherModel(ModelRole):
             raise ValueError(f"{other} is of a teacher on Megatron-Core, and engine is set; expected one of them")
         if self.engine is not None and self.engine.server_args.get("load_format") == "dummy":
             raise ValueError("engine.server_args.load_format=dummy, a teacher with random weights; expected auto")
-        for name in ("release_weights", "memory_saver", "token_versions", "precision"):
+        for name in ("release_weights", "memory_saver", "token_versions"):
             if self.engine is not None and getattr(self.engine, name):
                 raise ValueError(f"engine.{name} is set, and a teacher keeps its weights throughout; expected none")
         if self.engine is not None and self.engine.kv_cache_dtype is not None:

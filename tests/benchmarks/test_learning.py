@@ -129,7 +129,7 @@ def test_every_recipe_is_drawn_beside_grpo(tmp_path: Path) -> None:
     assert "var(" not in drawn[1].read_text()
 
 
-ONE_SEED = ("code.code", "context-parallel", "four-ranks", "routing-replay", "tools")
+ONE_SEED = ("code.code", "context-parallel", "four-ranks", "fp8", "fp8-training", "routing-replay", "tools")
 """Recipes that learn at all, which is what their curves show."""
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks import logprobs
+from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.models import load_model_spec
-from engine3d.models.precision import Fp8Settings, quantisation_config, served_shapes
+from engine3d.models.precision import Fp8Settings, quantisation_config, quantise, scale_name, served_shapes
+from hybridflow.cli.main import main
 from tests.support.proves import proves
-from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
+from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
+from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
 
@@ -28,6 +34,7 @@ FEATURES = (
     "rollout.engine.kv_cache_dtype=fp8_e4m3",
 )
 
+ADAPTERS = ("train.lora={rank: 8, alpha: 16}",)
 LEFT_OUT = ("train.fp8.num_layers_at_end_in_bf16=1",)
 
 
@@ -68,7 +75,7 @@ LEFT_OUT = ("train.fp8.num_layers_at_end_in_bf16=1",)
         ),
         pytest.param(
             "fp8",
-            ("train.lora={rank: 8, alpha: 16}",),
+            ADAPTERS,
             marks=[proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 lora"), pytest.mark.release],
         ),
     ],
@@ -112,6 +119,64 @@ def test_the_recipe_trains_with_engines_in_fp8(recipe: str, features: tuple[str,
         config = json.loads((tmp_path / "export" / "config.json").read_text())
         assert config["quantization_config"] == quantisation_config(spec)
         assert spec.unquantised <= set(config["quantization_config"]["modules_to_not_convert"])
+    if features == ADAPTERS:
+        _merged_exports_are_quantised_as_they_are(find_checkpoints(run / "checkpoints")[0][0], tmp_path)
+
+
+def _merged_exports_are_quantised_as_they_are(checkpoint: Path, directory: Path) -> None:
+    """Compare exports with merged adapters, in fp8 and without."""
+    for name, more in (("plain", []), ("fp8", ["--precision", "fp8"])):
+        assert main(["checkpoint", "export", str(checkpoint), str(directory / name), "--merged", *more]) == 0
+    plain, in_fp8 = (load_file(directory / name / "model.safetensors") for name in ("plain", "fp8"))
+    spec = load_model_spec(directory / "plain")
+    assert in_fp8.keys() == served_shapes(spec, "fp8").keys()
+    for name, tensor in spec.hf_tensors.items():
+        expected = {name: plain[name]}
+        if tensor.fp8:
+            values, scales = quantise(plain[name])
+            expected = {name: values, scale_name(name): scales}
+        for key, value in expected.items():
+            assert value.dtype == in_fp8[key].dtype and torch.equal(value.float(), in_fp8[key].float()), key
+
+
+@proves("qwen3_moe", "ep dp padding checkpoints resharding fp8 fp8_training fp8_exceptions")
+@pytest.mark.release
+def test_a_killed_run_resumes_and_its_checkpoints_and_exports_give_its_figures(tmp_path: Path) -> None:
+    rows = tmp_path / "sums.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+{n + 1}=", "answer": 2 * n + 1}) + "\n" for n in range(12)))
+    sums = {"data": {"path": str(rows)}, "samples": 4, "temperature": 1.0, "max_new_tokens": 4, "interval": 1}
+    settings = [
+        "evaluation.eval=null",
+        f"evaluation.sums={json.dumps(sums)}",
+        "trainer.steps=3",
+        "warmup.steps=2",
+        "checkpoint.save_interval=1",
+        "rollout.engine.kv_cache_dtype=fp8_e4m3",
+        rewarded_by_length(tmp_path),
+        *LEFT_OUT,
+    ]
+    recipe = [str(ROOT / "launch/recipes/fp8-training.yaml"), *SMALL, *settings]
+    plain, killed = (KilledRun(tmp_path / name, recipe, interpreter=warm_python()) for name in ("plain", "killed"))
+    assert plain.run().exit_code == 0, plain.output
+    outcome = killed.run(Kill("trainer", "update", 3, 0.0))
+    assert outcome.killed and not outcome.left_over, killed.output
+    assert killed.run().exit_code == 0, killed.output
+    assert "resume: after step 2, " in killed.output
+    assert compare(killed, plain) == Comparison(identical=True, lost=0, duplicated=0)
+
+    run = plain.run_directory
+    measured = json.loads((run / "checkpoints/step-00000003/driver.json").read_text())["last_measured"]["sums"]
+    assert measured["step"] == 3 and measured["statistics"].pop("training_prompts") == 0
+    export_checkpoint(find_checkpoints(run / "checkpoints")[0][0], tmp_path / "export", precision="fp8")
+    for target, more in ((run, []), (tmp_path / "export", ["--recipe", str(run / "recipe.yaml")])):
+        out = tmp_path / f"of-{target.name}"
+        words = ["-m", "hybridflow", "evaluate", str(target), "--set", "sums", "--out", str(out), *more]
+        done = subprocess.run(
+            [warm_python(), *words], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        evaluated = json.loads((out / "evaluation.json").read_text())["sets"]["sums"]
+        assert evaluated["statistics"] == measured["statistics"]  # bit for bit: of the same quantised weights
 
 
 STREAMED = (

@@ -10,6 +10,9 @@ from engine3d.errors import UserError, amount
 from engine3d.input_files import read_model_config
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec, weight_notes
+from engine3d.models.files.safetensors_files import TensorFiles
+from engine3d.models.precision import Precision, quantised_as_stored
+from engine3d.models.quantisation.stored import fp8_tensors
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.config import RolloutConfig
@@ -156,6 +159,18 @@ def role_spec(model: ModelRole, role: str, actor: ModelSpec | None) -> ModelSpec
     return dataclasses.replace(actor, value_head=value_head) if actor is not None else None
 
 
+def as_stored(spec: ModelSpec, directory: Path, precision: Precision | None) -> ModelSpec:
+    """The model as engines of a precision load it: with the matrices in fp8 that its files have in it.
+
+    Raises:
+        UserError: names a tensor.
+    """
+    if precision is None:
+        return spec
+    with TensorFiles(directory) as files:
+        return quantised_as_stored(spec, fp8_tensors(files.tensors))
+
+
 def check_engines(engine: RolloutConfig, spec: ModelSpec) -> None:
     """Refuse a model that fits, but that SGLang or Megatron-Core would refuse.
 
@@ -219,8 +234,10 @@ def check_teacher_engine(
         raise UserError(f"teacher.path: {error}") from None
     check_teacher(algorithm, spec, teacher.path, actor)
     try:
-        check_served(spec, engine)
-        check_files(teacher.path)
+        check_files(teacher.path, engine.precision)
+        check_served(as_stored(spec, teacher.path, engine.precision), engine)
+        if engine.precision is not None and devices is not None and devices["teacher"][0].kind == "cuda":
+            raise UserError(f"rollout.engine.precision={engine.precision} was not tried on GPUs; expected null")
     except UserError as error:
         raise UserError(str(error).replace("rollout.engine", "teacher.engine")) from None
     if engine.context_length is not None and engine.context_length > spec.sizes.max_positions:

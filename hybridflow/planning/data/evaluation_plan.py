@@ -12,7 +12,8 @@ from pathlib import Path
 from engine3d.checkpoint.hf import MODEL
 from engine3d.checkpoint.manifest import find_checkpoints, step_directory
 from engine3d.errors import UserError
-from engine3d.models import load_model_spec
+from engine3d.models import ModelSpec, load_model_spec
+from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_files
 from hybridflow.checkpoint.resume import find_sound
 from hybridflow.checkpoint.set_results import read_best
@@ -28,7 +29,7 @@ from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.checks.engine import check_sampling
 from hybridflow.planning.checks.environment import check_environment
 from hybridflow.planning.checks.gpu import used_gpus
-from hybridflow.planning.checks.model import check_engines, check_judge, check_model_files
+from hybridflow.planning.checks.model import as_stored, check_engines, check_judge, check_model_files
 from hybridflow.planning.checks.placement import check_engine_devices, planned_devices
 from hybridflow.planning.checks.prompt import check_token_ids
 from hybridflow.planning.checks.reward import check_set_rewards
@@ -229,27 +230,27 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
             check_sets(recipe.sets, sets, layouts)
         notes.extend(check_set_rewards(recipe.sets, sets, special_tokens(tokenizer)))
 
+    def served() -> None:
+        engine, directory = recipe.rollout.engine, recipe.model.path
+        if has_weights and directory is not None:
+            check_files(directory, engine.precision)
+        check_engines(engine, _as_served(recipe, spec, has_weights=has_weights))
+
     checks: list[Callable[[], object]] = [
         prompts,
-        partial(check_engines, recipe.rollout.engine, spec),
+        served,
         partial(check_sampling, recipe.rollout, recipe.placement, spec, devices),
         partial(check_writable, "--out", recipe.directory),
         partial(check_directories, kernels=bool(devices and used_gpus(devices))),
     ]
-    if (precision := recipe.rollout.engine.precision) is not None:
-        errors.append(
-            f"rollout.engine.precision={precision}: engines without an actor load the weights of files; expected null"
-        )
-    if (cache := recipe.rollout.engine.kv_cache_dtype) is not None:
-        errors.append(f"rollout.engine.kv_cache_dtype={cache} was not tried with hybridflow evaluate; expected null")
     if devices is not None:
         checks.append(partial(check_engine_devices, recipe.rollout.engine, devices["rollout"]))
+        checks.append(partial(_check_precision, recipe.rollout.engine, on_gpu=devices["rollout"][0].kind == "cuda"))
     if recipe.environment is not None:
         checks.append(partial(check_environment, recipe.environment))
     if recipe.asked_judge is not None:
         checks.append(partial(check_judge, recipe.asked_judge, devices))
     if has_weights and recipe.model.path is not None:
-        checks.append(partial(check_files, recipe.model.path))
         checks.append(partial(check_model_files, "model.path", load_model_spec(recipe.model.path), recipe.model.path))
     for check in checks:
         try:
@@ -259,3 +260,20 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, has_weights: bool = True
     if errors:
         raise SettingsError(errors)
     return notes
+
+
+def _as_served(recipe: EvaluationRecipe, spec: ModelSpec, *, has_weights: bool) -> ModelSpec:
+    """The model with the matrices in fp8 that its files have in it, or that the export of a checkpoint will have."""
+    directory = recipe.model.path
+    if recipe.rollout.engine.precision is None:
+        return spec
+    if not has_weights or directory is None:
+        return recipe.train.fp8.applied(spec)
+    return as_stored(spec, directory, recipe.rollout.engine.precision)
+
+
+def _check_precision(engine: RolloutConfig, *, on_gpu: bool) -> None:
+    if engine.precision is not None and on_gpu:
+        raise UserError(
+            f"rollout.engine.precision={engine.precision} was not tried with hybridflow evaluate on GPUs; expected null"
+        )

@@ -109,10 +109,20 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
         model = recipe.model.path
         if plan.checkpoint is not None:
             log.info(f"exporting {plan.checkpoint}")
-            # As the engines of a run have the actor's weights: those of training, cast where the engines' differ.
-            dtype = recipe.train.dtype if recipe.train.dtype != "float32" else recipe.rollout.engine.dtype
+            # As the engines of a run have the actor's weights: those of training, cast where the engines' differ. What
+            # is quantised there has the dtype of training.
+            engine = recipe.rollout.engine
+            dtype: str = recipe.train.dtype
+            if dtype == "float32" and engine.precision is None:
+                dtype = engine.dtype
             export_actor(
-                plan.checkpoint, exported, plan.base, dtype=dtype, verify=recipe.checkpoint.verify, multi_token=False
+                plan.checkpoint,
+                exported,
+                plan.base,
+                dtype=dtype,
+                precision=engine.precision,
+                verify=recipe.checkpoint.verify,
+                multi_token=False,
             )
             model = exported
         assert model is not None

@@ -618,7 +618,7 @@ def test_experts_in_mxfp4_are_dequantised_exactly(mxfp4: Path) -> None:
             assert torch.equal(files.read(MXFP4_EXPERTS + name, ((3, 5), (7, 32), (1, 4))), given[3:5, 7:32, 1:4])
         assert files.fingerprint()
     with pytest.raises(UserError, match=r"mxfp4: model\.layers\.0\.mlp\.experts\.down_proj is in MXFP4, which engines"):
-        check_files(mxfp4)
+        check_files(mxfp4, None)
 
 
 def test_mxfp4_that_the_config_does_not_name_is_refused(mxfp4: Path, tmp_path: Path) -> None:

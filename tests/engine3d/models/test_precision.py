@@ -28,6 +28,7 @@ from engine3d.models.precision import (
     quantisation_config,
     quantise,
     quantised_as,
+    quantised_as_stored,
     scale_box,
     scale_name,
     scale_shape,
@@ -500,17 +501,57 @@ def test_published_variants_are_read(tmp_path: Path) -> None:
 
 def test_engines_of_16_bits_do_not_load_a_directory_in_fp8(tmp_path: Path) -> None:
     directory = small(tmp_path)
-    message = r"^model .*fp8: model\.layers\.0\.mlp\.down_proj\.weight is in fp8, which engines load without its scales"
+    message = r"^model .*fp8: model\.layers\.0\.mlp\.down_proj\.weight is in fp8, which engines of 16 bits load without"
     with pytest.raises(UserError, match=message):
         launch.read_model(directory, weights_needed=True)
     with pytest.raises(UserError, match=message):
         check_served(load_model_spec(directory), RolloutConfig(server_args={"load_format": "auto"}))
     with pytest.raises(UserError, match=message):
-        check_files(directory)
+        check_files(directory, None)
     launch.read_model(directory, weights_needed=False)
     check_served(load_model_spec(directory), RolloutConfig())  # a run starts its engines without weights
     # A server whose weights nobody writes reads them by its own rules.
     assert unquantised_overrides(directory, json.loads((directory / "config.json").read_text())) == {}
+
+
+def test_engines_in_fp8_load_what_files_have_in_it(tmp_path: Path) -> None:
+    directory, config = small(tmp_path), RolloutConfig(precision="fp8")
+    message = (
+        r"^model .*bf16: no tensor is in fp8, and engines with rollout\.engine\.precision=fp8 load it; expected null"
+    )
+    with pytest.raises(UserError, match=message):
+        launch.read_model(tmp_path / "bf16", weights_needed=True, precision="fp8")
+    model = launch.read_model(directory, weights_needed=True, precision="fp8")
+    overrides = json.loads(launch.server_arguments(config, model)["json_model_override_args"])
+    spec = load_model_spec(directory)
+    assert overrides["quantization_config"] == quantisation_config(spec)
+
+    in_fp8 = {name for name, tensor in spec.hf_tensors.items() if tensor.fp8}
+    later = {name for name in in_fp8 if ".layers.0." not in name}
+    assert quantised_as_stored(spec, later) == Fp8Settings(num_layers_at_start_in_bf16=1).applied(spec)
+    with pytest.raises(UserError, match=r"lm_head\.weight is in fp8, and engines load no scales of it"):
+        quantised_as_stored(spec, in_fp8 | {"lm_head.weight"})
+    with pytest.raises(UserError, match=r"k_proj\.weight is in fp8 and .*q_proj\.weight is not, which engines join"):
+        quantised_as_stored(spec, in_fp8 - {Q_PROJ})
+
+
+@pytest.mark.parametrize("kept", ["gate_proj", "down_proj"])
+def test_experts_of_a_layer_are_in_fp8_together(kept: str) -> None:
+    spec = model_spec(FP8_CONFIGS["qwen3_moe"])
+    in_fp8 = {name for name, tensor in spec.hf_tensors.items() if tensor.fp8}
+    assert quantised_as_stored(spec, in_fp8) == spec
+    with pytest.raises(UserError, match=rf"experts\.0\..* is in fp8 and .*experts\.1\.{kept}\.weight is not, which"):
+        quantised_as_stored(spec, in_fp8 - {f"model.layers.0.mlp.experts.1.{kept}.weight"})
+
+
+def test_kv_b_proj_may_be_in_fp8_in_files_alone() -> None:
+    spec = model_spec(FP8_CONFIGS["deepseek_v3"])
+    in_fp8 = {name for name, tensor in spec.hf_tensors.items() if tensor.fp8 or "kv_b_proj" in name}
+    assert quantised_as_stored(spec, in_fp8) == spec
+    kept = quantisation_config(spec, in_fp8)["modules_to_not_convert"]
+    assert set(quantisation_config(spec)["modules_to_not_convert"]) - set(kept) == {
+        f"model.layers.{layer}.self_attn.kv_b_proj" for layer in range(spec.sizes.layers)
+    }
 
 
 def test_scales_have_the_shape_of_the_blocks() -> None:

@@ -15,9 +15,10 @@ from benchmarks.logprobs import dequantised
 from engine3d.models import initialise_random, load_model_spec, model_spec
 from engine3d.models.files.safetensors_files import TensorFiles
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings, served_tensors
-from engine3d.rollout import RolloutEngine, SamplingConfig
+from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from tests.support.engine_responses import responses_of, versions_of
 from tests.support.proves import proves, runs_of
+from tests.support.published_fp8 import publish
 from tests.support.tiny_families import FP8_CONFIGS
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
@@ -70,6 +71,9 @@ MORE_LEFT_OUT_LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"pp": 2, "stages": (3, 1)}),
 ]
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+IN_FP8 = TINY_ROLLOUT.model_copy(
+    update={"precision": "fp8", "dtype": "bfloat16", "server_args": {"load_format": "dummy"}}
+)
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
 
 
@@ -87,9 +91,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def started_in_fp8(
     models: dict[str, Path], sizes: dict[str, dict[str, Any]], left_out: Mapping[str, Fp8Settings] = NONE
 ) -> Iterator[dict[str, RolloutEngine]]:
-    fp8 = TINY_ROLLOUT.model_copy(update={"precision": "fp8", "dtype": "bfloat16"})
     engines = [
-        RolloutEngine(models[name], fp8.model_copy(update=of_engine), fp8=left_out.get(name, NOTHING_LEFT_OUT))
+        RolloutEngine(models[name], IN_FP8.model_copy(update=of_engine), fp8=left_out.get(name, NOTHING_LEFT_OUT))
         for name, of_engine in sizes.items()
     ]
     with started(engines):
@@ -210,6 +213,19 @@ def test_matrices_that_are_left_out_are_in_bfloat16_on_both_sides(
         assert connected.orders.plan.bytes_moved == moved
 
 
+TOKENS = [[5, 90, 17, 33, 2, 64, 8, 71, 40, 12, 3, 55]]
+
+
+def logprobs_of(directory: Path) -> torch.Tensor:
+    """Log-probs of the tokens after the first, by transformers with the dequantised weights of a directory."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(dequantised(directory), dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(torch.tensor(TOKENS)).logits[0, :-1].log_softmax(-1)
+    return expected.gather(1, torch.tensor(TOKENS[0][1:])[:, None])[:, 0]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -221,8 +237,6 @@ def test_matrices_that_are_left_out_are_in_bfloat16_on_both_sides(
 def test_log_probs_are_those_of_the_dequantised_weights(
     name: str, engine: RolloutEngine, models: dict[str, Path], trainer: TrainerRanks, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     sources = trainer.call(
         "build", locations("here", 0, 1), sizes={"pp": 2}, dtype="bfloat16", model=models[name], precision="fp8"
     )
@@ -230,10 +244,26 @@ def test_log_probs_are_those_of_the_dequantised_weights(
     trainer.call("export", directory=tmp_path / "fp8", precision="fp8")
     connected.transfer(100)
     assert differences([engine], tmp_path / "fp8") == []
-    reference = AutoModelForCausalLM.from_pretrained(dequantised(tmp_path / "fp8"), dtype=torch.float32)
-    tokens = [[5, 90, 17, 33, 2, 64, 8, 71, 40, 12, 3, 55]]
-    with torch.no_grad():
-        expected = reference(torch.tensor(tokens)).logits[0, :-1].log_softmax(-1)
-    chosen = expected.gather(1, torch.tensor(tokens[0][1:])[:, None])[:, 0]
-    (given,) = engine.logprobs(tokens, [1])
-    assert (torch.tensor(given.logprobs) - chosen).abs().max() < 0.05  # of activations in bfloat16
+    (given,) = engine.logprobs(TOKENS, [1])
+    assert (torch.tensor(given.logprobs) - logprobs_of(tmp_path / "fp8")).abs().max() < 0.05  # of bfloat16
+    if name in ALONE:
+        with started([RolloutEngine(tmp_path / "fp8", alone_in_fp8(name))]) as (alone,):
+            assert alone.logprobs(TOKENS, [1]) == [given]
+
+
+ALONE = ("qwen3_moe",)
+"""Models that engines without a trainer load, and give the log-probs of those that a trainer sent the weights to."""
+
+
+def alone_in_fp8(name: str) -> RolloutConfig:
+    return IN_FP8.model_copy(update=(ENGINES | MORE_ENGINES)[name] | {"server_args": {}})
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.release)])
+def test_an_engine_without_a_trainer_loads_what_others_publish(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    publish(models[name], tmp_path / "published")
+    with started([RolloutEngine(tmp_path / "published", alone_in_fp8(name))]) as (engine,):
+        (given,) = engine.logprobs(TOKENS, [1])
+    assert (torch.tensor(given.logprobs) - logprobs_of(tmp_path / "published")).abs().max() < 0.05  # of bfloat16

@@ -384,7 +384,6 @@ def test_routes_are_refused_where_they_were_not_tried() -> None:
         ({"dtype": "float16"}, "precision=fp8 with dtype=float16, expected bfloat16"),
         ({"precision": "mxfp8"}, "'mxfp8' has a scale for 32 values of a row, and was not tried"),
         ({"tp": 4, "attention_dp": 2}, "precision=fp8 was not tried with attention_dp=2, expected one of them"),
-        ({"deterministic": True}, "precision=fp8 was not tried with deterministic=true, expected one of them"),
         ({"memory_saver": True, "release_weights": True}, "precision=fp8 was not tried with release_weights=true"),
         (
             {"server_args": {"moe_runner_backend": "triton"}},
@@ -395,7 +394,8 @@ def test_routes_are_refused_where_they_were_not_tried() -> None:
     ],
 )
 def test_quantised_weights_are_refused_where_they_were_not_tried(settings: dict[str, Any], message: str) -> None:
-    assert not RolloutConfig(precision="fp8", server_args={"chunked_prefill_size": 64}).loads_weights
+    assert RolloutConfig(precision="fp8", server_args={"chunked_prefill_size": 64}).loads_weights
+    assert not RolloutConfig(precision="fp8", server_args={"load_format": "dummy"}).loads_weights
     with pytest.raises(ValidationError, match=message):
         RolloutConfig(**{"precision": "fp8", **settings})
 
@@ -404,7 +404,6 @@ def test_quantised_weights_are_refused_where_they_were_not_tried(settings: dict[
     ("settings", "message"),
     [
         ({"tp": 4, "attention_dp": 2}, "kv_cache_dtype=fp8_e4m3 was not tried with attention_dp=2, expected one of"),
-        ({"deterministic": True}, "kv_cache_dtype=fp8_e4m3 was not tried with deterministic=true, expected one of"),
         ({"memory_saver": True}, "kv_cache_dtype=fp8_e4m3 was not tried with memory_saver=true"),
         ({"kv_cache_dtype": "fp4"}, "Input should be 'fp8_e4m3' or 'fp8_e5m2'"),
     ],
@@ -412,6 +411,14 @@ def test_quantised_weights_are_refused_where_they_were_not_tried(settings: dict[
 def test_a_kv_cache_in_fp8_is_refused_where_it_was_not_tried(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RolloutConfig(**{"kv_cache_dtype": "fp8_e4m3", **settings})
+
+
+def test_repeatable_samples_of_engines_in_fp8_are_refused_on_gpus() -> None:
+    config = RolloutConfig(precision="fp8", deterministic=True)
+    check_device(config, on_gpu=False)
+    check_device(RolloutConfig(precision="fp8"), on_gpu=True)
+    with pytest.raises(UserError, match="precision=fp8 was not tried with deterministic=true on GPUs; expected one of"):
+        check_device(config, on_gpu=True)
 
 
 def test_a_kv_cache_in_fp8_is_refused_of_latents_and_on_gpus() -> None:

@@ -13,10 +13,12 @@ import torch
 
 def install() -> None:
     """Put these functions in the place of SGLang's, whose kernels are Triton's or need AMX."""
-    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization import fp8, fp8_utils
 
     fp8.dispatch_w8a8_block_fp8_linear = lambda: _linear
     fp8.Fp8MoEMethod.apply = _experts
+    # Of kv_b_proj, whose halves SGLang dequantises on CUDA and gives a single scale elsewhere.
+    fp8_utils.block_quant_to_tensor_quant = _half_precision
 
 
 def _linear(
@@ -49,6 +51,13 @@ def _experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
         dequantised, hidden, dispatch_output.topk_output, method.moe_runner_config
     )
     return StandardCombineInput(hidden_states=output)
+
+
+def _half_precision(
+    weight: torch.Tensor, scales: torch.Tensor, block_size: list[int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """SGLang's matrix with one scale, for block-quantised weights: in bfloat16, with none."""
+    return _dequantised(weight, scales, block_size, torch.bfloat16), None
 
 
 def _dequantised(weight: torch.Tensor, scales: torch.Tensor, block_size: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from hybridflow.cli.main import main
 from hybridflow.cluster.devices import nvml
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.devices.nvml import MakeReader
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import load_recipe
 from hybridflow.planning.checks import gpu as gpu_check
 from hybridflow.planning.checks import model as model_check
@@ -25,6 +26,7 @@ from hybridflow.planning.checks.gpu import (
     needed_modules,
     used_gpus,
 )
+from hybridflow.planning.data.evaluation_plan import check_evaluation_alone
 from hybridflow.planning.memory import estimate as memory_estimate
 from tests.support.fake_devices import Absent, Ampere, Blackwell, Small, Steady, Taken
 from tests.support.runs import DEMO
@@ -297,3 +299,14 @@ def test_a_library_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "fatal.py").write_text("import os\nos._exit(9)\n")
     assert first_failure(("sound",)) is None
     assert first_failure(("sound", "fatal")) == ("fatal", "the process that imports it ended with 9: nothing said")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_engines_in_fp8_that_load_files_are_refused_on_gpus(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPES / "fp8.yaml", [f"run_dir={tmp_path}", *FEW_PROMPTS])
+    alone = EvaluationRecipe.of(recipe, ["eval"])
+    on_gpu = alone.placement.model_copy(update={"rollout": "cuda:0"})
+    alone = alone.model_copy(update={"placement": on_gpu})
+    line = "rollout.engine.precision=fp8 was not tried with hybridflow evaluate on GPUs; expected null"
+    with pytest.raises(UserError, match=line):
+        check_evaluation_alone(alone, has_weights=False)

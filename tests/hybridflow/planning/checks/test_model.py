@@ -11,7 +11,7 @@ import torch
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models import initialise_random, model_spec
+from engine3d.models import initialise_random, load_model_spec, model_spec
 from hybridflow.cli.main import main
 from hybridflow.cluster.devices.device_map import Device, DeviceKind, Node, pool_devices
 from hybridflow.config.reading.yaml_loader import SettingsError
@@ -25,7 +25,8 @@ from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.trainer.startup.role_specs import role_specs
 from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.judge_model import ENGINE, make_judge
-from tests.support.tiny_families import CONFIGS
+from tests.support.published_fp8 import publish
+from tests.support.tiny_families import CONFIGS, FP8_CONFIGS
 
 ROOT = Path(__file__).parents[4]
 DEMO = ROOT / "launch/recipes/demo.yaml"
@@ -196,6 +197,27 @@ def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) 
     assert directory == path and config.max_total_tokens == 65 * 12 + 1 + 8
     assert "load_format" not in config.server_args
     assert "CPU slot 2 of node 0 and 1 like it" in (shown := foreseen(recipe, devices)) and "infer of teacher" in shown
+
+
+def test_engines_serve_a_teacher_in_the_precision_of_its_files(tmp_path: Path) -> None:
+    initialise_random(model_spec(FP8_CONFIGS["deepseek_v3"]), tmp_path / "teacher", seed=1, dtype=torch.bfloat16)
+    publish(tmp_path / "teacher", tmp_path / "in_fp8")
+    in_fp8 = "teacher.engine={dtype: bfloat16, precision: fp8}"
+
+    def check(directory: str, *settings: str, kind: DeviceKind = "cpu") -> None:
+        recipe = load_recipe(RECIPE, [f"teacher.path={tmp_path}/{directory}", *TEACHER_ENGINE, *settings])
+        assert recipe.teacher is not None
+        spec, devices = load_model_spec(recipe.teacher.path), {"teacher": [Device(0, kind, 2), Device(0, kind, 3)]}
+        check_teacher_engine(recipe.teacher, recipe.algorithm, recipe.samples_per_step, spec, devices)
+
+    check("in_fp8", in_fp8)
+    check("teacher")
+    with pytest.raises(UserError, match=r"is in fp8, which .*expected bfloat16, teacher\.engine\.precision=fp8, or"):
+        check("in_fp8")
+    with pytest.raises(UserError, match=r"no tensor is in fp8, and engines with teacher\.engine\.precision=fp8 load"):
+        check("teacher", in_fp8)
+    with pytest.raises(UserError, match=r"^teacher\.engine\.precision=fp8 was not tried on GPUs; expected null"):
+        check("in_fp8", in_fp8, kind="cuda")
 
 
 def test_a_teacher_with_gated_delta_nets_has_engines_on_cpus(tmp_path: Path) -> None:

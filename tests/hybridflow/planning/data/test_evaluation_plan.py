@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import step_directory
 from engine3d.errors import UserError
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
@@ -14,12 +15,13 @@ from hybridflow.cli.main import main
 from hybridflow.config.actors import load_recipes
 from hybridflow.config.initial_model import create_model
 from hybridflow.config.reading.yaml_loader import settings_yaml
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning.data.evaluation_plan import EvaluationPlan, plan_evaluation
 from hybridflow.trainer.replaying.plan import plan_replay
 from tests.support.resumable import SMALL, a_recipe, make_checkpoint
 from tests.support.runs import ROOT
 
+FP8 = ROOT / "launch/recipes/fp8.yaml"
 IPPO = ROOT / "launch/recipes/algorithms/ippo.yaml"
 
 
@@ -160,3 +162,29 @@ def test_the_checkpoints_of_a_run_are_listed_with_their_values(
     first, last = capsys.readouterr().out.splitlines()[1:]
     assert first.startswith("step-00000002  step 2, saved ") and first.endswith("  eval/sums/pass@1 0.5  best")
     assert last.startswith("step-00000004  step 4, saved ") and last.endswith("  eval/sums/pass@1 0.25")
+
+
+def test_engines_load_files_in_the_precision_of_the_recipe_alone(tmp_path: Path) -> None:
+    rows = f"evaluation.sums.data.path={rows_of_sums(tmp_path)}"
+    recipe = load_recipe(FP8, [f"run_dir={tmp_path}", "name=small", *SMALL, rows])
+    checkpoint = make_checkpoint(recipe, 2)
+    kept = recipe.directory / "recipe.yaml"
+    kept.write_text(settings_yaml(recipe))
+    planned = plan(recipe, "sums")
+    assert planned.checkpoint == checkpoint and planned.recipe.rollout.engine.precision == "fp8"
+    export_checkpoint(checkpoint, tmp_path / "in_fp8", precision="fp8")
+    export_checkpoint(checkpoint, tmp_path / "in_16_bits", dtype="bfloat16")
+
+    def of(name: str, *overrides: str) -> EvaluationPlan:
+        return plan_evaluation(tmp_path / name, ["sums"], [f"run_dir={tmp_path}", *overrides], recipe=kept)
+
+    assert of("in_fp8").weights == str(tmp_path / "in_fp8")
+    of("in_16_bits", "rollout.engine.precision=null")
+    message = r"^model .*in_fp8: .*down_proj\.weight is in fp8, which engines of 16 bits load without its scales; exp"
+    with pytest.raises(UserError, match=message):
+        of("in_fp8", "rollout.engine.precision=null")
+    with pytest.raises(UserError, match=r"^model .*in_16_bits: no tensor is in fp8, and engines with .*expected null"):
+        of("in_16_bits")
+    # A matrix of the export's that a rank of the engine would have a part of a block of.
+    with pytest.raises(UserError, match=r"a rank has 64 rows of gate and up"):
+        of("in_fp8", "rollout.engine.tp=2", "placement={actor: 'cpu:0-1', rollout: 'cpu:0-1'}")
