@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import Any
 
 from engine3d.errors import EngineError, UserError, first_line
+from hybridflow.cluster.devices.nvml import visible_gpus
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
 from hybridflow.cluster.hosts.checks.facts import software_digest
 from hybridflow.cluster.hosts.description import Host, HostRole
@@ -186,7 +187,7 @@ class Agent:
             address=address,
             interface=assignment.interface or interface_with(address),
             role=assignment.role,
-            gpus=_gpus(),
+            gpus=len(visible_gpus()),
             cpu_slots=assignment.cpu_slots or os.cpu_count() or 1,
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
@@ -293,17 +294,3 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server(resolved[4][:2], family=resolved[0], backlog=socket.SOMAXCONN)
     except OSError as error:
         raise UserError(f"host 0 cannot listen at {host}:{port}: {error.strerror or error}") from None
-
-
-def _gpus() -> int:
-    """GPUs that a run may use on this host."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver, or no library: no GPU
-        return 0

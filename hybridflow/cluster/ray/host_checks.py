@@ -15,7 +15,7 @@ import ray
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.gpu_availability import WAIT_S
-from hybridflow.cluster.hosts.checks.comparison import Comparison, compare
+from hybridflow.cluster.hosts.checks.comparison import compare
 from hybridflow.cluster.hosts.checks.facts import ClockDifference, HostFacts, Needs, collect, mark_directory
 from hybridflow.cluster.hosts.description import Host, listed
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig, PortRange
@@ -31,7 +31,6 @@ _ANSWER_S = 10.0
 _START_S = 60.0
 """Start of an actor that measures, with the import of torch."""
 _SAY_EVERY_S = 10.0
-_LOOK_AGAIN_S = 1.0
 _CLOCKS = 3
 """Readings of each node's clock, of which the quickest answer counts."""
 
@@ -116,21 +115,16 @@ def _wait_for(actors: Mapping[Host, Any], limit_s: float) -> None:
 
 def _compare(actors: Mapping[Host, Any], plan: HostCheck, *, with_table: bool) -> list[int]:
     """Compare nodes; the numbers of those that do not see the directory of runs of the first one."""
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        reports = _reports(actors, plan)
-        comparison = compare(reports, gpus=plan.needs.gpus)
-        if with_table or not comparison.may_pass or time.monotonic() >= deadline:
-            break
-        time.sleep(_LOOK_AGAIN_S)
-    _judge(reports, plan.needs, with_table=with_table, comparison=comparison)
+    # A run that has just ended may still hold memory; the table shows what is now.
+    within_s = 0.0 if with_table or plan.needs.shared_gpus else WAIT_S
+    needs = replace(plan.needs, gpus_within_s=within_s)
+    reports = _reports(actors, plan.run_dir, needs)
+    _judge(reports, needs, with_table=with_table)
     return [of_one.host.index for of_one in reports if of_one.sees_mark is False]
 
 
-def _judge(
-    reports: Sequence[HostFacts], needs: Needs, *, with_table: bool, comparison: Comparison | None = None
-) -> None:
-    comparison = comparison or compare(reports, gpus=needs.gpus)
+def _judge(reports: Sequence[HostFacts], needs: Needs, *, with_table: bool) -> None:
+    comparison = compare(reports, gpus=needs.gpus)
     if with_table or comparison.findings:
         log.info(comparison.table)
     for warning in comparison.warnings:
@@ -139,13 +133,12 @@ def _judge(
         raise UserError("\n".join(f"hosts: {refusal}" for refusal in refusals))
 
 
-def _reports(actors: Mapping[Host, Any], plan: HostCheck) -> list[HostFacts]:
+def _reports(actors: Mapping[Host, Any], run_dir: Path, needs: Needs) -> list[HostFacts]:
     hosts = list(actors)
     clocks = [_clock_of(host, actors[host]) if host.index else None for host in hosts]
-    with mark_directory(plan.run_dir) as mark:
-        collected = ask_all(
-            actors, "collect_facts", _FACTS_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
-        )
+    with mark_directory(run_dir) as mark:
+        given = [(run_dir, needs, hosts[0].name, mark)] * len(hosts)
+        collected = ask_all(actors, "collect_facts", _FACTS_S + needs.gpus_within_s, given)
     return [
         replace(of_one, host=host, clock=clock) for host, of_one, clock in zip(hosts, collected, clocks, strict=True)
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hybridflow.cluster.hosts.checks.facts import BUSY, DISTRIBUTIONS, MUST_AGREE, NOTHING, HostFacts, Severity
+from hybridflow.cluster.hosts.checks.facts import DISTRIBUTIONS, MUST_AGREE, NOTHING, HostFacts, Severity
 from hybridflow.cluster.hosts.description import listed
 
 CLOCK_WARN_S = 2.0
@@ -72,11 +72,6 @@ class Comparison:
     def refusals(self) -> tuple[Finding, ...]:
         """Findings for which a run is not started."""
         return tuple(finding for finding in self.findings if finding.severity == "refuse")
-
-    @property
-    def may_pass(self) -> bool:
-        """True if nothing is refused but GPUs in use, whose memory may belong to a run that has just ended."""
-        return bool(self.refusals) and all(refusal.what == BUSY for refusal in self.refusals)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
