@@ -158,8 +158,8 @@ class RayHost:
         self, address: str = LOOPBACK, token: str | None = None, environment: Mapping[str, str] | None = None
     ) -> None:
         self.address = address
-        name, self._owned = orphans.run_directory(orphans.parent())
-        self.directory = Path(name)
+        self.directory, self._owned = orphans.ray_directory()
+        name = str(self.directory)
         path = self.directory / "token"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token or secrets.token_hex(32))
@@ -319,7 +319,7 @@ class RayHost:
         if self.directory.exists():
             self.kill()
             shutil.rmtree(self.directory, ignore_errors=True)
-        orphans.give_up(self._owned)
+        self._owned.close()
 
 
 def new_store_file(directory: Path, name: str) -> Path:
