@@ -118,7 +118,7 @@ class Agent:
             listening = _listening(self._assignment.address or self._assignment.head, self._assignment.port)
             port = listening.getsockname()[1]
             self._supervisor = Supervisor(self._plan, self._token)
-            supervising = asyncio.create_task(self._supervisor.run(listening, self._change_head))
+            supervising = asyncio.create_task(self._supervisor.run(listening))
             if announce is not None:
                 await asyncio.to_thread(announce, port)
         try:
@@ -213,23 +213,17 @@ class Agent:
             channel.send("beat")
             await asyncio.sleep(BEAT_S)
 
-    def _change_ray(self, cpus: int, gcs_address: str | None) -> None:
-        """Join a cluster with this host, or leave the last one if None. The supervisor is told how that went."""
+    def _change_ray(self, cpus: int | None, gcs_address: str | None) -> None:
+        """Start Ray on this host, or end it if `cpus` is None. The supervisor is told how that went."""
+        answer: Message = {}
         try:
-            if gcs_address is None:
+            if cpus is None:
                 self.stop_ray()
             else:
-                self.start_ray(cpus, gcs_address)
+                answer = self.start_ray(cpus, gcs_address)
         except Exception as error:
             self._send("lost", line=first_line(error))
-        self._send("answer")
-
-    async def _change_head(self, cpus: int | None) -> Message:
-        """Start Ray's head on this host, or stop it if None. Errors of `start_ray`."""
-        if cpus is not None:
-            return await self._loop.run_in_executor(self._changing, self.start_ray, cpus)
-        await self._loop.run_in_executor(self._changing, self.stop_ray)
-        return {}
+        self._send("answer", ray=answer)
 
     def start_ray(self, cpus: int, gcs_address: str | None = None) -> Message:
         """Start this host's node of the run's Ray, or its head."""

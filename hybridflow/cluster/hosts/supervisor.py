@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Iterator, Sequence
 
 from engine3d.errors import EngineError, UserError
-from hybridflow.cluster.hosts.attempts import Attempts, ChangeHead
+from hybridflow.cluster.hosts.attempts import Attempts
 from hybridflow.cluster.hosts.channel import LINE_BYTES, Channel, ChannelError, Message, WrongTokenError, accept
 from hybridflow.cluster.hosts.checks.comparison import Finding, by_value
 from hybridflow.cluster.hosts.description import Host, listed
@@ -56,18 +56,17 @@ class Supervisor:
         self._attempts: Attempts | None = None
         self._ending = False
 
-    async def run(self, listening: socket.socket, change_head: ChangeHead) -> int:
+    async def run(self, listening: socket.socket) -> int:
         """Gather the hosts, run the command, and end the agents; the exit code of all.
 
         Raises nothing that happens on the way: it is said on stderr.
 
         Args:
             listening: socket for the agents.
-            change_head: starts and stops Ray's head on this host.
         """
         server = await asyncio.start_server(self._joins, sock=listening, limit=LINE_BYTES)
         try:
-            ended = await self._until_over(self._work(change_head))
+            ended = await self._until_over(self._work())
         finally:
             server.close()
         if ended.lines is not None:
@@ -117,7 +116,7 @@ class Supervisor:
         finally:
             watch.cancel()
 
-    async def _work(self, change_head: ChangeHead) -> Ended:
+    async def _work(self) -> Ended:
         await self._gather()
         members = [self._members[index] for index in range(self._plan.hosts)]
         self._has_begun = True
@@ -125,7 +124,7 @@ class Supervisor:
             return Ended(2, "\n".join([*lines, *([CANNOT_START] if self._plan.is_doctor else [])]))
         if len(members) > 1 or self._plan.is_doctor:
             _log_settings(members)
-        self._attempts = Attempts(self._plan, self._members, change_head, self._is_asked_to_end)
+        self._attempts = Attempts(self._plan, self._members, self._is_asked_to_end)
         return await self._attempts.run()
 
     def _is_asked_to_end(self) -> bool:
@@ -227,7 +226,7 @@ class Supervisor:
         member.seen = time.monotonic()
         match message["kind"]:
             case "answer":
-                member.has_answered.set()
+                member.answered(message["ray"])
             case "signal":
                 self.signalled(message["signal"], member.host)
             case "lost":
