@@ -309,13 +309,9 @@ class RayHost:
             self.watch.close()
         with cleaning("hybridflow: Ray"):
             self.end()
-        self.close()
-
-    def close(self) -> None:
-        """Give up what is left after `end`: all of it where the watchdog was killed, as by who ends a job."""
         if self._node is not None:
             self._node.close()
-        if self.directory.exists():
+        if self.directory.exists():  # the watchdog was killed, as by who ends a job
             self.kill()
             shutil.rmtree(self.directory, ignore_errors=True)
         self._owned.close()

@@ -39,7 +39,6 @@ _ROOT = Path(__file__).parents[4]
 _GIT_S = 5.0
 _RESOLVE_S = 3.0
 _SHARED_MEMORY = Path("/dev/shm")
-_MOUNTS = Path("/proc/self/mountinfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Limits of control groups 2, where "max" is no limit, and 1, where more than any machine has is none."""
@@ -340,18 +339,12 @@ def sees_mark(mark: Path, limit_s: float = _MARK_S) -> bool:
 
 def file_system(path: Path) -> str | None:
     """Kind and source of the file system that a directory is on, such as "nfs4 filer:/runs"; None if not known."""
-    try:
-        lines = _MOUNTS.read_text().splitlines()
-        device = path.stat().st_dev
-    except OSError:
+    path = path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    if not path.exists() or not mounts:
         return None
-    device_number = f"{os.major(device)}:{os.minor(device)}"
-    for line in lines:
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == device_number:
-            kind, origin = source.split()[:2]
-            return kind if origin in (kind, "none") else f"{kind} {origin}"
-    return None
+    mount = max(reversed(mounts), key=lambda mount: len(mount.mountpoint))  # of one place the last one is seen
+    return mount.fstype if mount.device in (mount.fstype, "none") else f"{mount.fstype} {mount.device}"
 
 
 def _digest(chunks: Any) -> str:
