@@ -73,14 +73,14 @@ class DriverProcess:
         reading = asyncio.create_task(self._read(channel))
         try:
             code = await self._process.wait()
-            if self._late is not None:
-                self._late.cancel()
-                code = 1 if self._is_late else code
+            code = 1 if self._is_late else code
             await asyncio.wait({reading}, timeout=_LAST_LINES_S)
         except asyncio.CancelledError:
             await self.end()
             raise
         finally:
+            if self._late is not None:
+                self._late.cancel()
             reading.cancel()
             channel.abort()
         if code < 0:
