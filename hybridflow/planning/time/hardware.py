@@ -247,8 +247,8 @@ def this_machine() -> dict[str, str | int]:
     """Describe this machine: "gpu", as the driver has it, or "cpu"; without GPUs its processor and their number."""
     if platform.gpus:
         # CUDA's own name would take memory of the GPU.
-        names = (answer(visible, lambda reader, gpu: reader.name(gpu)) for visible in visible_gpus().values())
-        return {"gpu": next(names, None) or "unknown"}
+        kinds = (answer(name, lambda reader, gpu: reader.name(gpu)) for name in visible_gpus().values())
+        return {"gpu": next(kinds, None) or "unknown"}
     try:
         names = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
         processor = next(names, "").partition(":")[2].strip()
