@@ -1,9 +1,9 @@
-"""Files that SGLang's processes leave when they are killed: all have names of the engine's run, and are removed with
-it.
+"""Temporary directories with an owner, and files that SGLang's processes leave when they are killed: all have names of
+the engine's run, and are removed with it.
 
     python run_files.py
 
-removes those of runs whose owner is gone. Standard library only.
+removes those of engines whose owner is gone. Standard library only.
 
 All users share the temporary directory and /dev/shm. Only this user's files of the expected kind are removed there, and
 no link is followed.
@@ -30,21 +30,24 @@ _PREFIX = "engine3d-rollout-"
 _NEW = "new-"
 _OWNER = "owner"
 _MADE_WITHIN_S = 60.0
-RANDOM = "[a-z0-9_]{8}"
+_RANDOM = "[a-z0-9_]{8}"
 """Pattern of the unique part of names that `tempfile` makes."""
-_RUN = re.compile(rf"{_PREFIX}{RANDOM}")
-_UNFINISHED = re.compile(rf"{_NEW}{_PREFIX}{RANDOM}")
 
 
-def make_run_directory() -> tuple[Path, IO[bytes]]:
-    """Make a temporary directory for the processes of one engine, and the lock by which this process owns it.
+def make_run_directory(prefix: str = _PREFIX, parent: Path | None = None) -> tuple[Path, IO[bytes]]:
+    """Make a temporary directory for the processes of one run, and the lock by which this process owns it.
 
-    Directories without an owner, and all files of their runs, are removed first. They remain where client and host were
+    Directories without an owner, and all files of their runs, are removed first. They remain where owner and host were
     killed together.
+
+    Args:
+        prefix: of its name.
+        parent: of the directory; the usual one if None.
     """
-    remove_orphans()
-    new = Path(tempfile.mkdtemp(prefix=f"{_NEW}{_PREFIX}"))
-    lock = (new / _OWNER).open("wb")
+    remove_orphans(prefix, parent)
+    new = Path(tempfile.mkdtemp(prefix=f"{_NEW}{prefix}", dir=parent))
+    (new / _OWNER).touch()
+    lock = open_own(new / _OWNER)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return new.rename(new.with_name(new.name.removeprefix(_NEW))), lock
 
@@ -64,12 +67,12 @@ def remove_run_files(run_directory: Path) -> None:
     shutil.rmtree(run_directory, ignore_errors=True)
 
 
-def remove_orphans() -> None:
-    """Remove the files of runs whose owner is gone."""
-    parent = Path(tempfile.gettempdir())
-    for old in named_like(parent, _RUN):
+def remove_orphans(prefix: str = _PREFIX, parent: Path | None = None) -> None:
+    """Remove the files of runs whose owner is gone. Arguments as of `make_run_directory`."""
+    parent = parent or Path(tempfile.gettempdir())
+    for old in named_like(parent, re.compile(rf"{prefix}{_RANDOM}")):
         _remove_if_orphan(old)
-    for unfinished in named_like(parent, _UNFINISHED):
+    for unfinished in named_like(parent, re.compile(rf"{_NEW}{prefix}{_RANDOM}")):
         with contextlib.suppress(OSError):
             status = unfinished.lstat()
             if is_own(status, stat.S_IFDIR) and time.time() - status.st_mtime > _MADE_WITHIN_S:

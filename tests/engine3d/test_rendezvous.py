@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine3d.rendezvous import file_address, join, listen, serve, tcp_address
+from engine3d.rendezvous import PORTS_VARIABLE, file_address, join, listen, serve, tcp_address
 from tests.support.listening import listeners
 
 
@@ -42,6 +42,18 @@ def test_a_server_listens_at_one_address_until_it_is_dropped(host: str) -> None:
     assert listeners(os.getpid()) == before
     with pytest.raises(RuntimeError, match=address.rpartition(":")[2]):
         join(address, 0.5)
+
+
+def test_the_first_free_port_of_a_range_is_taken_until_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORTS_VARIABLE, "21000-29000")
+    with listen("127.0.0.1") as first, listen("127.0.0.1") as second:
+        ports = [taken.getsockname()[1] for taken in (first, second)]
+        assert 21000 <= ports[0] < ports[1] <= 29000
+        monkeypatch.setenv(PORTS_VARIABLE, f"{ports[0]}-{ports[0]}")
+        with pytest.raises(OSError, match=rf"no free port of {ports[0]}-{ports[0]} \({PORTS_VARIABLE}\) at 127.0.0.1"):
+            listen("127.0.0.1")
+    with pytest.raises(OSError, match="Cannot assign"):
+        listen("192.0.2.77")
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:80", "http://host:80", "tcp://host"])

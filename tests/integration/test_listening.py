@@ -31,7 +31,7 @@ APART = [
     "rollout.weights.transport=collective",
     "checkpoint.save_interval=1",
 ]
-OURS = ("hf-ray-", "engine3d-rollout-", "new-engine3d-rollout-")
+OURS = ("hf-ray-", "new-hf-ray-", "engine3d-rollout-", "new-engine3d-rollout-")
 PLANTED = "raise SystemExit('imported from the working directory')\n"
 
 
@@ -81,7 +81,7 @@ def test_a_run_on_one_host_listens_on_loopback_alone_in_every_phase(
     assert not {listener for phase in by_phase.values() for listener in phase if not listener.only_this_host}
     engines = {listener for phase in by_phase.values() for listener in phase if "sglang::scheduler" in listener.process}
     assert engines  # they were seen at all: the process group of an engine's own ranks
-    assert modes == {stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600}
+    assert modes == {stat.S_IFDIR | 0o700}
     assert not left
     assert "working directory" not in "".join(path.read_text() for path in (tmp_path / "small/logs").iterdir())
 

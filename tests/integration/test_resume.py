@@ -318,10 +318,10 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     shutil.rmtree(killed / "model")
     lines = run.output.splitlines()
     engine, ray = run.temporary / "engine3d-rollout-killed_1", run.temporary / "hf-ray-killed_1"
-    for directory, lock in ((engine, engine / "owner"), (ray, ray.with_suffix(".lock"))):
+    for directory in (engine, ray):
         directory.mkdir()
         (directory / "log").touch()
-        lock.touch()
+        (directory / "owner").touch()
     segment = Path(f"/dev/shm/killed-{engine.name}")
     segment.touch()
     outcome = run.run()

@@ -22,6 +22,9 @@ class Steady:
     def read(self, gpu: int) -> Reading:
         return Reading(10.0 * (gpu + 1), (gpu + 1) * 2**30, 100.0 * (gpu + 1), 1980.0)
 
+    def name(self, gpu: int) -> str:
+        return "NVIDIA H200"
+
     def memory(self, gpu: int) -> MemoryUse:
         return IDLE
 

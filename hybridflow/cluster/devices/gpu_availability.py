@@ -12,6 +12,7 @@ import psutil
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.nvml import MakeReader, answer
+from hybridflow.cluster.hosts.description import listed
 
 if TYPE_CHECKING:
     from hybridflow.cluster.devices.device_map import Node
@@ -24,6 +25,7 @@ IDLE_BYTES = 2 * 10**9
 _POLL_S = 0.5
 _ANSWER_S = 30.0
 """Limit of another node's answer beyond that wait; one that does not answer is taken to be free."""
+EXPECTED = "them free, or placement.shared_gpus=true"
 _MOST_GPUS = 4
 _MOST_PROCESSES = 3
 
@@ -43,6 +45,11 @@ class InUse:
     used_bytes: int
     total_bytes: int
     processes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        number = f", nvidia-smi: {self.number}" if self.number != self.index else ""
+        users = f", {listed(self.processes, _MOST_PROCESSES)}" if self.processes else ""
+        return f"GPU {self.index} ({self.used_bytes / 1e9:.1f} of {self.total_bytes / 1e9:.1f} GB{number}{users})"
 
 
 def gpus_in_use(visible: Mapping[int, str], wait_s: float, make_reader: MakeReader | None = None) -> list[InUse]:
@@ -129,21 +136,6 @@ def _process(pid: int) -> str:
 def _refuse(in_use_by_others: Sequence[tuple[str, InUse]]) -> None:
     if not in_use_by_others:
         return
-    described = [_described(host, gpu) for host, gpu in in_use_by_others[:_MOST_GPUS]]
+    described = [f"{gpu} of {host}" for host, gpu in in_use_by_others[:_MOST_GPUS]]
     more = f" and {len(in_use_by_others) - _MOST_GPUS} more" if len(in_use_by_others) > _MOST_GPUS else ""
-    expected = "it" if len(in_use_by_others) == 1 else "them"
-    raise UserError(f"placement: {', '.join(described)}{more}; expected {expected} free, or placement.shared_gpus=true")
-
-
-def _described(host: str, gpu: InUse) -> str:
-    number = f" (nvidia-smi: {gpu.number})" if gpu.number != gpu.index else ""
-    processes = _listed(gpu.processes)
-    return (
-        f"GPU {gpu.index}{number} of {host} has {gpu.used_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB in use "
-        f"by others{processes and f' ({processes})'}"
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _MOST_PROCESSES} more"] if len(names) > _MOST_PROCESSES else []
-    return ", ".join([*names[:_MOST_PROCESSES], *more])
+    raise UserError(f"placement: GPUs in use by others: {', '.join(described)}{more}; expected {EXPECTED}")

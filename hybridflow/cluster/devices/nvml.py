@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class DeviceReader(Protocol):
     def read(self, gpu: int) -> Reading:
         """Read a GPU."""
 
+    def name(self, gpu: int) -> str:
+        """Name of a GPU, such as "NVIDIA H200"."""
+
     def memory(self, gpu: int) -> MemoryUse:
         """Read the memory of a GPU in use, and by whom."""
 
@@ -60,8 +65,8 @@ class NvmlReader:
     """Reads GPUs through NVIDIA's management library.
 
     Args:
-        visible: the GPUs as CUDA_VISIBLE_DEVICES names them: by index or identifier. An index is taken for NVML's own;
-            CUDA counts alike where the GPUs of a node are all of one kind.
+        visible: the GPUs as CUDA_VISIBLE_DEVICES names them: by index, or by identifier or its beginning. An index is
+            taken for NVML's own; CUDA counts alike where the GPUs of a node are all of one kind.
 
     Raises:
         pynvml.NVMLError: there is no such library, or no such GPU.
@@ -72,10 +77,7 @@ class NvmlReader:
 
         self._nvml = pynvml
         pynvml.nvmlInit()
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(name)
-            for name in visible
-        ]
+        handles = [self._handle(name) for name in visible]
         self._handles = {pynvml.nvmlDeviceGetIndex(handle): handle for handle in handles}
         self.gpus: Sequence[int] = sorted(self._handles)
 
@@ -88,6 +90,10 @@ class NvmlReader:
             power_w=self._known(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
             clock_mhz=self._known(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         )
+
+    def name(self, gpu: int) -> str:
+        """Name of a GPU. Raises pynvml.NVMLError where it cannot be reached."""
+        return str(self._nvml.nvmlDeviceGetName(self._handles[gpu]))
 
     def memory(self, gpu: int) -> MemoryUse:
         """Read the memory of a GPU in use. Raises pynvml.NVMLError where it cannot be reached."""
@@ -103,6 +109,16 @@ class NvmlReader:
         """CUDA's compute capability. Raises pynvml.NVMLError where the GPU cannot be reached."""
         major, minor = self._nvml.nvmlDeviceGetCudaComputeCapability(self._handles[gpu])
         return major, minor
+
+    def _handle(self, name: str) -> Any:
+        if name.isdecimal():
+            return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(self._nvml.NVMLError):  # a GPU that is lost
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                if str(self._nvml.nvmlDeviceGetUUID(handle)).startswith(name):
+                    return handle
+        return self._nvml.nvmlDeviceGetHandleByUUID(name)  # a part of a GPU
 
     def _known(self, ask: Callable[[], float]) -> float:
         try:
@@ -129,3 +145,29 @@ def answer[T](name: str, ask: Callable[[DeviceReader, int], T], make_reader: Mak
         return ask(reader, gpu)
     except Exception:
         return None
+
+
+def visible_gpus() -> dict[int, str]:
+    """The GPUs of this host that CUDA_VISIBLE_DEVICES leaves, as it names them, by the index that a recipe counts."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return dict(enumerate(name for word in visible.split(",") if (name := word.strip()) not in ("", "-1")))
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return {index: str(index) for index in range(pynvml.nvmlDeviceGetCount())}
+    except Exception:  # no driver, or no library: no GPU
+        return {}
+
+
+def driver_versions() -> tuple[str | None, str | None]:
+    """Versions of NVIDIA's driver and of the CUDA that it knows; None on a host that has none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}"
+    except Exception:  # no library, no driver, or one that does not answer
+        return None, None

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import Any
 
 from engine3d.errors import EngineError, UserError, first_line
+from hybridflow.cluster.devices.nvml import visible_gpus
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
 from hybridflow.cluster.hosts.checks.facts import software_digest
 from hybridflow.cluster.hosts.description import Host, HostRole
@@ -117,7 +118,7 @@ class Agent:
             listening = _listening(self._assignment.address or self._assignment.head, self._assignment.port)
             port = listening.getsockname()[1]
             self._supervisor = Supervisor(self._plan, self._token)
-            supervising = asyncio.create_task(self._supervisor.run(listening, self._change_head))
+            supervising = asyncio.create_task(self._supervisor.run(listening))
             if announce is not None:
                 await asyncio.to_thread(announce, port)
         try:
@@ -186,7 +187,7 @@ class Agent:
             address=address,
             interface=assignment.interface or interface_with(address),
             role=assignment.role,
-            gpus=_gpus(),
+            gpus=len(visible_gpus()),
             cpu_slots=assignment.cpu_slots or os.cpu_count() or 1,
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
@@ -212,23 +213,17 @@ class Agent:
             channel.send("beat")
             await asyncio.sleep(BEAT_S)
 
-    def _change_ray(self, cpus: int, gcs_address: str | None) -> None:
-        """Join a cluster with this host, or leave the last one if None. The supervisor is told how that went."""
+    def _change_ray(self, cpus: int | None, gcs_address: str | None) -> None:
+        """Start Ray on this host, or end it if `cpus` is None. The supervisor is told how that went."""
+        answer: Message = {}
         try:
-            if gcs_address is None:
+            if cpus is None:
                 self.stop_ray()
             else:
-                self.start_ray(cpus, gcs_address)
+                answer = self.start_ray(cpus, gcs_address)
         except Exception as error:
             self._send("lost", line=first_line(error))
-        self._send("answer")
-
-    async def _change_head(self, cpus: int | None) -> Message:
-        """Start Ray's head on this host, or stop it if None. Errors of `start_ray`."""
-        if cpus is not None:
-            return await self._loop.run_in_executor(self._changing, self.start_ray, cpus)
-        await self._loop.run_in_executor(self._changing, self.stop_ray)
-        return {}
+        self._send("answer", ray=answer)
 
     def start_ray(self, cpus: int, gcs_address: str | None = None) -> Message:
         """Start this host's node of the run's Ray, or its head."""
@@ -293,17 +288,3 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server(resolved[4][:2], family=resolved[0], backlog=socket.SOMAXCONN)
     except OSError as error:
         raise UserError(f"host 0 cannot listen at {host}:{port}: {error.strerror or error}") from None
-
-
-def _gpus() -> int:
-    """GPUs that a run may use on this host."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver, or no library: no GPU
-        return 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import asdict
 
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Message
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.driver_process import GRACE_S, DriverProcess
+from hybridflow.cluster.hosts.driver_process import DriverProcess
 from hybridflow.cluster.hosts.launch_plan import Ended, LaunchPlan
 from hybridflow.cluster.hosts.members import Member
 from hybridflow.cluster.hosts.restarts import (
@@ -34,9 +34,6 @@ _SILENT_S = 5.0
 """Beyond the limit of a sign of life, until a host is known to be lost."""
 _LOOK_EVERY_S = 1.0
 
-ChangeHead = Callable[[int | None], Awaitable[Message]]
-"""Starts Ray's head with so many CPU slots, or stops it. Returns values that `DriverLink` has. Raises EngineError."""
-
 
 class Attempts:
     """All runs of the command of a launch, each with a Ray of its own on its hosts.
@@ -44,25 +41,17 @@ class Attempts:
     Args:
         plan: of the launch.
         members: all hosts by their numbers; those that come later are put in by the supervisor.
-        change_head: starts and stops Ray's head.
         is_asked_to_end: True once somebody has asked the launch to end.
     """
 
     def __init__(
-        self,
-        plan: LaunchPlan,
-        members: MutableMapping[int, Member],
-        change_head: ChangeHead,
-        is_asked_to_end: Callable[[], bool],
+        self, plan: LaunchPlan, members: MutableMapping[int, Member], is_asked_to_end: Callable[[], bool]
     ) -> None:
-        self._plan, self._members = plan, members
-        self._change_head, self._is_asked = change_head, is_asked_to_end
+        self._plan, self._members, self._is_asked = plan, members, is_asked_to_end
         self._attempt = first_attempt([members[index].host for index in range(plan.hosts)], plan.spares)
         self._driver: DriverProcess | None = None
         self._outcomes: list[CommandOutcome] = []
         self._cards: list[FirstFailure] = []
-        self._late: asyncio.TimerHandle | None = None
-        self._ending: asyncio.Task[None] | None = None
         self._has_begun = False
         for member in members.values():
             member.stays = True
@@ -93,11 +82,8 @@ class Attempts:
         line = f"{host}: {why}"
         if host.index not in self._attempt.numbers:
             log.warning(f"{line}; it has stood by")
-        elif (driver := self._driver) is not None:
-            driver.lose(host, line)
-            if driver.is_running and self._late is None:  # of several losses the first counts
-                limit_s = self._plan.limits.stop_s + GRACE_S
-                self._late = asyncio.get_running_loop().call_later(limit_s, self._end_late, driver)
+        elif self._driver is not None:
+            self._driver.lose(host, line)
         else:
             log.warning(line)
 
@@ -150,24 +136,21 @@ class Attempts:
             self._driver = None
             # One that is silent for long enough is gone by then, and takes no part in the next attempt.
             limit_s = max(_STOP_S, self._plan.limits.host_s + _SILENT_S)
-            await asyncio.gather(self._change_head(None), *(member.change_ray(limit_s) for member in members[1:]))
+            await asyncio.gather(*(member.change_ray(limit_s) for member in members))
         log.error(line)
         return CommandOutcome(1, line=line, lost=any(member.gone.is_set() for member in members))
 
     async def _start_ray(self, members: Sequence[Member]) -> Message:
-        """Start Ray on the hosts of this attempt, its head first; values that `DriverLink` has.
+        """Start Ray on the hosts of this attempt, its head first; values that `DriverLink` has, if that has started.
 
         Raises:
-            EngineError: the head did not start, or a host does not answer.
+            EngineError: a host does not answer.
         """
-        slots = [host.cpu_slots for host in self._attempt.hosts]
-        try:
-            ray = await self._change_head(slots[0])
-        except EngineError as error:
-            raise EngineError(f"{members[0].host}: {error}") from None
-        limit_s = self._plan.limits.ray_start_s + _START_S
-        joining = zip(members[1:], slots[1:], strict=True)
-        await asyncio.gather(*(member.change_ray(limit_s, cpus, ray["gcs_address"]) for member, cpus in joining))
+        slots, limit_s = [host.cpu_slots for host in self._attempt.hosts], self._plan.limits.ray_start_s + _START_S
+        ray = await members[0].change_ray(limit_s, slots[0])
+        if (address := ray.get("gcs_address")) is not None:
+            joining = zip(members[1:], slots[1:], strict=True)
+            await asyncio.gather(*(member.change_ray(limit_s, cpus, address) for member, cpus in joining))
         return ray
 
     async def _run_driver(
@@ -181,12 +164,6 @@ class Attempts:
             is_first=not self._outcomes,
             **ray,
         )
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-        if self._ending is not None:
-            await self._ending
-            self._ending, code = None, 1
         step, line = driver.failure or ("", driver.cause or f"the driver ended with {code}")
         if driver.directory is not None:
             self._has_begun = True
@@ -196,10 +173,6 @@ class Attempts:
                 card = read_failure(driver.directory)
                 self._cards += [card] if card is not None else []
         return CommandOutcome(code, step, line, lost=any(member.gone.is_set() for member in members))
-
-    def _end_late(self, driver: DriverProcess) -> None:
-        """End a command that does not end by itself after a loss."""
-        self._ending = asyncio.create_task(driver.end())
 
     def _following(self) -> Attempt:
         """The hosts of the next run of the command."""

@@ -18,7 +18,7 @@ from hybridflow.cluster.ray.ray_host import changed_environment
 from hybridflow.errors.log import log
 from hybridflow.rundir.status.first_failure import FirstFailure, keep_cause, keep_earlier
 
-GRACE_S = 5.0
+_GRACE_S = 5.0
 """Beyond the driver's time for an orderly end."""
 
 _LAST_LINES_S = 1.0
@@ -37,6 +37,8 @@ class DriverProcess:
         self._cause: tuple[str, str] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
+        self._late: asyncio.Task[None] | None = None
+        self._is_late = False
         self.directory: Path | None = None
         """Directory of the run, once it is known."""
         self.failure: tuple[str, str] | None = None
@@ -71,11 +73,14 @@ class DriverProcess:
         reading = asyncio.create_task(self._read(channel))
         try:
             code = await self._process.wait()
+            code = 1 if self._is_late else code
             await asyncio.wait({reading}, timeout=_LAST_LINES_S)
         except asyncio.CancelledError:
             await self.end()
             raise
         finally:
+            if self._late is not None:
+                self._late.cancel()
             reading.cancel()
             channel.abort()
         if code < 0:
@@ -97,10 +102,17 @@ class DriverProcess:
             self._process.send_signal(number)
 
     def lose(self, host: Host, line: str) -> None:
-        """Tell it that a host is lost, or something there that it needs: it says so and ends."""
+        """Tell it that a host is lost, or something there that it needs: it says so and ends, or is ended."""
         self._cause = self._cause or (line, str(host))
         if self._channel is not None:
             self._channel.send("lost", line=line, host=str(host))
+        if self.is_running and self._late is None:  # of several losses the first counts
+            self._late = asyncio.create_task(self._end_late())
+
+    async def _end_late(self) -> None:
+        await asyncio.sleep(self._stop_s + _GRACE_S)
+        self._is_late = True
+        await self.end()
 
     async def end(self) -> None:
         """End it, in an orderly way if it does so in time."""
@@ -108,7 +120,7 @@ class DriverProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), self._stop_s + GRACE_S)
+                await asyncio.wait_for(self._process.wait(), self._stop_s + _GRACE_S)
                 return
             self._process.kill()
             await self._process.wait()

@@ -36,28 +36,40 @@ class Member:
         self.seen = time.monotonic()
         self.gone = asyncio.Event()
         """Set once its connection has ended, or has been silent for too long."""
-        self.has_answered = asyncio.Event()
-        """Set once it has started or stopped Ray, or has failed to, or is gone."""
+        self._answer: asyncio.Future[Message] | None = None
         self.stays = False
         """True if it was there from the beginning, or has a place in the run, and was never gone since."""
 
     def leave(self) -> None:
         """Note that it is gone: nothing is waited for any more."""
         self.gone.set()
-        self.has_answered.set()
+        self.answered({})
 
-    async def change_ray(self, limit_s: float, cpus: int = 0, gcs_address: str | None = None) -> None:
-        """Ask it to join a cluster, or to end Ray and all that is left of the run if None. A failure is a loss.
+    def answered(self, ray: Message) -> None:
+        """Note that it has started or ended Ray, or has failed to; values of one that has started."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(ray)
+
+    async def change_ray(self, limit_s: float, cpus: int | None = None, gcs_address: str | None = None) -> Message:
+        """Ask it to start Ray, or to end it and all that is left of the run if `cpus` is None. A failure is a loss.
+
+        Args:
+            limit_s: of the answer.
+            cpus: CPU slots.
+            gcs_address: of the cluster that it joins; None for its head.
+
+        Returns:
+            Values that `DriverLink` has, of a host that has started Ray.
 
         Raises:
             EngineError: it is there, and does not answer in time.
         """
         if self.gone.is_set():
-            return
-        self.has_answered.clear()
+            return {}
+        self._answer = asyncio.get_running_loop().create_future()
         self.channel.send("ray", cpus=cpus, gcs_address=gcs_address)
         try:
-            await asyncio.wait_for(self.has_answered.wait(), limit_s)
+            return await asyncio.wait_for(self._answer, limit_s)
         except TimeoutError:
-            what = "start" if gcs_address is not None else "end"
+            what = "end" if cpus is None else "start"
             raise EngineError(f"{self.host}: Ray did not {what} within {limit_s:g} s") from None

@@ -8,12 +8,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 
 from engine3d.errors import EngineError, UserError
-from hybridflow.cluster.hosts.attempts import Attempts, ChangeHead
+from hybridflow.cluster.hosts.attempts import Attempts
 from hybridflow.cluster.hosts.channel import LINE_BYTES, Channel, ChannelError, Message, WrongTokenError, accept
-from hybridflow.cluster.hosts.checks.comparison import Finding
+from hybridflow.cluster.hosts.checks.comparison import Finding, by_value
 from hybridflow.cluster.hosts.description import Host, listed
 from hybridflow.cluster.hosts.launch_plan import CANNOT_START, Ended, LaunchPlan
 from hybridflow.cluster.hosts.members import Member
@@ -56,18 +56,17 @@ class Supervisor:
         self._attempts: Attempts | None = None
         self._ending = False
 
-    async def run(self, listening: socket.socket, change_head: ChangeHead) -> int:
+    async def run(self, listening: socket.socket) -> int:
         """Gather the hosts, run the command, and end the agents; the exit code of all.
 
         Raises nothing that happens on the way: it is said on stderr.
 
         Args:
             listening: socket for the agents.
-            change_head: starts and stops Ray's head on this host.
         """
         server = await asyncio.start_server(self._joins, sock=listening, limit=LINE_BYTES)
         try:
-            ended = await self._until_over(self._work(change_head))
+            ended = await self._until_over(self._work())
         finally:
             server.close()
         if ended.lines is not None:
@@ -117,7 +116,7 @@ class Supervisor:
         finally:
             watch.cancel()
 
-    async def _work(self, change_head: ChangeHead) -> Ended:
+    async def _work(self) -> Ended:
         await self._gather()
         members = [self._members[index] for index in range(self._plan.hosts)]
         self._has_begun = True
@@ -125,7 +124,7 @@ class Supervisor:
             return Ended(2, "\n".join([*lines, *([CANNOT_START] if self._plan.is_doctor else [])]))
         if len(members) > 1 or self._plan.is_doctor:
             _log_settings(members)
-        self._attempts = Attempts(self._plan, self._members, change_head, self._is_asked_to_end)
+        self._attempts = Attempts(self._plan, self._members, self._is_asked_to_end)
         return await self._attempts.run()
 
     def _is_asked_to_end(self) -> bool:
@@ -227,7 +226,7 @@ class Supervisor:
         member.seen = time.monotonic()
         match message["kind"]:
             case "answer":
-                member.has_answered.set()
+                member.answered(message["ray"])
             case "signal":
                 self.signalled(message["signal"], member.host)
             case "lost":
@@ -293,29 +292,21 @@ def find_differences(members: Sequence[Member], spares: int = 0) -> Iterator[Fin
         spares: how many of them stand by, the last ones.
     """
     for what in members[0].must_agree:
-        values = _by_value((member.must_agree.get(what, "none"), member.host.name) for member in members)
+        values = by_value((member.must_agree.get(what, "none"), member.host.name) for member in members)
         if len(values) > 1:
-            yield Finding("refuse", what, values)
+            yield Finding("refuse", what, tuple(values.items()))
     few = [member for member in members if member.free_ports is not None and member.free_ports < PORTS_OF_A_HOST]
     if few:
-        values = _by_value((f"{member.free_ports} free", member.host.name) for member in few)
-        yield Finding("refuse", "network.ports", values, f"at least {PORTS_OF_A_HOST}")
+        values = by_value((f"{member.free_ports} free", member.host.name) for member in few)
+        yield Finding("refuse", "network.ports", tuple(values.items()), f"at least {PORTS_OF_A_HOST}")
     first, standing_by = members[0], members[len(members) - spares :]
     if different := tuple(member.host.name for member in standing_by if member.software != first.software):
-        values = (("others", different),)
-        yield Finding("refuse", "code and versions of spares", values, f"those of {first.host.name}")
-
-
-def _by_value(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Values with the hosts that have them, the most frequent one first."""
-    names: dict[str, list[str]] = {}
-    for value, host in pairs:
-        names.setdefault(value, []).append(host)
-    return tuple((value, tuple(names[value])) for value in sorted(names, key=lambda value: -len(names[value])))
+        expected = f"those of {first.host.name}"
+        yield Finding("refuse", "code and versions of spares", (("others", different),), expected)
 
 
 def _log_settings(members: Sequence[Member]) -> None:
     """Log network variables in force, in one line for the hosts that have the same."""
     texts = ((", ".join(map(str, member.settings)) or "nothing set", str(member.host)) for member in members)
-    for text, names in _by_value(texts):
+    for text, names in by_value(texts).items():
         log.info(f"network of {listed(names)}: {text}")

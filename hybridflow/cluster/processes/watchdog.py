@@ -3,7 +3,7 @@
     python watchdog.py MARKER DIRECTORY [PROGRAM ...]
 
 Waits until its standard input closes, which the death of the process at the other end does too. Then it kills every
-process that belongs to the run, removes DIRECTORY and its lock, and runs the PROGRAMs, which remove what those
+process that belongs to the run, removes DIRECTORY, and runs the PROGRAMs, which remove what those
 processes have left. To the run belongs who has MARKER (`NAME=value`) in its environment, who has a file in DIRECTORY
 open for writing (a process that sets its title overwrites what others can see of its environment; one that only looks
 at the files is somebody else's), and who is in the process group of one of these.
@@ -37,8 +37,6 @@ END = "end"
 """The line by which the process at the other end says that it needs no last word."""
 STOP = "stop"
 """The line that is as good as the end of standard input, of which a process that was forked may have a copy."""
-LOCK = ".lock"
-"""Ends the name of the file beside DIRECTORY that its owner holds."""
 ENDED = "ended"
 """The file in DIRECTORY with ids of processes that did not die by themselves."""
 DRIVER = "driver"
@@ -191,7 +189,6 @@ def main() -> None:
     if cause is not None and run is not None:
         _keep(run, cause)
     shutil.rmtree(directory, ignore_errors=True)
-    Path(directory + LOCK).unlink(missing_ok=True)
     _run(programs)
     if os.getppid() != starter:
         # Nobody waits for this process. One of the run's that others have ended may have held its locks until now.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ import ray
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.gpu_availability import WAIT_S
-from hybridflow.cluster.hosts.checks.comparison import Comparison, compare
+from hybridflow.cluster.hosts.checks.comparison import compare
 from hybridflow.cluster.hosts.checks.facts import ClockDifference, HostFacts, Needs, collect, mark_directory
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.network.network_settings import NetworkConfig, PortRange
 from hybridflow.cluster.hosts.network.probe import round_trips, unreached
 from hybridflow.cluster.hosts.run_token import new_token
 from hybridflow.cluster.limits import LimitsConfig
@@ -31,30 +30,18 @@ _ANSWER_S = 10.0
 _START_S = 60.0
 """Start of an actor that measures, with the import of torch."""
 _SAY_EVERY_S = 10.0
-_LOOK_AGAIN_S = 1.0
 _CLOCKS = 3
 """Readings of each node's clock, of which the quickest answer counts."""
 
 
-@dataclass(frozen=True)
-class HostCheck:
-    """Settings of the check.
-
-    Args:
-        run_dir: the recipe's.
-        network: the recipe's.
-        needs: of the run.
-        rates: measure what all nodes reach together, by a process of torch's on each.
-    """
-
-    run_dir: Path = Path("runs")
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    needs: Needs = field(default_factory=Needs)
-    rates: bool = True
-
-
 def check_hosts(
-    hosts: Sequence[Host], plan: HostCheck, *, limits: LimitsConfig | None = None, with_table: bool = False
+    hosts: Sequence[Host],
+    run_dir: Path,
+    needs: Needs,
+    *,
+    rates: bool = True,
+    limits: LimitsConfig | None = None,
+    with_table: bool = False,
 ) -> None:
     """Compare hosts of this process's session, and have every pair try each other, and all together.
 
@@ -63,7 +50,9 @@ def check_hosts(
 
     Args:
         hosts: to check, the driver's first.
-        plan: of the check.
+        run_dir: the recipe's.
+        needs: of the run.
+        rates: measure what all nodes reach together, by a process of torch's on each.
         limits: `gather_s` bounds the start of the actors; the defaults if None.
         with_table: show the table of hosts also where nothing is wrong.
 
@@ -73,14 +62,13 @@ def check_hosts(
     """
     began = time.monotonic()
     ray_session.check_ray()
-    ports = plan.network.port_range
-    actors = start_actors(hosts, ports, environments=True)
+    actors = start_actors(hosts, environments=True)
     _wait_for(actors, (limits or LimitsConfig()).gather_s)
-    apart = _compare(actors, plan, with_table=with_table)
+    apart = _compare(actors, run_dir, needs, with_table=with_table)
     if len(actors) > 1:
         _check_pairs(actors)
-        if plan.rates:
-            _check_rate(hosts, ports, gpus=plan.needs.gpus)
+        if rates:
+            _check_rate(hosts, gpus=needs.gpus)
     state = ray_session.session_state()
     state.actors, state.apart = actors, frozenset(apart)
     log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")
@@ -114,23 +102,17 @@ def _wait_for(actors: Mapping[Host, Any], limit_s: float) -> None:
                 ask_all({host: actors[host] for host in waiting.values()}, "clock", 0.0)
 
 
-def _compare(actors: Mapping[Host, Any], plan: HostCheck, *, with_table: bool) -> list[int]:
+def _compare(actors: Mapping[Host, Any], run_dir: Path, needs: Needs, *, with_table: bool) -> list[int]:
     """Compare nodes; the numbers of those that do not see the directory of runs of the first one."""
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        reports = _reports(actors, plan)
-        comparison = compare(reports, gpus=plan.needs.gpus)
-        if with_table or not comparison.may_pass or time.monotonic() >= deadline:
-            break
-        time.sleep(_LOOK_AGAIN_S)
-    _judge(reports, plan.needs, with_table=with_table, comparison=comparison)
+    # A run that has just ended may still hold memory; the table shows what is now.
+    within_s = 0.0 if with_table or needs.shared_gpus else WAIT_S
+    reports = _reports(actors, run_dir, replace(needs, gpus_within_s=within_s))
+    _judge(reports, needs, with_table=with_table)
     return [of_one.host.index for of_one in reports if of_one.sees_mark is False]
 
 
-def _judge(
-    reports: Sequence[HostFacts], needs: Needs, *, with_table: bool, comparison: Comparison | None = None
-) -> None:
-    comparison = comparison or compare(reports, gpus=needs.gpus)
+def _judge(reports: Sequence[HostFacts], needs: Needs, *, with_table: bool) -> None:
+    comparison = compare(reports, gpus=needs.gpus)
     if with_table or comparison.findings:
         log.info(comparison.table)
     for warning in comparison.warnings:
@@ -139,13 +121,12 @@ def _judge(
         raise UserError("\n".join(f"hosts: {refusal}" for refusal in refusals))
 
 
-def _reports(actors: Mapping[Host, Any], plan: HostCheck) -> list[HostFacts]:
+def _reports(actors: Mapping[Host, Any], run_dir: Path, needs: Needs) -> list[HostFacts]:
     hosts = list(actors)
     clocks = [_clock_of(host, actors[host]) if host.index else None for host in hosts]
-    with mark_directory(plan.run_dir) as mark:
-        collected = ask_all(
-            actors, "collect_facts", _FACTS_S, [(plan.run_dir, plan.needs, hosts[0].name, mark)] * len(hosts)
-        )
+    with mark_directory(run_dir) as mark:
+        given = [(run_dir, needs, hosts[0].name, mark)] * len(hosts)
+        collected = ask_all(actors, "collect_facts", _FACTS_S + needs.gpus_within_s, given)
     return [
         replace(of_one, host=host, clock=clock) for host, of_one, clock in zip(hosts, collected, clocks, strict=True)
     ]
@@ -172,7 +153,7 @@ def _check_pairs(actors: Mapping[Host, Any]) -> None:
     log.info(f"hosts: {round_trips(hosts, probes)}")
 
 
-def _check_rate(hosts: Sequence[Host], ports: PortRange | None, *, gpus: bool) -> None:
+def _check_rate(hosts: Sequence[Host], *, gpus: bool) -> None:
     """Measure what all hosts reach together: NCCL between their first GPUs where each has a free one, gloo otherwise.
 
     A measurement may hang in a library: its actors are other processes, and are killed.
@@ -181,7 +162,7 @@ def _check_rate(hosts: Sequence[Host], ports: PortRange | None, *, gpus: bool) -
         "GPU", 0
     ) == ray.cluster_resources().get("GPU", 0)
     backend = "nccl" if gpus and is_free and all(host.gpus for host in hosts) else "gloo"
-    actors = start_actors(hosts, ports, environments=True)
+    actors = start_actors(hosts, environments=True)
     try:
         [port] = ask_all({hosts[0]: actors[hosts[0]]}, "listen", _START_S)
         given = [(rank, len(hosts), hosts[0].address, port, backend, _RATES_S) for rank in range(len(hosts))]

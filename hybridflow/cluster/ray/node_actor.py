@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine3d import rendezvous
+from engine3d.errors import EngineError
 from hybridflow.cluster.hosts.checks import facts
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.network.network_settings import PortRange
 from hybridflow.cluster.hosts.network.probe import Peer, Probe, answer_probes, probe_pairs
 from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, look_here, write_stacks_here
 from hybridflow.cluster.ray.rank_logs import LogReader, NewBytes, make_directory
@@ -27,11 +28,10 @@ class NodeActor:
 
     Args:
         address: of the node.
-        ports: in which servers may listen; any if None.
     """
 
-    def __init__(self, address: str, ports: PortRange | None) -> None:
-        self._address, self._ports = address, ports
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._listening: socket.socket | None = None
         self._logs: LogReader | None = None
         self._reading = threading.Lock()
@@ -62,12 +62,10 @@ class NodeActor:
     def listen(self) -> int:
         """Listen at a free port of this node's address in the cluster, and no longer at an earlier one; the port."""
         self.close()
-        if self._ports is not None:
-            self._listening = self._ports.listen(self._address)
-        else:
-            resolved = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0]
-            address, family = resolved[4][:2], resolved[0]
-            self._listening = socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+        try:
+            self._listening = rendezvous.listen(self._address)
+        except OSError as error:
+            raise EngineError(f"cannot listen at {self._address}: {error.strerror or error}") from None
         return int(self._listening.getsockname()[1])
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.checks.facts import mark_directory
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.network.network_settings import PortRange
 from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, look_here, write_stacks_here
 from hybridflow.cluster.ray import rank_logs, ray_session
 from hybridflow.cluster.ray.node_actor import NodeActor
@@ -40,14 +39,11 @@ _RAY_GONE = (RayError, RuntimeError, ConnectionError)
 _MISSING = re.compile(r"^\s*((?:ModuleNotFoundError|ImportError): .*)$", re.MULTILINE)
 
 
-def start_actors(
-    hosts: Sequence[Host], ports: PortRange | None = None, *, environments: bool = False
-) -> dict[Host, Any]:
+def start_actors(hosts: Sequence[Host], *, environments: bool = False) -> dict[Host, Any]:
     """Start an actor on each host.
 
     Args:
         hosts: with nodes of Ray's.
-        ports: in which their servers may listen; any if None.
         environments: give them the environment of ranks of their host, for a network that they use.
     """
     kind: Any = ray.remote(num_cpus=0, max_restarts=0)(NodeActor)
@@ -56,7 +52,7 @@ def start_actors(
             max_concurrency=_AT_ONCE,
             scheduling_strategy=NodeAffinitySchedulingStrategy(host.node_id, soft=False),
             runtime_env={"env_vars": ray_session.rank_environment(host.index) if environments else {}},
-        ).remote(host.address, ports)
+        ).remote(host.address)
         for host in hosts
     }
 

@@ -43,10 +43,9 @@ _MARKER = "HYBRIDFLOW_RAY"
 # Its name is short: the path of a socket must stay below 108 characters.
 _OF_RAY = "r"
 _STOP_LIMIT_S = 90.0  # more than the watchdog's own limits together
-# The node tells how a process ended as soon as it has.
-_TOLD_S = 1.0
 SERVERS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS server"}
 """Ray's servers in messages, by Ray's names."""
+_HOLDER = "the holder of Ray's servers"
 # A line of the log of one of them: time, level (E: error, F and C: it ends), ids, name, source, text. Not a stack's.
 _LOGGED_ERROR = re.compile(
     r"^\[[^\]]* [EFC] [\d ]+\] \(\w+\) \S+: +(?:An unexpected system .* Check failed: )?((?![@*]).*\S)", re.MULTILINE
@@ -158,8 +157,8 @@ class RayHost:
         self, address: str = LOOPBACK, token: str | None = None, environment: Mapping[str, str] | None = None
     ) -> None:
         self.address = address
-        name, self._owned = orphans.run_directory(orphans.parent())
-        self.directory = Path(name)
+        self.directory, self._owned = orphans.ray_directory()
+        name = str(self.directory)
         path = self.directory / "token"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token or secrets.token_hex(32))
@@ -242,7 +241,7 @@ class RayHost:
         )
         started = self._node.started(deadline)
         self.servers = {SERVERS[name]: pid for name, pid in started["processes"].items() if name in SERVERS}
-        self.servers["the holder of Ray's servers"] = self._node.pid
+        self.servers[_HOLDER] = self._node.pid
         self.gcs_address = started["gcs_address"]
 
     @classmethod
@@ -277,8 +276,8 @@ class RayHost:
     def watch_servers(self, lost: Callable[[str], object], limits: LimitsConfig) -> RayWatch:
         """Watch the servers from now on, until `stop`. Arguments as of `RayWatch`."""
         assert self._node is not None
-        how, quiet_s, limit_s = self._node.how_ended, limits.quiet_s, limits.call_s
-        self.watch = RayWatch(self.servers, lost, quiet_s=quiet_s, limit_s=limit_s, how=how)
+        node, quiet_s, limit_s = self._node, limits.quiet_s, limits.call_s
+        self.watch = RayWatch(self.servers, node.ends, node.read_end, lost, quiet_s=quiet_s, limit_s=limit_s)
         return self.watch
 
     def tell_watchdog(self, line: str) -> None:
@@ -310,16 +309,12 @@ class RayHost:
             self.watch.close()
         with cleaning("hybridflow: Ray"):
             self.end()
-        self.close()
-
-    def close(self) -> None:
-        """Give up what is left after `end`: all of it where the watchdog was killed, as by who ends a job."""
         if self._node is not None:
             self._node.close()
-        if self.directory.exists():
+        if self.directory.exists():  # the watchdog was killed, as by who ends a job
             self.kill()
             shutil.rmtree(self.directory, ignore_errors=True)
-        orphans.give_up(self._owned)
+        self._owned.close()
 
 
 def new_store_file(directory: Path, name: str) -> Path:
@@ -350,7 +345,6 @@ class RayNode:
                 env=changed_environment(variables),
             )
         self._inbox = b""
-        self._ended: dict[int, dict[str, Any]] = {}
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its log says why
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")
@@ -373,27 +367,32 @@ class RayNode:
             if lines := self._log.read_text(errors="replace").splitlines():
                 raise EngineError(lines[-1])
             raise ServerDied("its servers did not answer")
+        if self._inbox:  # a server has ended since
+            answer = self._next(deadline) or answer
         if "name" in answer:
-            how, _ = self._how(answer)
-            raise ServerDied(f"{SERVERS.get(answer['name'], answer['name'])} (process {answer['pid']}) {how}")
+            raise ServerDied(self._how(answer)[0])
         return answer
 
-    def how_ended(self, pid: int) -> tuple[str, bool]:
-        """Describe the end of a server, and say if it may have been requested."""
-        deadline = time.monotonic() + _TOLD_S
-        while pid not in self._ended and (answer := self._next(deadline)) is not None:
-            self._ended[answer["pid"]] = answer
-        ended = self._ended.get(pid)
-        return ("is gone", True) if ended is None else self._how(ended)
+    @property
+    def ends(self) -> int:
+        """Descriptor that can be read once a server, or this program, has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def read_end(self) -> tuple[str, bool]:
+        """Describe what has ended, and say if it may have been requested."""
+        ended = self._next(time.monotonic())
+        return (f"{_HOLDER} (process {self.pid}) is gone", True) if ended is None else self._how(ended)
 
     def _how(self, ended: Mapping[str, Any]) -> tuple[str, bool]:
         """Describe the end of a server, with the error that it has logged, and say if it may have been asked to end."""
+        server = f"{SERVERS.get(ended['name'], ended['name'])} (process {ended['pid']})"
         if ended["exited"]:
-            return f"ended with exit code {ended['status']}{self._logged_error()}", True
+            return f"{server} ended with exit code {ended['status']}{self._logged_error()}", True
         number = signal.Signals(ended["status"])
         is_own = number == signal.SIGABRT  # its own checks end it so
         logged = self._logged_error() if is_own else ""
-        return f"was killed by {number.name}{logged}", number in (signal.SIGTERM, signal.SIGINT)
+        return f"{server} was killed by {number.name}{logged}", number in (signal.SIGTERM, signal.SIGINT)
 
     def _logged_error(self) -> str:
         """The last error in the servers' logs, the raylet's first, in brackets; empty where there is none."""
@@ -415,12 +414,10 @@ class RayNode:
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
         """Its next line; None if it ended, or the deadline passed."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
         while b"\n" not in self._inbox:
-            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not select.select([self.ends], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
-            data = os.read(descriptor, 4096)
+            data = os.read(self.ends, 4096)
             if not data:
                 return None
             self._inbox += data

@@ -5,8 +5,8 @@
 Reads one line of JSON with `path` (for imports), `directory` (for Ray's files), `address`, `cpus`,
 `object_store_bytes`, `gcs_address` (of the cluster to join; null to be its head) and `ports` (such as `29400-31399`;
 null for any) and runs Ray's command. Writes lines of JSON: first `gcs_address` and `processes` (process ids by name),
-or `name` of a server that ended before, or of the command if it was killed. With that, and for each server that ends
-later: its `pid`, whether it `exited`, and its `status`, exit code or signal. If Ray's command fails, this program ends
+unless a server ended before, or the command was killed. For that, and for each server that ends later: its `name`, its
+`pid`, whether it `exited`, and its `status`, exit code or signal. If Ray's command fails, this program ends
 with its exit code, and Ray's reason is in standard error. Ends the servers, and itself, once its standard input closes.
 Those alive at that moment are first named in the file `ended` (`hybridflow.cluster.processes.watchdog`).
 """
@@ -225,14 +225,15 @@ def _skip_dashboard_agent(raylet: int) -> bool:
 
 def _hold(answers: Any, servers: dict[int, str]) -> list[int]:
     """Wait until standard input closes, and report each server that ends before; those alive then."""
-    descriptors = {os.pidfd_open(pid): pid for pid in servers}
+    alive = {os.pidfd_open(pid): pid for pid in servers}
     while True:
-        ready, _, _ = select.select([0, *descriptors], [], [])
-        ready, _, _ = select.select([0, *descriptors], [], [], 0.0)  # what has ended by itself before that closed
-        for descriptor in set(ready) & descriptors.keys():
-            _say(answers, **_how_ended(descriptors.pop(descriptor)))
+        ready, _, _ = select.select([0, *alive], [], [])
+        ready, _, _ = select.select([0, *alive], [], [], 0.0)  # what has ended by itself before that closed
+        for descriptor in set(ready) & alive.keys():
+            pid = alive.pop(descriptor)
+            _say(answers, name=servers[pid], **_how_ended(pid))
         if 0 in ready and not os.read(0, 4096):
-            return list(descriptors.values())
+            return list(alive.values())
 
 
 def _how_ended(pid: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ run's watchdog, which is a process of its own, speaks where Ray ends the driver 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -28,31 +27,29 @@ class RayWatch:
 
     Args:
         processes: process ids, by what they are called in messages.
+        ends: descriptor that can be read once one of them has ended.
+        read_end: which one did then, and how; and whether it may have been asked to.
         lost: is called with one line, in another thread, when one of them is gone.
         quiet_s: how long one may be stopped before a line on stderr says so.
         limit_s: how long it may be stopped before it counts as gone.
-        how: from the id of a process that has ended, how it did and whether it may have been asked to.
     """
 
     def __init__(
         self,
         processes: Mapping[str, int],
+        ends: int,
+        read_end: Callable[[], tuple[str, bool]],
         lost: Callable[[str], object],
         *,
         quiet_s: float,
         limit_s: float,
-        how: Callable[[int], tuple[str, bool]],
     ) -> None:
         self.lost: str | None = None
         """One line, once a process is gone."""
         self._call, self._quiet_s, self._limit_s = lost, quiet_s, limit_s
-        self._how = how
-        self._processes: dict[int, tuple[str, int]] = {}
-        for name, pid in processes.items():
-            with contextlib.suppress(ProcessLookupError):
-                self._processes[os.pidfd_open(pid)] = (name, pid)
-        self._stopped: dict[int, float] = {}
-        self._reported: set[int] = set()
+        self._processes, self._ends, self._read_end = processes, ends, read_end
+        self._stopped: dict[str, float] = {}
+        self._reported: set[str] = set()
         self._closing, closing = os.pipe()
         self._close: int | None = closing
         self._thread = threading.Thread(target=self._watch, name="ray watch", daemon=True)
@@ -73,36 +70,32 @@ class RayWatch:
     def _watch(self) -> None:
         try:
             while self.lost is None:
-                ready, _, _ = select.select([self._closing, *self._processes], [], [], _LOOK_EVERY_S)
+                ready, _, _ = select.select([self._closing, self._ends], [], [], _LOOK_EVERY_S)
                 if self._closing in ready:
                     return
-                self.lost = self._gone(ready) or self._stopped_too_long()
+                self.lost = self._gone() if ready else self._stopped_too_long()
             self._call(self.lost)
         finally:
-            for descriptor in (self._closing, *self._processes):
-                os.close(descriptor)
+            os.close(self._closing)
 
-    def _gone(self, descriptors: list[int]) -> str | None:
-        for descriptor in descriptors:
-            name, pid = self._processes[descriptor]
-            how, was_requested = self._how(pid)
-            if was_requested:
-                time.sleep(_ASKED_S)
-            return f"{name} (process {pid}) {how}, and the run cannot go on without it"
-        return None
+    def _gone(self) -> str:
+        how, was_requested = self._read_end()
+        if was_requested:
+            time.sleep(_ASKED_S)
+        return f"{how}, and the run cannot go on without it"
 
     def _stopped_too_long(self) -> str | None:
-        for descriptor, (name, pid) in self._processes.items():
+        for name, pid in self._processes.items():
             if not is_stopped(pid):
-                self._stopped.pop(descriptor, None)
-                self._reported.discard(descriptor)
+                self._stopped.pop(name, None)
+                self._reported.discard(name)
                 continue
-            stopped_s = time.time() - self._stopped.setdefault(descriptor, time.time())
-            since = time.strftime("%H:%M:%S", time.localtime(self._stopped[descriptor]))
+            stopped_s = time.time() - self._stopped.setdefault(name, time.time())
+            since = time.strftime("%H:%M:%S", time.localtime(self._stopped[name]))
             if stopped_s > self._limit_s:
                 return f"{name} (process {pid}) has been stopped for {self._limit_s:g} s (limits.call_s)"
-            if stopped_s > self._quiet_s and descriptor not in self._reported:
-                self._reported.add(descriptor)
+            if stopped_s > self._quiet_s and name not in self._reported:
+                self._reported.add(name)
                 line = f"{name} (process {pid}) has been stopped since {since}, as by SIGSTOP; the run waits for it"
                 log.warning(f"{line} (kill -CONT {pid})")
         return None

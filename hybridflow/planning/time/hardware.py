@@ -18,7 +18,8 @@ from typing import Any
 
 from engine3d.errors import UserError, shortened
 from engine3d.platform import platform
-from hybridflow.cluster.hosts.checks.facts import machine_bytes, visible_gpus
+from hybridflow.cluster.devices.nvml import answer, visible_gpus
+from hybridflow.cluster.hosts.checks.facts import machine_bytes
 from hybridflow.rundir.yaml_reader import read_yaml_file
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -245,8 +246,9 @@ def shipped_profiles() -> list[str]:
 def this_machine() -> dict[str, str | int]:
     """Describe this machine: "gpu", as the driver has it, or "cpu"; without GPUs its processor and their number."""
     if platform.gpus:
-        gpus = visible_gpus()  # CUDA's own name would take memory of the GPU
-        return {"gpu": gpus[0].name if gpus else "unknown"}
+        # CUDA's own name would take memory of the GPU.
+        kinds = (answer(name, lambda reader, gpu: reader.name(gpu)) for name in visible_gpus().values())
+        return {"gpu": next(kinds, None) or "unknown"}
     try:
         names = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
         processor = next(names, "").partition(":")[2].strip()

@@ -12,7 +12,7 @@ from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.ray import ray_session
 from hybridflow.cluster.ray.cluster_nodes import cluster_hosts
-from hybridflow.cluster.ray.host_checks import HostCheck, check_hosts, check_this_host
+from hybridflow.cluster.ray.host_checks import check_hosts, check_this_host
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.checks.shared_disk import check_shared_disks, shared_files
@@ -72,8 +72,7 @@ def _check(recipe: Recipe, hosts: Sequence[Host], *, gpus: bool, with_table: boo
     # A restart measures no rates again.
     rates = link is None or link.is_first
     needs = _needs(recipe.placement, recipe.network, gpus=gpus)
-    check = HostCheck(recipe.run_dir, recipe.network, needs, rates=rates)
-    check_hosts(hosts, check, limits=recipe.limits, with_table=with_table)
+    check_hosts(hosts, recipe.run_dir, needs, rates=rates, limits=recipe.limits, with_table=with_table)
     if link is not None:
         check_shared_disks(
             shared_files(recipe),

@@ -98,7 +98,8 @@ def test_hosts_have_roles(tmp_path: Path) -> None:
 
 def ends_with(launch: Launch, *, codes: list[int], lines_said: str) -> None:
     assert launch.wait() == codes, launch.outputs()
-    first = next(line for line in launch.output(0).splitlines() if line.startswith("hybridflow: "))
+    said = (line for line in launch.output(0).splitlines() if line.startswith("hybridflow: "))
+    first = next(line for line in said if "no answer since" not in line)  # a start on a busy machine
     assert lines_said in first, launch.outputs()
     card = read_failure(launch.run)
     assert card is not None and f"hybridflow: {card.cause}" == first, launch.outputs()

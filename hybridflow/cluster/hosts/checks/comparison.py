@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hybridflow.cluster.hosts.checks.facts import BUSY, DISTRIBUTIONS, MUST_AGREE, NOTHING, HostFacts, Severity
+from hybridflow.cluster.hosts.checks.facts import DISTRIBUTIONS, MUST_AGREE, NOTHING, HostFacts, Lack, Severity
 from hybridflow.cluster.hosts.description import listed
 
 CLOCK_WARN_S = 2.0
@@ -74,11 +74,6 @@ class Comparison:
         return tuple(finding for finding in self.findings if finding.severity == "refuse")
 
     @property
-    def may_pass(self) -> bool:
-        """True if nothing is refused but GPUs in use, whose memory may belong to a run that has just ended."""
-        return bool(self.refusals) and all(refusal.what == BUSY for refusal in self.refusals)
-
-    @property
     def warnings(self) -> tuple[Finding, ...]:
         """Findings for which it is started."""
         return tuple(finding for finding in self.findings if finding.severity == "warn")
@@ -92,8 +87,16 @@ def compare(reports: Sequence[HostFacts], *, gpus: bool = True) -> Comparison:
         gpus: whether the run uses any.
     """
     hosts = _Hosts(reports)
-    findings = [*_software(hosts), *_clocks(hosts), *hosts.lacks(), *_run_dir(hosts), *(_gpus(reports) if gpus else ())]
+    findings = [*_software(hosts), *hosts.lacks(), *(_gpus(reports) if gpus else ())]
     return Comparison(tuple(sorted(findings, key=lambda finding: finding.severity != "refuse")), _table(hosts))
+
+
+def by_value[T](pairs: Iterable[tuple[T, str]]) -> dict[T, tuple[str, ...]]:
+    """Names of hosts by the value that each has, the most frequent one first."""
+    names: dict[T, list[str]] = {}
+    for value, name in pairs:
+        names.setdefault(value, []).append(name)
+    return {key: tuple(names[key]) for key in sorted(names, key=lambda key: -len(names[key]))}
 
 
 class _Hosts:
@@ -106,10 +109,7 @@ class _Hosts:
 
     def by[T](self, value: Callable[[HostFacts], T]) -> dict[T, tuple[str, ...]]:
         """Names by value, the most frequent one first."""
-        names: dict[T, list[str]] = {}
-        for of_one, name in zip(self.reports, self._names, strict=True):
-            names.setdefault(value(of_one), []).append(name)
-        return {key: tuple(names[key]) for key in sorted(names, key=lambda key: -len(names[key]))}
+        return by_value(zip(map(value, self.reports), self._names, strict=True))
 
     def differ(self, severity: Severity, what: str, value: Value) -> Iterator[Finding]:
         """A finding where those that know a value do not have the same."""
@@ -117,17 +117,11 @@ class _Hosts:
         if len(known) > 1:
             yield Finding(severity, what, known)
 
-    def lack(self, severity: Severity, what: str, value: Value, expected: str) -> Iterator[Finding]:
-        """A finding where hosts have a value that is wrong by itself."""
-        wrong = tuple((distinct, names) for distinct, names in self.by(value).items() if distinct is not None)
-        if wrong:
-            yield Finding(severity, what, wrong, expected)
-
     def lacks(self) -> Iterator[Finding]:
-        """A finding for each thing that hosts say is wrong."""
+        """A finding for each thing that is wrong on hosts by itself."""
         values_of: dict[tuple[Severity, str, str], dict[str, list[str]]] = {}
         for of_one, name in zip(self.reports, self._names, strict=True):
-            for lack in of_one.lacks:
+            for lack in (*_clock(of_one), *of_one.lacks, *_run_dir(of_one, self.reports[0])):
                 values = values_of.setdefault((lack.severity, lack.what, lack.expected), {})
                 values.setdefault(lack.value, []).append(name)
         for (severity, what, expected), values in values_of.items():
@@ -169,34 +163,23 @@ def _code(report: HostFacts) -> str | None:
     return f"commit {commit[:_SHORT_HASH]}{changes} (text {code[:_SHORT_HASH]})"
 
 
-def _clocks(hosts: _Hosts) -> Iterator[Finding]:
-    def apart(least_s: float, most_s: float = float("inf")) -> Value:
-        def value(report: HostFacts) -> str | None:
-            clock = report.clock
-            if clock is None or not least_s < clock.least_s <= most_s:
-                return None
-            return f"{abs(clock.seconds):,.1f} s {'ahead of' if clock.seconds > 0 else 'behind'} host 0's"
-
-        return value
-
-    yield from hosts.lack("refuse", "clock", apart(CLOCK_REFUSE_S), f"at most {CLOCK_REFUSE_S:g} s apart (NTP)")
-    little = apart(CLOCK_WARN_S, CLOCK_REFUSE_S)
-    yield from hosts.lack("warn", "clock", little, f"at most {CLOCK_WARN_S:g} s apart (NTP)")
+def _clock(report: HostFacts) -> Iterator[Lack]:
+    if (clock := report.clock) is not None and clock.least_s > CLOCK_WARN_S:
+        severity: Severity = "refuse" if clock.least_s > CLOCK_REFUSE_S else "warn"
+        most_s = CLOCK_REFUSE_S if severity == "refuse" else CLOCK_WARN_S
+        value = f"{abs(clock.seconds):,.1f} s {'ahead of' if clock.seconds > 0 else 'behind'} host 0's"
+        yield Lack(severity, "clock", value, f"at most {most_s:g} s apart (NTP)")
 
 
-def _run_dir(hosts: _Hosts) -> Iterator[Finding]:
-    def other(report: HostFacts) -> str | None:
-        kind = report.values.get("run_dir")
-        return f"another directory at {report.run_dir}{f' ({kind})' if kind else ''}" if _is_apart(report) else None
-
-    head = hosts.reports[0]
-    kind = head.values.get("run_dir")
-    theirs = f" (host 0 has {kind})" if kind else ""
-    expected = (
-        f"the directory that host 0 sees at {head.run_dir}{theirs}; without it logs are sent to host 0, and "
-        "checkpoints, exports and models that the run makes need another place"
-    )
-    yield from hosts.lack("warn", "run_dir", other, expected)
+def _run_dir(report: HostFacts, head: HostFacts) -> Iterator[Lack]:
+    if _is_apart(report):
+        here, theirs = report.values.get("run_dir"), head.values.get("run_dir")
+        value = f"another directory at {report.run_dir}{f' ({here})' if here else ''}"
+        expected = (
+            f"the directory that host 0 sees at {head.run_dir}{f' (host 0 has {theirs})' if theirs else ''}; without "
+            "it logs are sent to host 0, and checkpoints, exports and models that the run makes need another place"
+        )
+        yield Lack("warn", "run_dir", value, expected)
 
 
 def _is_apart(report: HostFacts) -> bool:

@@ -24,8 +24,9 @@ from typing import Any, Literal
 import psutil
 
 from engine3d.errors import UserError, amount
-from hybridflow.cluster.devices.gpu_availability import IDLE_BYTES
-from hybridflow.cluster.hosts.description import Host, listed
+from hybridflow.cluster.devices.gpu_availability import EXPECTED, InUse, gpus_in_use
+from hybridflow.cluster.devices.nvml import NvmlReader, driver_versions, visible_gpus
+from hybridflow.cluster.hosts.description import Host
 
 MUST_AGREE = ("hybridflow", "torch", "megatron-core", "transformer-engine", "sglang", "ray", "nvidia-nccl-cu13")
 SHOULD_AGREE = ("numpy", "safetensors")
@@ -38,14 +39,11 @@ _ROOT = Path(__file__).parents[4]
 _GIT_S = 5.0
 _RESOLVE_S = 3.0
 _SHARED_MEMORY = Path("/dev/shm")
-_MOUNTS = Path("/proc/self/mountinfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Limits of control groups 2, where "max" is no limit, and 1, where more than any machine has is none."""
-PROCESS_BYTES = 10**9
-"""Memory of a GPU that another process may hold: a display, a monitor."""
 _TEMPORARY_BYTES = 10**9
-NOTHING, BUSY = "none", "GPUs in use by others"
+NOTHING = "none"
 Severity = Literal["refuse", "warn"]
 _MARK_S = 3.0
 _MARK_EVERY_S = 0.1
@@ -54,42 +52,6 @@ _LIMITS = {
     "locked memory": resource.RLIMIT_MEMLOCK,
     "processes": resource.RLIMIT_NPROC,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
-    """A process that computes on a GPU.
-
-    Args:
-        pid: as the driver counts; another than this host's in a container.
-        name: of its program; None where it cannot be seen from here.
-        used_bytes: of the GPU's memory; None where the driver does not say.
-    """
-
-    pid: int = 0
-    name: str | None = None
-    used_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU that a run may use.
-
-    Args:
-        index: as nvidia-smi counts.
-        name: such as "NVIDIA H200".
-        uuid: of this very GPU.
-        total_bytes: of memory.
-        used_bytes: by whatever process, and by the driver.
-        processes: that compute on it.
-    """
-
-    index: int = 0
-    name: str = ""
-    uuid: str = ""
-    total_bytes: int = 0
-    used_bytes: int = 0
-    processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +90,7 @@ class Needs:
     Args:
         gpus: whether it uses any.
         shared_gpus: whether others may use them too, as `placement.shared_gpus`.
+        gpus_within_s: seconds for which memory of GPUs may still come free, as after a run that has just ended.
         run_dir_bytes: free, where the run's directory is.
         open_files: of each process.
         shared_memory_bytes: of /dev/shm.
@@ -136,6 +99,7 @@ class Needs:
 
     gpus: bool = True
     shared_gpus: bool = False
+    gpus_within_s: float = 0.0
     run_dir_bytes: int = 10**9
     open_files: int = 1024
     shared_memory_bytes: int = 512 * 2**20
@@ -193,12 +157,13 @@ def collect(
         head: host name of host 0, to be resolved here.
         mark: that the driver has made on host 0, as the path of `mark_directory`.
     """
-    there = _nearest(run_dir)
+    there, needs = _nearest(run_dir), needs or Needs()
     commit, dirty = _checkout(_ROOT)
-    driver, cuda, gpus = _devices()
+    driver, cuda = driver_versions()
+    gpus = visible_gpus()
     limits = {name: resource.getrlimit(which)[1] for name, which in _LIMITS.items()}
     shared_memory = _disk_usage(_SHARED_MEMORY)
-    kinds = tuple(f"{gpu.name} of {amount(gpu.total_bytes, 1)}" if gpu.total_bytes else gpu.name for gpu in gpus)
+    kinds = tuple(_gpu_kind(name) for name in gpus.values())
     values = {
         **{name: _version(name) or NOTHING for name in DISTRIBUTIONS},
         "CPython": platform.python_version(),
@@ -215,13 +180,13 @@ def collect(
         **{name: "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for name, limit in limits.items()},
     }
     wrong = lacks(
-        needs or Needs(),
+        needs,
         limits=limits,
         shared_memory=None if shared_memory is None else shared_memory.total,
         run_dir=_free(there),
         temporary=_free(_temporary()),
         names=_resolved([socket.gethostname(), *([head] if head else [])]),
-        gpus=gpus,
+        in_use=gpus_in_use(gpus, needs.gpus_within_s) if needs.gpus else (),
     )
     return HostFacts(values, kinds, tuple(wrong), str(there), None if mark is None else sees_mark(mark))
 
@@ -234,7 +199,7 @@ def lacks(
     run_dir: int | None,
     temporary: int | None,
     names: Mapping[str, Sequence[str]],
-    gpus: Sequence[Gpu],
+    in_use: Sequence[InUse],
 ) -> Iterator[Lack]:
     """Values that are wrong on a host by itself. One that is not known is right.
 
@@ -244,7 +209,7 @@ def lacks(
         shared_memory: bytes of /dev/shm.
         run_dir, temporary: free bytes of these directories.
         names: addresses of this host's name and of host 0's. None for a name that does not resolve.
-        gpus: of the host.
+        in_use: GPUs that others use.
     """
     files, locked = limits["open files"], limits["locked memory"]
     if files != resource.RLIM_INFINITY and files < needs.open_files:
@@ -263,23 +228,9 @@ def lacks(
     if unknown := sorted(name for name, addresses in names.items() if not addresses):
         expected = "every host to know its own name and host 0's (/etc/hosts, DNS)"
         yield Lack("warn", "host names", f"{', '.join(unknown)} not resolved", expected)
-    for used in [used for gpu in gpus if needs.gpus and (used := _in_use(gpu))]:
-        severity: Severity = "warn" if needs.shared_gpus else "refuse"
-        yield Lack(severity, BUSY, used, "them free, or placement.shared_gpus=true")
-
-
-def _in_use(gpu: Gpu) -> str | None:
-    """Users of a GPU; None if there are none."""
-    large = [process for process in gpu.processes if (process.used_bytes or 0) > PROCESS_BYTES]
-    if large:
-        users = [
-            f"pid {process.pid}{f' {process.name}' if process.name else ''} {amount(process.used_bytes or 0, 1)}"
-            for process in large
-        ]
-        return f"GPU {gpu.index} ({listed(users)})"
-    # Where the driver does not say who, as inside a container, it still says how much.
-    unexplained = gpu.used_bytes - sum(process.used_bytes or 0 for process in gpu.processes)
-    return f"GPU {gpu.index} ({amount(gpu.used_bytes, 1)})" if unexplained > IDLE_BYTES else None
+    severity: Severity = "warn" if needs.shared_gpus else "refuse"
+    for gpu in in_use:
+        yield Lack(severity, "GPUs in use by others", str(gpu), EXPECTED)
 
 
 def _rounded(nbytes: int) -> str:
@@ -388,18 +339,12 @@ def sees_mark(mark: Path, limit_s: float = _MARK_S) -> bool:
 
 def file_system(path: Path) -> str | None:
     """Kind and source of the file system that a directory is on, such as "nfs4 filer:/runs"; None if not known."""
-    try:
-        lines = _MOUNTS.read_text().splitlines()
-        device = path.stat().st_dev
-    except OSError:
+    path = path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    if not path.exists() or not mounts:
         return None
-    device_number = f"{os.major(device)}:{os.minor(device)}"
-    for line in lines:
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == device_number:
-            kind, origin = source.split()[:2]
-            return kind if origin in (kind, "none") else f"{kind} {origin}"
-    return None
+    mount = max(reversed(mounts), key=lambda mount: len(mount.mountpoint))  # of one place the last one is seen
+    return mount.fstype if mount.device in (mount.fstype, "none") else f"{mount.fstype} {mount.device}"
 
 
 def _digest(chunks: Any) -> str:
@@ -435,58 +380,14 @@ def _git(root: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this host that CUDA_VISIBLE_DEVICES leaves, as NVML has them: no process is opened on one."""
-    return _devices()[2]
-
-
-def _devices() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
-    """Versions of the driver and of the CUDA that it knows, and the GPUs; nothing of a host that has none."""
+def _gpu_kind(name: str) -> str:
+    """Kind and memory of a GPU as CUDA_VISIBLE_DEVICES names it; one that is lost has that for its kind."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library, or no driver
-        return None, None, ()
-    try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        results = [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        ours = [gpu for gpu in results if visible is None or _is_named(gpu, visible)]
-        return str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(ours)
-    except pynvml.NVMLError:  # a driver that does not answer
-        return None, None, ()
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _read_gpu(nvml: Any, index: int) -> Gpu:
-    """Read a GPU; one that has fallen off its bus has that for its name."""
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
-    except nvml.NVMLError as error:
-        return Gpu(index, f"one that cannot be read ({error})")
-    try:
-        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:
-        running = []
-    processes = tuple(GpuProcess(process.pid, _program(process.pid), process.usedGpuMemory) for process in running)
-    return Gpu(index, name, uuid, int(memory.total), int(memory.used), processes)
-
-
-def _is_named(gpu: Gpu, visible: str) -> bool:
-    """True if CUDA_VISIBLE_DEVICES names a GPU, by its index or the beginning of its identifier."""
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return any(name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)) for name in names)
-
-
-def _program(pid: int) -> str | None:
-    try:
-        return str(psutil.Process(pid).name())
-    except psutil.Error:
-        return None
+        reader = NvmlReader([name])
+        [gpu] = reader.gpus
+        return f"{reader.name(gpu)} of {amount(reader.memory(gpu).total_bytes, 1)}"
+    except Exception as error:  # of the library
+        return f"one that cannot be read ({error})"
 
 
 def _nearest(directory: Path) -> Path:

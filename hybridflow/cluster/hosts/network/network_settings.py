@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -96,34 +95,11 @@ class PortRange:
     def __len__(self) -> int:
         return self.last - self.first + 1
 
-    def listen(self, address: str) -> socket.socket:
-        """A socket that listens at the first free port.
-
-        Args:
-            address: of this host, in numbers or as a name.
-
-        Raises:
-            UserError: no port of the range is free, or the address is none of this host's.
-        """
-        family, where = _resolved(address)
-        for port in range(self.first, self.last + 1):
-            try:
-                return socket.create_server((where, port), family=family, backlog=socket.SOMAXCONN)
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise UserError(f"cannot listen at {address}:{port}: {error.strerror or error}") from None
-        taken = f"port {self} is" if len(self) == 1 else f"all {len(self)} ports {self} are"
-        raise UserError(f"network.ports: {taken} in use at {address}; expected one that is free")
-
     def free(self, address: str, most: int) -> int:
-        """Count the free ports among the first `most` at an address of this host; "" for all of its IPv4 addresses.
-
-        Raises:
-            UserError: the address does not resolve.
-        """
-        family, where = _resolved(address) if address else (socket.AF_INET, "")
+        """Count the free ports among the first `most` at an address of this host."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return sum(
-            _is_free(family, where, port) for port in range(self.first, min(self.last, self.first + most - 1) + 1)
+            _is_free(family, address, port) for port in range(self.first, min(self.last, self.first + most - 1) + 1)
         )
 
 
@@ -285,11 +261,3 @@ def _is_free(family: socket.AddressFamily, where: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _resolved(address: str) -> tuple[socket.AddressFamily, str]:
-    try:
-        matched = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UserError(f"{shortened(address)} does not resolve on this host ({error.strerror})") from None
-    return matched[0], str(matched[4][0])

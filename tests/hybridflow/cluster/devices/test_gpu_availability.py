@@ -55,25 +55,25 @@ def test_gpus_that_are_idle_or_cannot_be_read_are_not_refused(
 def test_one_line_says_which_gpu_how_much_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
     me = f"pid {os.getpid()} {psutil.Process().name()}"
     assert refusal(monkeypatch, Taken, {0: "0", 3: "3"}) == (
-        "placement: GPU 3 of this machine has 47.2 of 150.8 GB in use by others "
-        f"({me}, pid 4194311); expected it free, or placement.shared_gpus=true"
+        f"placement: GPUs in use by others: GPU 3 (47.2 of 150.8 GB, {me}, pid 4194311) of this machine; "
+        "expected them free, or placement.shared_gpus=true"
     )
 
 
 def test_of_many_gpus_the_first_four_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     line = refusal(monkeypatch, Taken, ALL)
-    assert [f"GPU {index} of" in line for index in range(8)] == [False, True, True, True, True, False, False, False]
-    assert "(pid" in line and " and 3 more; expected them free" in line and "\n" not in line
+    assert [f"GPU {index} (" in line for index in range(8)] == [False, True, True, True, True, False, False, False]
+    assert ", pid" in line and " and 3 more; expected them free" in line and "\n" not in line
 
 
 def test_a_gpu_that_is_counted_otherwise_here_is_told_as_nvidia_smi_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "GPU 0 (nvidia-smi: 5) of this machine has" in refusal(monkeypatch, Taken, {0: "5"})
+    assert "GPU 0 (47.2 of 150.8 GB, nvidia-smi: 5, pid" in refusal(monkeypatch, Taken, {0: "5"})
 
 
 def test_without_processes_and_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for pids, lines_said in (
-        ((), "by others; expected"),
-        ((2**22 + 1,) * 5, "(pid 4194305, pid 4194305, pid 4194305, 2 more)"),
+        ((), "(3.0 of 100.0 GB) of this machine; expected"),
+        ((2**22 + 1,) * 5, ", pid 4194305, pid 4194305, pid 4194305 and 2 more) of this machine"),
     ):
         monkeypatch.setattr(Taken, "memory", lambda *_, pids=pids: MemoryUse(3 * 10**9, 10**11, pids))
         assert lines_said in refusal(monkeypatch, Taken, {0: "0"})
@@ -82,7 +82,7 @@ def test_without_processes_and_with_many(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_memory_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_availability, "_POLL_S", 0.01)
     monkeypatch.setattr(Freed, "looks", 0)
-    assert "GPU 1 of" in refusal(monkeypatch, Freed, {1: "1"})
+    assert "GPU 1 (" in refusal(monkeypatch, Freed, {1: "1"})
     check_gpus_free({1: "1"}, wait_s=30)
     assert Freed.looks == 3
     begin = time.monotonic()
@@ -104,7 +104,9 @@ def nvml(**calls: Any) -> SimpleNamespace:
         "NVMLError": NvmlError,
         "nvmlInit": lambda: None,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetHandleByUUID": {"GPU-b": 5}.__getitem__,
+        "nvmlDeviceGetCount": lambda: 6,
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-b{handle}",
+        "nvmlDeviceGetHandleByUUID": refused_by_the_driver,
         "nvmlDeviceGetIndex": lambda handle: handle,
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=handle * 10**9, total=10**11),
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=handle, usedGpuMemory=None)],
@@ -115,11 +117,11 @@ def nvml(**calls: Any) -> SimpleNamespace:
 
 def test_nvml_is_asked_for_the_gpu_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    reader = NvmlReader(["GPU-b", "3"])
+    reader = NvmlReader(["GPU-b5", "3"])
     assert reader.gpus == [3, 5]
     assert reader.memory(5) == MemoryUse(5 * 10**9, 10**11, (5,))
     assert reader.capability(3) == (9, 3)
-    assert [(item.index, item.number) for item in gpus_in_use({0: "GPU-b", 1: "1", 2: "GPU-c"}, 0)] == [(0, 5)]
+    assert [(item.index, item.number) for item in gpus_in_use({0: "GPU-b5", 1: "1", 2: "GPU-c"}, 0)] == [(0, 5)]
 
 
 def test_processes_that_the_driver_keeps_to_itself_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +158,8 @@ def test_a_node_of_a_cluster_looks_at_its_own_gpus(bundles: tuple[Bundle, ...]) 
     with pytest.raises(UserError) as refused:
         check_bundles_free([*bundles, *bundles], nodes, 0, Taken)
     line = str(refused.value)
-    assert line.startswith("placement: GPU 1 of node 10.0.0.7 has 47.2 of 150.8 GB in use by others (pid ")
+    assert line.startswith("placement: GPUs in use by others: GPU 1 (47.2 of 150.8 GB, pid ")
+    assert " of node 10.0.0.7; expected" in line
     assert line.count("GPU ") == 1 and "ray::gpus_in_use" in line  # looked at by a task, and told once
 
 

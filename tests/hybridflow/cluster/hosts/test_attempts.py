@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.cluster.hosts import attempts
+from hybridflow.cluster.hosts import driver_process
 from hybridflow.cluster.hosts.description import HostRole
 from hybridflow.rundir.status.first_failure import read_earlier, read_failure
 from tests.support.launched_agents import LaunchedAgents, launch_of
@@ -97,8 +97,8 @@ def test_without_a_spare_the_run_goes_on_with_those_that_are_left(
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds that a command has to end after a loss."""
-    monkeypatch.setattr(attempts, "GRACE_S", 1.0)
-    return 0.5 + attempts.GRACE_S
+    monkeypatch.setattr(driver_process, "_GRACE_S", 1.0)
+    return 0.5 + driver_process._GRACE_S
 
 
 def test_several_losses_at_once_are_one_failure(tmp_path: Path, short_grace: float) -> None:

@@ -7,13 +7,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from engine3d import run_files
-from hybridflow.cluster.processes.orphans import remove_orphans
+from hybridflow.cluster.processes.orphans import ray_directory, remove_orphans
 
 RUN = "engine3d-rollout-abcdefgh"
+RAY = "hf-ray-abcdefgh"
 
 
 @pytest.fixture
@@ -28,18 +30,10 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def orphan(temporary: Path, name: str = RUN) -> Path:
-    """Files of a run of engines that was killed with its owner."""
+    """Files of a run that was killed with its owner."""
     directory = temporary / name
     directory.mkdir()
     (directory / "owner").touch()
-    return directory
-
-
-def ray_orphan(temporary: Path, name: str = "hf-ray-abcdefgh") -> Path:
-    """Files of Ray of a killed run: its directory, and the lock beside it."""
-    directory = temporary / name
-    directory.mkdir()
-    (temporary / f"{name}.lock").touch()
     return directory
 
 
@@ -52,10 +46,11 @@ def segments(temporary: Path, *names: str) -> list[Path]:
 
 def test_what_a_killed_run_left_is_removed(temporary: Path) -> None:
     orphan(temporary)
-    (ray_orphan(temporary) / "log").touch()
-    unfinished = temporary / f"new-{RUN}"
-    unfinished.mkdir()
-    os.utime(unfinished, (0, time.time() - 61))
+    (orphan(temporary, RAY) / "log").touch()
+    for name in (RUN, RAY):
+        unfinished = temporary / f"new-{name}"
+        unfinished.mkdir()
+        os.utime(unfinished, (0, time.time() - 61))
     left = segments(temporary, f"scheduler-{RUN}", f"scheduler-{RUN}.lock")
     remove_orphans()
     assert not list(temporary.iterdir())
@@ -89,9 +84,9 @@ def test_a_lock_that_is_no_file_is_neither_waited_for_nor_followed(temporary: Pa
     victim = temporary.parent / "victim"
     victim.touch()
     spoil = fifo if kind == "fifo" else link_to(victim)
-    directories = [orphan(temporary), ray_orphan(temporary)]
-    spoil(directories[0] / "owner")
-    spoil(temporary / "hf-ray-abcdefgh.lock")
+    directories = [orphan(temporary), orphan(temporary, RAY)]
+    for directory in directories:
+        spoil(directory / "owner")
     remove_orphans()
     assert all(directory.exists() for directory in directories)
 
@@ -103,8 +98,7 @@ def test_links_named_like_ours_lead_nowhere(temporary: Path) -> None:
     os.utime(elsewhere, (0, 0))
     (temporary / RUN).symlink_to(elsewhere)
     (temporary / f"new-{RUN}").symlink_to(elsewhere)
-    (temporary / "hf-ray-abcdefgh").symlink_to(elsewhere)
-    (temporary / "hf-ray-abcdefgh.lock").touch()
+    (temporary / RAY).symlink_to(elsewhere)
     kept = segments(temporary, f"scheduler-{RUN}")
     remove_orphans()
     assert (elsewhere / "owner").exists() and kept[0].exists()
@@ -112,7 +106,7 @@ def test_links_named_like_ours_lead_nowhere(temporary: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_another_users_files_are_left_alone(temporary: Path) -> None:
-    theirs = [orphan(temporary), ray_orphan(temporary), temporary / "hf-ray-abcdefgh.lock"]
+    theirs = [orphan(temporary), orphan(temporary, RAY)]
     mine = orphan(temporary, "engine3d-rollout-mmmmmmmm")
     segment, foreign = segments(temporary, f"a-{mine.name}", f"b-{mine.name}")
     for path in (*theirs, foreign):
@@ -122,8 +116,10 @@ def test_another_users_files_are_left_alone(temporary: Path) -> None:
     assert not mine.exists() and not segment.exists()
 
 
-def test_what_has_an_owner_stays(temporary: Path) -> None:
-    directory, lock = run_files.make_run_directory()
+@pytest.mark.parametrize("make", [run_files.make_run_directory, ray_directory])
+def test_what_has_an_owner_stays(temporary: Path, make: Callable[[], tuple[Path, IO[bytes]]]) -> None:
+    directory, lock = make()
+    assert directory.parent == temporary and directory.stat().st_mode & 0o777 == 0o700
     remove_orphans()
     assert directory.exists()
     lock.close()

@@ -33,10 +33,12 @@ def _watch(server: subprocess.Popen[bytes], limit_s: float) -> tuple[RayWatch, t
         lines.append(line)
         results.set()
 
-    def how(_pid: int) -> tuple[str, bool]:
-        return f"was killed by {signal.Signals(-server.wait()).name}", False
+    def read_end() -> tuple[str, bool]:
+        number = signal.Signals(-server.wait())
+        return f"Ray's raylet (process {server.pid}) was killed by {number.name}", False
 
-    return RayWatch({"Ray's raylet": server.pid}, lost, quiet_s=0.1, limit_s=limit_s, how=how), results, lines
+    ends = os.pidfd_open(server.pid)
+    return RayWatch({"Ray's raylet": server.pid}, ends, read_end, lost, quiet_s=0.1, limit_s=limit_s), results, lines
 
 
 def test_a_part_that_dies_is_named(server: subprocess.Popen[bytes]) -> None:

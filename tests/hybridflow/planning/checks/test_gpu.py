@@ -137,9 +137,7 @@ def test_a_gpu_in_use_is_refused_on_this_machine_alone(
     use(monkeypatch, Taken)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     second = ("placement.actor=cuda:1", "placement.rollout=cuda:1")
-    assert "GPU 1 (nvidia-smi: 3) of this machine has 47.2 of 150.8 GB in use by others" in output_of(
-        capsys, 2, *second
-    )
+    assert "GPUs in use by others: GPU 1 (47.2 of 150.8 GB, nvidia-smi: 3, pid" in output_of(capsys, 2, *second)
     output_of(capsys, 0)
     output_of(capsys, 0, *second, "placement.shared_gpus=true")
     output_of(capsys, 0, *second, "--nodes", "1", "--gpus-per-node", "4")

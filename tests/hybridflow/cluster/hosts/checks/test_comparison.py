@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from hybridflow.cluster.devices.gpu_availability import EXPECTED
 from hybridflow.cluster.hosts.checks.comparison import Comparison, compare, ranges
-from hybridflow.cluster.hosts.checks.facts import BUSY, ClockDifference, HostFacts, Lack
+from hybridflow.cluster.hosts.checks.facts import ClockDifference, HostFacts, Lack
 from hybridflow.cluster.hosts.description import Host, HostRole
 from tests.support.work import growth
 
@@ -29,7 +30,7 @@ VALUES: dict[str, str | None] = {
 }
 FACTS = HostFacts(VALUES, H200, run_dir="/runs", sees_mark=True)
 FILES = Lack("refuse", "open files", "512", "at least 1,024 (ulimit -Hn)")
-USED = Lack("refuse", BUSY, "GPU 0 (pid 77 python3 40.0 GB)", "them free, or placement.shared_gpus=true")
+USED = Lack("refuse", "GPUs in use by others", "GPU 0 (40.0 of 150.8 GB, pid 77 python3)", EXPECTED)
 
 
 def cluster(count: int, changes: dict[int, dict[str, Any]] | None = None) -> list[HostFacts]:
@@ -115,7 +116,7 @@ def test_the_odd_one_out_is_named() -> None:
         (
             {"lacks": (USED,)},
             "refuse",
-            "GPUs in use by others: GPU 0 (pid 77 python3 40.0 GB) on host-2; expected them free, or "
+            "GPUs in use by others: GPU 0 (40.0 of 150.8 GB, pid 77 python3) on host-2; expected them free, or "
             "placement.shared_gpus=true",
         ),
     ],
@@ -126,19 +127,12 @@ def test_each_difference_has_its_line(changes: dict[str, Any], severity: str, li
     assert compared.findings[0].hosts == ("host-2",)
 
 
-def test_gpus_in_use_alone_may_pass() -> None:
-    busy = {"lacks": (USED,)}
-    assert compare(cluster(2, {1: busy})).may_pass
-    assert not compare(cluster(2, {1: busy | values(torch="2.0")})).may_pass
-    assert not compare(cluster(2)).may_pass
-
-
 def test_hosts_that_lack_the_same_are_in_one_line() -> None:
     less = replace(FILES, value="256")
     compared = compare(cluster(4, {1: {"lacks": (FILES, USED)}, 2: {"lacks": (less,)}, 3: {"lacks": (FILES,)}}))
     assert [str(finding).partition(";  expected")[0] for finding in compared.findings] == [
         "open files: 512 on host-1, host-3; 256 on host-2; expected at least 1,024 (ulimit -Hn)",
-        "GPUs in use by others: GPU 0 (pid 77 python3 40.0 GB) on host-1; expected them free, or "
+        "GPUs in use by others: GPU 0 (40.0 of 150.8 GB, pid 77 python3) on host-1; expected them free, or "
         "placement.shared_gpus=true",
     ]
 

@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,9 +17,8 @@ import psutil
 import pytest
 
 from engine3d.errors import UserError
+from hybridflow.cluster.devices.gpu_availability import InUse
 from hybridflow.cluster.hosts.checks.facts import (
-    Gpu,
-    GpuProcess,
     Needs,
     code_hash,
     collect,
@@ -29,7 +27,6 @@ from hybridflow.cluster.hosts.checks.facts import (
     mark_directory,
     recipe_hash,
     sees_mark,
-    visible_gpus,
 )
 from hybridflow.cluster.hosts.checks.facts import _checkout as checkout
 
@@ -50,14 +47,14 @@ def test_what_is_collected_is_what_this_machine_is(tmp_path: Path) -> None:
 
 
 GB = 10**9
-H200 = Gpu(0, "NVIDIA H200", "GPU-0", 150 * GB, 650_000_000)
+USED = InUse(0, 0, 40 * GB, 150 * GB, ("pid 77 python3",))
 RIGHT: dict[str, Any] = {
     "limits": {"open files": 1 << 20, "locked memory": resource.RLIM_INFINITY, "processes": 1000},
     "shared_memory": 1000 * GB,
     "run_dir": 10**14,
     "temporary": 90 * GB,
     "names": {"host-0": ("10.0.0.1",)},
-    "gpus": [H200],
+    "in_use": [],
 }
 
 
@@ -86,14 +83,10 @@ RIGHT: dict[str, Any] = {
             "host names: host-2 not resolved; expected every host to know its own name and host 0's (/etc/hosts, DNS)",
         ),
         (
-            {"gpus": [replace(H200, processes=(GpuProcess(77, "python3", 40 * GB),))]},
+            {"in_use": [USED]},
             "refuse",
-            "GPUs in use by others: GPU 0 (pid 77 python3 40.0 GB); expected them free, or placement.shared_gpus=true",
-        ),
-        (
-            {"gpus": [replace(H200, used_bytes=40 * GB)]},
-            "refuse",
-            "GPUs in use by others: GPU 0 (40.0 GB); expected them free, or placement.shared_gpus=true",
+            "GPUs in use by others: GPU 0 (40.0 of 150.0 GB, pid 77 python3); expected them free, or "
+            "placement.shared_gpus=true",
         ),
     ],
 )
@@ -102,26 +95,11 @@ def test_what_a_host_lacks_has_its_line(changes: dict[str, Any], severity: str, 
     assert (lack.severity, f"{lack.what}: {lack.value}; expected {lack.expected}") == (severity, line)
 
 
-@pytest.mark.parametrize(
-    "gpu",
-    [
-        H200,
-        replace(H200, processes=(GpuProcess(77, "Xorg", GB // 2),)),
-        replace(H200, used_bytes=int(1.4 * GB), processes=(GpuProcess(77, "Xorg", GB // 2),)),
-        replace(H200, processes=(GpuProcess(77),)),
-    ],
-)
-def test_a_gpu_that_is_hardly_used_is_free(gpu: Gpu) -> None:
-    assert list(lacks(Needs(), **RIGHT | {"gpus": [gpu]})) == []
-
-
 def test_what_the_run_needs_decides() -> None:
     odd = RIGHT | {
         "limits": {"open files": 5000, "locked memory": 2**16},
-        "gpus": [replace(H200, processes=(GpuProcess(77, None, 40 * GB),))],
     }
-    assert [lack.severity for lack in lacks(Needs(shared_gpus=True), **odd)] == ["warn"]
-    assert list(lacks(Needs(gpus=False), **odd)) == []
+    assert [lack.severity for lack in lacks(Needs(shared_gpus=True), **odd | {"in_use": [USED]})] == ["warn"]
     strict = Needs(gpus=False, open_files=8192, locks_memory=True)
     assert [(lack.severity, lack.what, lack.value) for lack in lacks(strict, **odd)] == [
         ("refuse", "open files", "5,000"),
@@ -202,13 +180,14 @@ class Driver(ModuleType):
     def __init__(self) -> None:
         super().__init__("pynvml")
 
-    nvmlInit = nvmlShutdown = staticmethod(lambda: None)
+    nvmlInit = staticmethod(lambda: None)
     nvmlSystemGetDriverVersion = staticmethod(lambda: "580.1")
     nvmlSystemGetCudaDriverVersion_v2 = staticmethod(lambda: 13010)
     nvmlDeviceGetCount = staticmethod(lambda: 3)
+    nvmlDeviceGetIndex = staticmethod(lambda handle: handle)
     nvmlDeviceGetName = staticmethod(lambda handle: "NVIDIA H200")
     nvmlDeviceGetUUID = staticmethod(lambda handle: f"GPU-{handle}0{handle}0-aaaa")
-    nvmlDeviceGetMemoryInfo = staticmethod(lambda handle: SimpleNamespace(total=150, used=1 + handle))
+    nvmlDeviceGetMemoryInfo = staticmethod(lambda handle: SimpleNamespace(total=150 * GB, used=(1 + handle) * GB))
 
     @staticmethod
     def nvmlDeviceGetHandleByIndex(index: int) -> int:
@@ -217,28 +196,33 @@ class Driver(ModuleType):
         return index
 
     @staticmethod
+    def nvmlDeviceGetHandleByUUID(name: str) -> int:
+        raise NVMLError("Not Found")
+
+    @staticmethod
     def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[SimpleNamespace]:
         if handle == 0:
             raise NVMLError("Not Supported")
-        known = SimpleNamespace(pid=os.getpid(), usedGpuMemory=2)
-        return [known, SimpleNamespace(pid=2**22 + 7, usedGpuMemory=None)]
+        return [SimpleNamespace(pid=os.getpid())]
 
 
-def test_gpus_their_processes_and_one_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_their_users_and_one_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Driver())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     results = collect(tmp_path)
-    me = GpuProcess(os.getpid(), psutil.Process().name(), 2)
     assert (results.values["driver"], results.values["CUDA"]) == ("580.1", "13.1")
-    assert results.gpus == ("NVIDIA H200 of 150 bytes", "one that cannot be read (GPU is lost)", *results.gpus[:1])
-    assert visible_gpus() == (
-        Gpu(0, "NVIDIA H200", "GPU-0000-aaaa", 150, 1),
-        Gpu(1, "one that cannot be read (GPU is lost)"),
-        Gpu(2, "NVIDIA H200", "GPU-2020-aaaa", 150, 3, (me, GpuProcess(2**22 + 7))),
-    )
-    for visible, indices in (("2,1", [1, 2]), ("GPU-2020", [2]), ("", []), ("-1", []), ("GPU-", [0, 2])):
+    assert results.gpus == ("NVIDIA H200 of 150.0 GB", "one that cannot be read (GPU is lost)", *results.gpus[:1])
+    [used] = [lack for lack in results.lacks if "GPU" in lack.what]
+    assert used.value == f"GPU 2 (3.0 of 150.0 GB, pid {os.getpid()} {psutil.Process().name()})"
+    assert not [lack for lack in collect(tmp_path, Needs(gpus=False)).lacks if "GPU" in lack.what]
+    kind = results.gpus[0]
+    for visible, kinds in (("2,1", (kind, results.gpus[1])), ("GPU-2020", (kind,)), ("", ()), ("-1", ())):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [gpu.index for gpu in visible_gpus()] == indices
+        assert collect(tmp_path).gpus == kinds
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2020")
+    assert [lack.value[:33] for lack in collect(tmp_path).lacks if "GPU" in lack.what] == [
+        "GPU 0 (3.0 of 150.0 GB, nvidia-sm"
+    ]
 
 
 @pytest.mark.gpu
@@ -247,14 +231,11 @@ def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
     import torch
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    taken = torch.zeros(2**30, dtype=torch.uint8, device="cuda:0")
-    gpus = visible_gpus()
-    assert len(gpus) == torch.cuda.device_count()
-    assert gpus[0].name == torch.cuda.get_device_name(0)
-    assert gpus[0].total_bytes > gpus[0].used_bytes > taken.numel()
-    values = collect(tmp_path).values
-    assert values["driver"] and values["CUDA"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[0].uuid[:12])
-    assert visible_gpus()[0].uuid == gpus[0].uuid
+    taken = torch.zeros(3 * 2**30, dtype=torch.uint8, device="cuda:0")
+    results = collect(tmp_path)
+    assert len(results.gpus) == torch.cuda.device_count()
+    assert results.gpus[0].startswith(torch.cuda.get_device_name(0))
+    assert [lack.value for lack in results.lacks if "GPU 0 (" in lack.value] and taken.numel()
+    assert results.values["driver"] and results.values["CUDA"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == ()
+    assert collect(tmp_path).gpus == ()
