@@ -42,8 +42,8 @@ class Case:
         critic: True for a model with a scalar head.
         adapters: True to train low-rank adapters alone.
         left_out: matrices that stay in float32 where the model trains in fp8.
-        mark: of the suite unless that is `make test`: "release" where cases on fewer ranks or with more features show the
-            same, "long" also for more than two ranks.
+        mark: of the suite unless that is `make test`: "release" where cases on fewer ranks or with more features show
+            the same, "long" also for more than two ranks.
 
     A model of `BLOCK_CONFIGS` trains in fp8.
     """
