@@ -28,6 +28,7 @@ import tempfile
 import threading
 import traceback
 import types
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -130,6 +131,8 @@ def _collect(paths: list[str]) -> None:
 
     with quick_imports(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123
         pytest.main(["--collect-only", "-p", "no:cacheprovider", *paths])
+    # Arrow's allocator has one, which it starts again in a forked process.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 
 def _may_fork(kind: str) -> bool:
