@@ -164,7 +164,7 @@ def test_tokens_and_positions_of_padded_rows(alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "layouts"),
     [
-        *LAYOUTS.items(),
+        *(pytest.param(*case, marks=pytest.mark.long if case[0] == 4 else ()) for case in LAYOUTS.items()),
         *(pytest.param(*further, marks=pytest.mark.release) for further in FURTHER_LAYOUTS.items()),
     ],
 )
