@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
 
 from tests.integration.algorithm_steps import CASES, REPRESENTATIVE, SteppedCases, recorded_as, run_cases_apart
@@ -13,38 +10,37 @@ from tests.integration.replayed_steps import expect_replayed
 
 pytestmark = pytest.mark.processes
 
-
 FURTHER = [name for name in CASES if name not in REPRESENTATIVE]
 NAMES = [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)]
 
 
 @pytest.fixture(scope="module")
-def stepped_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SteppedCases]:
-    """Values of two steps of a case and of those that are stepped with it, on roles that were started once."""
+def stepped(tmp_path_factory: pytest.TempPathFactory) -> SteppedCases:
+    """Values of two steps of the representative cases, on roles that were started once."""
+    return run_cases_apart(tmp_path_factory.mktemp("steps"), *REPRESENTATIVE)
 
-    @functools.cache
-    def step(*names: str) -> SteppedCases:
-        return run_cases_apart(tmp_path_factory.mktemp("steps"), *names)
 
-    return lambda name: step(*(REPRESENTATIVE if name in REPRESENTATIVE else FURTHER))
+@pytest.fixture(scope="module")
+def stepped_further(tmp_path_factory: pytest.TempPathFactory) -> SteppedCases:
+    """Values of two steps of the other cases."""
+    return run_cases_apart(tmp_path_factory.mktemp("steps"), *FURTHER)
 
 
 @pytest.fixture
-def stepped(stepped_with: Callable[[str], SteppedCases]) -> SteppedCases:
-    """Values of `REPRESENTATIVE`."""
-    return stepped_with("grpo")
+def stepped_with(name: str, request: pytest.FixtureRequest) -> SteppedCases:
+    """Values of a case and of those that are stepped with it."""
+    cases: SteppedCases = request.getfixturevalue("stepped" if name in REPRESENTATIVE else "stepped_further")
+    return cases
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped_with: Callable[[str], SteppedCases]) -> None:
-    expect_recorded(recorded_as(name), stepped_with(name).values[name])
+def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped_with: SteppedCases) -> None:
+    expect_recorded(recorded_as(name), stepped_with.values[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_steps_of_each_algorithm_are_made_again_from_their_samples(
-    name: str, stepped_with: Callable[[str], SteppedCases]
-) -> None:
-    expect_replayed(stepped_with(name).directory / name)
+def test_two_steps_of_each_algorithm_are_made_again_from_their_samples(name: str, stepped_with: SteppedCases) -> None:
+    expect_replayed(stepped_with.directory / name)
 
 
 def test_a_correction_of_the_same_weights_changes_next_to_nothing(stepped: SteppedCases) -> None:
