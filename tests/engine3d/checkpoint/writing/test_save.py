@@ -184,8 +184,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "values": ("qwen3_moe-biases", {}, 2, {"value_head": True}),
     "shared": ("qwen3_moe", {"cp": 2, "ep": 2}, 2, {}),
 }
-SHORT = ("experts", "bfloat16")
-"""Cases of `make test`: tensor and expert parallelism, and two chunks a stage with an offloaded optimizer."""
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
@@ -194,7 +192,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     features = ["checkpoints packing", *(["critic"] if settings.get("value_head") else [])]
     features += ["optimizer_offload"] if "optimizer" in settings else []
     proof = proves(tiny_families.family_of(family), *runs_of({world_size: [sizes]}, " ".join(features)))
-    return [proof] if name in SHORT else [proof, pytest.mark.long]
+    return [proof] if name == "experts" else [proof, pytest.mark.long]
 
 
 Saved = tuple[Path, Path, list[Any]]
@@ -245,7 +243,7 @@ def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[st
         ("experts", 1, LAYOUTS[:1]),
         pytest.param("experts", 4, LAYOUTS, marks=pytest.mark.release),
         # Between them each layout, from one with expert parallelism and from one with two stages.
-        ("bfloat16", 2, LAYOUTS[1:3]),
+        pytest.param("bfloat16", 2, LAYOUTS[1:3], marks=pytest.mark.long),
         pytest.param("bfloat16", 2, LAYOUTS[:4], marks=pytest.mark.release),
         pytest.param("tied", 2, [LAYOUTS[0], LAYOUTS[3]], marks=pytest.mark.long),
         pytest.param("tied", 2, LAYOUTS[:4], marks=pytest.mark.release),
