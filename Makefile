@@ -19,7 +19,7 @@ help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
 	@echo "make test-fast  those that start no processes and take no seconds"
-	@echo "make test-long  those of half a minute and more that have shorter ones beside them: runs killed and resumed, and the like"
+	@echo "make test-long  further layouts, families and algorithms, and runs of half a minute and more: killed, resumed and the like"
 	@echo "make test-release  what these check too, on more ranks or in further combinations: before a release"
 	@echo "make test-hosts  those on several hosts, made of network namespaces: root on Linux"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"

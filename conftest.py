@@ -21,7 +21,9 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000, 20, 20)  # with Python's own the collector takes a twelfth of the tests' CPU time
     if config.getoption("numprocesses", None):  # of workers have none
-        share_servers()
+        python = share_servers(config.args)
+        if config.option.numprocesses > 2:  # two import as fast next to each other as one for both
+            config.option.tx = [f"popen//python={python}"] * config.option.numprocesses
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

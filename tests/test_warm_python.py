@@ -91,6 +91,13 @@ def test_hosts_of_other_models_and_runs_are_forked_too() -> None:
     assert seen_by_imports("host", plain | others) == seen_by_imports("host", plain) == {"SGLANG_PORT": "1"}
 
 
+def test_a_worker_of_pytest_is_forked_after_its_imports() -> None:
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) < 3:  # set after the server has imported this module
+        pytest.skip("not one of more than two workers")
+    parent = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1])
+    assert Path(f"/proc/{parent}/cmdline").read_text().split("\0")[1:4] == ["-m", "tests.support.warm.server", "worker"]
+
+
 @pytest.mark.parametrize("first", ["launcher", "forked"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_and_its_launcher_end_together(

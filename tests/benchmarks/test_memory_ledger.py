@@ -28,6 +28,8 @@ FURTHER = (
     *("h200-2and2-one-step-apart/stream-run", "memory/two-gpus-30b"),
     *("h200-4gpu-30b/even-run", "h200-4gpu-30b/five-steps-run"),
 )
+SHORT = ("h200-4gpu-30b/first-run", "memory/moe-pp2")
+"""Runs of `make test`: a large model on four GPUs, and a small one in two stages."""
 # What libraries and CUDA take of a GPU is one figure for all models, and too much for small ones.
 LEAST = 4.2e9
 
@@ -82,7 +84,9 @@ def quick_ledgers() -> Iterator[None]:
 @pytest.mark.parametrize(
     "directory",
     [
-        pytest.param(path, id=name, marks=[pytest.mark.release] if name in FURTHER else [])
+        pytest.param(
+            path, id=name, marks=pytest.mark.release if name in FURTHER else () if name in SHORT else pytest.mark.long
+        )
         for path in RUNS
         for name in [str(path.relative_to(RESULTS))]
     ],

@@ -34,7 +34,11 @@ def test_every_example_is_in_the_list() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{root}/examples/dataflow.py"], r"^\[\{'total': \[0, 90\]\}, \{'total': \[2, 380\]\}\]$"),
+        pytest.param(
+            ["{root}/examples/dataflow.py"],
+            r"^\[\{'total': \[0, 90\]\}, \{'total': \[2, 380\]\}\]$",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             ["{root}/examples/ppo_trainer_loop.py"],
             r"^step 2: reward -?\d\.\d{3}, \d+ long responses$",

@@ -140,6 +140,11 @@ CASES: dict[str, dict[str, Any]] = {
     "kto": {"base": "algorithms/kto", **_GIVEN, "algorithm": {"desirable_weight": 1.3}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
+REPRESENTATIVE = (
+    *("distillation", "grpo", "ppo", "remax", "grpo-corrected", "grpo-icepop", "grpo-bypass", "safe_rlhf", "pf_ppo"),
+    *("rloo-dynamic", "kl_cov-corrected", "grpo-coefficients", "dpo", "dpo-group"),
+)
+"""Cases that have between them every role, correction and kind of data: those of `make test`."""
 
 _SPLIT: dict[str, Any] = {"layout": {"ep": 1, "tp": 1, "cp": 2}, "packing": True, "micro_batch_tokens": 16}
 """Two context-parallel ranks. Sequences of more than 8 tokens are split over them."""

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.algorithm_steps import CASES, SteppedCases, recorded_as, run_cases_apart
+from tests.integration.algorithm_steps import CASES, REPRESENTATIVE, SteppedCases, recorded_as, run_cases_apart
 from tests.integration.reference_runs import expect_recorded
 from tests.integration.replayed_steps import expect_replayed
 
 pytestmark = pytest.mark.processes
 
+FURTHER = [name for name in CASES if name not in REPRESENTATIVE]
+NAMES = [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)]
+
 
 @pytest.fixture(scope="module")
 def stepped(tmp_path_factory: pytest.TempPathFactory) -> SteppedCases:
-    """Values of two steps of each case, on roles that were started once."""
-    return run_cases_apart(tmp_path_factory.mktemp("steps"), *CASES)
+    """Values of two steps of the representative cases, on roles that were started once."""
+    return run_cases_apart(tmp_path_factory.mktemp("steps"), *REPRESENTATIVE)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped: SteppedCases) -> None:
-    expect_recorded(recorded_as(name), stepped.values[name])
+@pytest.fixture(scope="module")
+def stepped_further(tmp_path_factory: pytest.TempPathFactory) -> SteppedCases:
+    """Values of two steps of the other cases."""
+    return run_cases_apart(tmp_path_factory.mktemp("steps"), *FURTHER)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_steps_of_each_algorithm_are_made_again_from_their_samples(name: str, stepped: SteppedCases) -> None:
-    expect_replayed(stepped.directory / name)
+@pytest.fixture
+def stepped_with(name: str, request: pytest.FixtureRequest) -> SteppedCases:
+    """Values of a case and of those that are stepped with it."""
+    cases: SteppedCases = request.getfixturevalue("stepped" if name in REPRESENTATIVE else "stepped_further")
+    return cases
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped_with: SteppedCases) -> None:
+    expect_recorded(recorded_as(name), stepped_with.values[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps_of_each_algorithm_are_made_again_from_their_samples(name: str, stepped_with: SteppedCases) -> None:
+    expect_replayed(stepped_with.directory / name)
 
 
 def test_a_correction_of_the_same_weights_changes_next_to_nothing(stepped: SteppedCases) -> None:

@@ -11,6 +11,7 @@ from tests.support.runs import records
 from tests.support.warm import warm_python
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_what_was_written_is_checked_and_trained(tmp_path: Path) -> None:
     few = ["warmup.steps=2", "trainer.steps=2", "trainer.prompts_per_step=4"]

@@ -211,13 +211,18 @@ CASES = {
 }
 
 
-# One as long as another row, and beside it.
-FURTHER = {"without a raylet", "interrupted while Ray starts"}
+# Others are as long, and next to these.
+MARKS = {
+    "interrupted at its first lines": pytest.mark.long,
+    "asked to end while Ray starts": pytest.mark.long,
+    "interrupted while Ray starts": pytest.mark.release,
+    "with a Ray that does not start": pytest.mark.long,
+    "without a raylet": pytest.mark.release,
+}
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.release] * (name in FURTHER)) for name, case in CASES.items()],
+    "case", [pytest.param(case, id=name, marks=MARKS.get(name, ())) for name, case in CASES.items()]
 )
 def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case: Case) -> None:
     run.wait_until(case.when)

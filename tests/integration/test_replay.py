@@ -18,7 +18,7 @@ from tests.support.proves import proves
 from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 SETTINGS = [
     "trainer.steps=4",
@@ -96,7 +96,6 @@ def test_on_the_same_layout_all_bits_are_the_same(run: Path) -> None:
     assert not list(run.with_name("small.replay-4").glob("checkpoints/step-*"))
 
 
-@pytest.mark.long
 def test_on_another_layout_it_is_within_the_tolerance(run: Path) -> None:
     code, lines, result = replayed(run, 4, "train.layout={ep: 1, tp: 2}")
     assert code == 0 and lines[-1].startswith("replay: step 4: not the same bits, but within the tolerance"), lines
@@ -106,7 +105,6 @@ def test_on_another_layout_it_is_within_the_tolerance(run: Path) -> None:
     assert all(step["digests"] is None for step in result["steps"].values())
 
 
-@pytest.mark.long
 def test_another_reward_of_one_sample_is_a_difference(run: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(run, tmp_path / "small"))
     path = copied / "samples/step-00000003.parquet"

@@ -44,6 +44,7 @@ def uninterrupted(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -
     return run
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_engines_generate_the_next_rollout_while_the_actor_learns(uninterrupted: KilledRun) -> None:
     directory = uninterrupted.run_directory
@@ -64,6 +65,7 @@ def test_engines_generate_the_next_rollout_while_the_actor_learns(uninterrupted:
     assert begun == [2 + 1, 1, 1 + 1, 0]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(uninterrupted: KilledRun) -> None:
     seen = []

@@ -100,7 +100,7 @@ def test_a_transfer_that_is_not_whole_is_found_and_not_served(tmp_path: Path) ->
     ("name", "message"),
     [
         pytest.param("DiesSending", "actor rank 1, send_weights: the process died", marks=pytest.mark.release),
-        ("DoesNotStart", "actor rank 1, start: no room for the optimizer"),
+        pytest.param("DoesNotStart", "actor rank 1, start: no room for the optimizer", marks=pytest.mark.long),
     ],
 )
 def test_a_fault_on_the_way_of_weights_ends_the_run(tmp_path: Path, name: str, message: str) -> None:

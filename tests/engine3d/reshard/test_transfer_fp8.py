@@ -133,7 +133,11 @@ def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     ("name", "dtype", "sizes"),
     [
         pytest.param(*case, marks=[proves(case[0], *runs_of({2: [case[2]]}, "resharding fp8")), *marks])
-        for cases, marks in ((LAYOUTS, []), (MORE_LAYOUTS, [pytest.mark.release]))
+        for cases, marks in (
+            (LAYOUTS[:1], []),
+            (LAYOUTS[1:], [pytest.mark.long]),
+            (MORE_LAYOUTS, [pytest.mark.release]),
+        )
         for case in cases
     ],
 )
@@ -169,7 +173,11 @@ def test_an_engine_in_fp8_holds_what_sglang_loads_of_an_export(
     ("name", "sizes"),
     [
         pytest.param(*case, marks=[proves(case[0], *runs_of({2: [case[1]]}, "resharding fp8 fp8_exceptions")), *marks])
-        for cases, marks in ((LEFT_OUT_LAYOUTS, []), (MORE_LEFT_OUT_LAYOUTS, [pytest.mark.release]))
+        for cases, marks in (
+            (LEFT_OUT_LAYOUTS[:1], []),
+            (LEFT_OUT_LAYOUTS[1:], [pytest.mark.long]),
+            (MORE_LEFT_OUT_LAYOUTS, [pytest.mark.release]),
+        )
         for case in cases
     ],
 )
@@ -230,7 +238,7 @@ def logprobs_of(directory: Path) -> torch.Tensor:
     "name",
     [
         "qwen3",
-        "deepseek_v3",
+        pytest.param("deepseek_v3", marks=pytest.mark.long),
         *(pytest.param(name, marks=pytest.mark.release) for name in ("qwen3_moe", *MORE_ENGINES)),
     ],
 )

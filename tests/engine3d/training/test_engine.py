@@ -164,7 +164,7 @@ def test_tokens_and_positions_of_padded_rows(alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "layouts"),
     [
-        *LAYOUTS.items(),
+        *(pytest.param(*case, marks=pytest.mark.long if case[0] == 4 else ()) for case in LAYOUTS.items()),
         *(pytest.param(*further, marks=pytest.mark.release) for further in FURTHER_LAYOUTS.items()),
     ],
 )
@@ -513,7 +513,7 @@ def _gather(directory: Path, sizes: dict[str, Any]) -> dict[str, Any]:
     return trained
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"etp": 2}])
+@pytest.mark.parametrize("sizes", [{"ep": 2}, pytest.param({"etp": 2}, marks=pytest.mark.long)])
 def test_tokens_may_be_gathered_for_experts(directory: Path, alone: dict[str, Any], sizes: dict[str, Any]) -> None:
     ranks = run_distributed(_gather, 2, directory, sizes, timeout_s=300)
     for rank in ranks:
@@ -555,7 +555,10 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 2, "vpp": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [*(pytest.param(sizes, marks=pytest.mark.long) for sizes in ({}, {"pp": 2})), {"pp": 2, "vpp": 2}],
+)
 def test_a_traced_update_is_the_same(dense: Path, tmp_path: Path, sizes: dict[str, Any]) -> None:
     world_size = sizes.get("pp", 1)
     for untraced, traced in run_distributed(_traced, world_size, dense, tmp_path, sizes, world_size, timeout_s=300):

@@ -42,7 +42,8 @@ class Case:
         critic: True for a model with a scalar head.
         adapters: True to train low-rank adapters alone.
         left_out: matrices that stay in float32 where the model trains in fp8.
-        release: True where cases on fewer ranks or with more features show the same.
+        mark: of the suite unless that is `make test`: "release" where cases on fewer ranks or with more features show
+            the same, "long" also for more than two ranks.
 
     A model of `BLOCK_CONFIGS` trains in fp8.
     """
@@ -54,7 +55,7 @@ class Case:
     critic: bool = False
     adapters: bool = False
     left_out: Fp8Settings = NOTHING_LEFT_OUT
-    release: bool = False
+    mark: Literal["", "long", "release"] = ""
 
     @property
     def precision(self) -> Literal["fp8"] | None:
@@ -82,21 +83,20 @@ class Case:
         features += ["fp8_exceptions"] * bool(self.left_out.given)
         features += ["lora"] * self.adapters
         proof = proves(tiny_families.family_of(self.model), run_of(self.layout, " ".join(features)))
-        if self.release:
-            return [proof, pytest.mark.release]
-        return [proof, pytest.mark.long] if self.ranks > 2 else [proof]
+        mark = self.mark or ("long" if self.ranks > 2 else "")
+        return [proof, getattr(pytest.mark, mark)] if mark else [proof]
 
 
 CASES = (
-    Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True, release=True),
-    Case(2, "deepseek_v3-queries", {"tp": 2, "etp": 2}, packing=False, release=True),
+    Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True, mark="release"),
+    Case(2, "deepseek_v3-queries", {"tp": 2, "etp": 2}, packing=False, mark="release"),
     Case(2, "qwen3_moe-biases", {"pp": 2, "stages": (1, 3)}, packing=True, critic=True),
-    Case(2, "qwen2-tied", {"tp": 2}, packing=True),
-    Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True, adapters=True),
+    Case(2, "qwen2-tied", {"tp": 2}, packing=True, mark="long"),
+    Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True, adapters=True, mark="long"),
     Case(2, "deepseek_v3", {"tp": 2, "etp": 2}, packing=False, adapters=True),
-    Case(2, "qwen3_moe", {"pp": 2, "stages": (1, 3)}, packing=False, adapters=True, release=True),
-    Case(2, "qwen3-biases", {"tp": 2}, packing=True, adapters=True, release=True),
-    Case(2, "qwen2-tied", {"pp": 2}, packing=False, adapters=True, release=True),
+    Case(2, "qwen3_moe", {"pp": 2, "stages": (1, 3)}, packing=False, adapters=True, mark="release"),
+    Case(2, "qwen3-biases", {"tp": 2}, packing=True, adapters=True, mark="release"),
+    Case(2, "qwen2-tied", {"pp": 2}, packing=False, adapters=True, mark="release"),
     Case(4, "llama", {"tp": 2, "pp": 2}, packing=True),
     Case(4, "qwen3-tied", {"pp": 2}, packing=False),
     Case(4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}, packing=True),
@@ -114,12 +114,14 @@ CASES = (
     Case(4, "glm4_moe", {"pp": 2, "stages": (1, 3), "ep": 2}, packing=False, critic=True),
     Case(4, "mixtral", {"tp": 2, "ep": 2}, packing=False),
     Case(4, "mixtral", {"pp": 2, "vpp": 2, "stages": (1, 1, 1, 1), "ep": 2}, packing=True, critic=True),
-    Case(2, "qwen3_moe-blocks", {"tp": 2, "ep": 2}, packing=True),
+    Case(2, "qwen3_moe-blocks", {"tp": 2, "ep": 2}, packing=True, mark="long"),
     Case(2, "qwen3_moe-blocks", {"pp": 2}, packing=True, left_out=LAST_LAYER),
-    Case(2, "qwen2_moe-blocks", {"tp": 2, "ep": 2}, packing=False, left_out=SHARED, release=True),
+    Case(2, "qwen2_moe-blocks", {"tp": 2, "ep": 2}, packing=False, left_out=SHARED, mark="release"),
     Case(4, "qwen3_moe-blocks", {"tp": 2, "ep": 2, "etp": 2}, packing=False, left_out=LAST_LAYER),
-    Case(2, "qwen3_moe-blocks", {"cp": 2}, packing=True, left_out=LAST_LAYER, release=True),
-    Case(2, "qwen3-biases-blocks", {"pp": 2, "vpp": 2}, packing=False, critic=True, left_out=LAST_LAYER, release=True),
+    Case(2, "qwen3_moe-blocks", {"cp": 2}, packing=True, left_out=LAST_LAYER, mark="release"),
+    Case(
+        2, "qwen3-biases-blocks", {"pp": 2, "vpp": 2}, packing=False, critic=True, left_out=LAST_LAYER, mark="release"
+    ),
     Case(4, "qwen3_moe-blocks", {"cp": 2, "ep": 2}, packing=True),
     Case(4, "qwen3_moe-blocks", {"pp": 2, "ep": 2}, packing=False, critic=True),
     Case(4, "qwen3-biases-blocks", {"tp": 2, "pp": 2, "vpp": 2}, packing=True),
@@ -134,7 +136,7 @@ CASES = (
     Case(4, "gpt_oss", {"tp": 2, "ep": 2}, packing=True),
     Case(4, "gpt_oss", {"pp": 2, "stages": (1, 3), "ep": 2}, packing=False, critic=True),
     Case(2, "qwen3_next", {"tp": 2, "ep": 2}, packing=True),
-    Case(2, "qwen3_5_moe", {"tp": 2, "ep": 2}, packing=True),
+    Case(2, "qwen3_5_moe", {"tp": 2, "ep": 2}, packing=True, mark="long"),
     Case(4, "qwen3_5-tied", {"tp": 2}, packing=True),
 )
 
@@ -267,9 +269,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def outcomes(root: Path, ranks: int, release: bool) -> dict[str, tuple[Outcome, list[Outcome]]]:
+def outcomes(root: Path, ranks: int, mark: str) -> dict[str, tuple[Outcome, list[Outcome]]]:
     """Outcomes of one rank, with padded rows in one micro-batch, and of each of several, by the name of the case."""
-    cases = [case for case in CASES if case.ranks == ranks and case.release == release]
+    cases = [case for case in CASES if case.ranks == ranks and case.mark == mark]
     for case in cases:
         if not (root / case.model).exists():
             tiny_families.make(case.model, root / case.model, value_head=case.critic)
@@ -281,7 +283,7 @@ def outcomes(root: Path, ranks: int, release: bool) -> dict[str, tuple[Outcome, 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=case.marks, id=case.name) for case in CASES])
 def test_all_together_update_as_one_rank_without(root: Path, case: Case) -> None:
-    expected, together = outcomes(root, case.ranks, case.release)[case.name]
+    expected, together = outcomes(root, case.ranks, case.mark)[case.name]
     columns: dict[int, torch.Tensor] = {}
     assert abs(expected.losses[2] / expected.losses[0] - 1) > 1e-3 and expected.columns is not None
     # An input between two values of fp8 may round to the other one, by the last bit of a sum. Weights change in the

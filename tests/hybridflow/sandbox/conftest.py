@@ -16,9 +16,12 @@ from hybridflow.sandbox.program import ProgramLimits, SandboxResult, python_prog
 
 LIMITS = ProgramLimits(timeout_s=2, memory_mb=100, processes=8, files_mb=4, output_mb=0.1)
 
-MARK = f"program-of-test-{os.getpid()}"
-"""Word in the command lines of all programs that a test worker runs."""
 Run = Callable[..., SandboxResult]
+
+
+def worker_mark() -> str:
+    """Word in the command lines of all programs that this test worker runs."""
+    return f"program-of-test-{os.getpid()}"
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +36,7 @@ def run() -> Iterator[Run]:
 
         def run_source(source: str, stdin: bytes = b"", limits: ProgramLimits = LIMITS) -> SandboxResult:
             program = python_program(source, stdin=stdin, limits=limits)
-            return runner.run(sandbox.run(replace(program, command=(*program.command, MARK))))
+            return runner.run(sandbox.run(replace(program, command=(*program.command, worker_mark()))))
 
         yield run_source
         runner.run(sandbox.close())

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hybridflow.sandbox.program import ProgramLimits, Verdict
-from tests.hybridflow.sandbox.conftest import LIMITS, MARK, Run
+from tests.hybridflow.sandbox.conftest import LIMITS, Run, worker_mark
 
 pytestmark = pytest.mark.processes
 
@@ -315,7 +315,7 @@ asyncio.run(main())
 
 
 def test_programs_end_with_the_process_that_runs_them(run: Run) -> None:
-    mark = f"{MARK}-of-another"
+    mark = f"{worker_mark()}-of-another"
     with subprocess.Popen([sys.executable, "-c", OWNER.replace("MARK", mark)]) as owner:
         while not any("import time; time.sleep(1000)" in words[1:3] for words in _commands(mark)):
             assert owner.poll() is None
@@ -345,6 +345,6 @@ def _commands(mark: str) -> list[list[str]]:
 def _processes_left() -> list[list[str]]:
     """Processes of programs of these tests that are still there after a while."""
     deadline = time.monotonic() + 10
-    while (left := _commands(MARK)) and time.monotonic() < deadline:
+    while (left := _commands(worker_mark())) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left

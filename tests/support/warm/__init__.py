@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 from tests.support.warm import launcher
 
 _ROOT = Path(__file__).parents[3]
-_KINDS = ("driver", "head", "rank", "host", "test_rank")
+_KINDS = ("driver", "head", "rank", "host", "test_rank", "worker")
 _VARIABLE = "WARM_PYTHON"
 """Environment variable: the interpreter of the servers that all workers of a test session share."""
 
@@ -45,9 +46,15 @@ def _servers() -> WarmServers:
     return servers
 
 
-def share_servers() -> None:
-    """Start the servers of the test session whose workers this process starts."""
+def share_servers(paths: Sequence[str]) -> str:
+    """Start the servers of the test session whose workers this process starts, and return their interpreter.
+
+    Args:
+        paths: of the tests.
+    """
     os.environ[_VARIABLE] = str(_servers().executable)
+    os.environ[launcher.COLLECTED] = json.dumps(list(paths))
+    return os.environ[_VARIABLE]
 
 
 def refused_starts() -> list[str]:

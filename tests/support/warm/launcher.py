@@ -12,8 +12,10 @@ import sys
 
 FORWARDED = (1, 2, 3, 10, 12, 15)  # SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM
 COLD = "WARM_PYTHON_COLD"  # environment variable: a kind of process that the interpreter itself runs
+COLLECTED = "WARM_PYTHON_COLLECTED"  # environment variable: paths of the tests that pytest-xdist's workers run, as JSON
 LOST = 99  # exit code where the server is gone; of descriptors none is left to say so
 AGENTS = ("/ray/dashboard/", "/ray/_private/runtime_env/agent/")
+EXECNET = "import sys;exec(eval(sys.stdin.readline()))"  # by which pytest-xdist starts a worker
 
 
 def kind_of(arguments: list[str]) -> str | None:
@@ -30,6 +32,8 @@ def kind_of(arguments: list[str]) -> str | None:
         return "head"
     if any(word.endswith("/ray/_private/workers/default_worker.py") for word in arguments):
         return "rank"
+    if arguments == ["-c", EXECNET]:
+        return "worker"
     if arguments[0] == "-m" and arguments[1].split(".")[0] in ("hybridflow", "tests"):
         return "driver"
     if arguments[:2] == ["-m", "torch.distributed.run"]:

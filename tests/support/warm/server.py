@@ -27,11 +27,14 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine3d.startup import leave_out
 from engine3d.startup.imports import quick_imports
+from tests.support.warm import launcher
 
 _READ_ON_IMPORT = (
     *("ENGINE3D_QUICK", "TORCH", "PYTORCH", "OMP_", "MKL_", "GOMP_", "KMP_", "SGLANG", "SGL_", "CUDA", "LD_", "HF_"),
@@ -106,6 +109,9 @@ _NOT_IN_A_HOST = ("ray", "sglang.srt.models.registry")
 
 
 def _import(kind: str) -> None:
+    if kind == "worker":
+        _collect(json.loads(os.environ[launcher.COLLECTED]))
+        return
     if kind == "host":
         leave_out("megatron.core")  # as the plugin does
     left_out = _LEFT_OUT if kind == "head" else ()
@@ -117,6 +123,22 @@ def _import(kind: str) -> None:
         del sys.modules[name]
     if kind == "host":
         _hook_methods_once()
+
+
+def _collect(paths: list[str]) -> None:
+    """Import all test modules, and by them nearly everything: a worker's own collection finds them imported."""
+    import pytest
+
+    with quick_imports(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123
+        pytest.main(["--collect-only", "-p", "no:cacheprovider", *paths])
+    # Arrow's allocator has one, which it starts again in a forked process.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+
+
+def _may_fork(kind: str) -> bool:
+    """True unless this process has asked for GPUs, by which those of a forked one are unusable."""
+    torch = sys.modules.get("torch")
+    return kind != "worker" or torch is None or not torch.cuda.is_available()
 
 
 def _hook_methods_once() -> None:
@@ -238,6 +260,7 @@ def _pid_inside(process: int) -> int:
 def main(kind: str, executable: str) -> None:
     listening = socket.socket(fileno=0)
     imported: dict[str, str] | None = None
+    may_fork = True
     connected: dict[int, _Forked] = {}
     running: dict[int, _Forked] = {}
     poll = select.poll()
@@ -277,6 +300,10 @@ def main(kind: str, executable: str) -> None:
                 raise RuntimeError(f"imported before the environment of a host is known: {early}")
             if threading.active_count() > 1:
                 raise RuntimeError(f"threads in a process that forks: {threading.enumerate()}")
+            may_fork = _may_fork(kind)
+        if not may_fork:
+            one.refuse()
+            continue
         if environment != imported:
             differing = {
                 name: [imported.get(name), environment.get(name)]
@@ -333,11 +360,12 @@ def _prepare(request: dict[str, Any], received: list[int], executable: str) -> N
     os.environ |= request["environment"]
     os.chdir(request["directory"])
     os.umask(request["umask"])
-    launcher = request["launcher"]
+    asking = request["launcher"]
     process, getppid = os.getpid(), os.getppid
-    os.getppid = lambda: _parent(launcher) if os.getpid() == process else getppid()
+    os.getppid = lambda: _parent(asking) if os.getpid() == process else getppid()
     tempfile.tempdir = None  # which the environment names
-    sys.executable = executable
+    if request["arguments"] != ["-u", "-c", launcher.EXECNET]:  # tests ask for it by name
+        sys.executable = executable
     with contextlib.suppress(OSError):
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
@@ -391,6 +419,11 @@ def _execute(words: list[str]) -> None:
         if not safe:
             sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    if words[0] == "-c":
+        sys.argv = ["-c"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(words[1], vars(sys.modules["__main__"]))
         return
     sys.argv = words
     if not safe:

@@ -186,12 +186,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-def _proves(name: str) -> pytest.MarkDecorator:
-    """The mark of a case."""
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """Marks of a case."""
     family, sizes, world_size, settings = CASES[name]
     features = ["checkpoints packing", *(["critic"] if settings.get("value_head") else [])]
     features += ["optimizer_offload"] if "optimizer" in settings else []
-    return proves(tiny_families.family_of(family), *runs_of({world_size: [sizes]}, " ".join(features)))
+    proof = proves(tiny_families.family_of(family), *runs_of({world_size: [sizes]}, " ".join(features)))
+    return [proof] if name == "experts" else [proof, pytest.mark.long]
 
 
 Saved = tuple[Path, Path, list[Any]]
@@ -214,7 +215,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_proves(name)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[str], Saved]) -> None:
     model, root, first = saved(name)
     _, sizes, world_size, settings = CASES[name]
@@ -242,9 +243,9 @@ def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[st
         ("experts", 1, LAYOUTS[:1]),
         pytest.param("experts", 4, LAYOUTS, marks=pytest.mark.release),
         # Between them each layout, from one with expert parallelism and from one with two stages.
-        ("bfloat16", 2, LAYOUTS[1:3]),
+        pytest.param("bfloat16", 2, LAYOUTS[1:3], marks=pytest.mark.long),
         pytest.param("bfloat16", 2, LAYOUTS[:4], marks=pytest.mark.release),
-        ("tied", 2, [LAYOUTS[0], LAYOUTS[3]]),
+        pytest.param("tied", 2, [LAYOUTS[0], LAYOUTS[3]], marks=pytest.mark.long),
         pytest.param("tied", 2, LAYOUTS[:4], marks=pytest.mark.release),
         pytest.param("shared", 1, LAYOUTS[:1], marks=pytest.mark.release),
     ],

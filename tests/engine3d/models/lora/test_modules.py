@@ -137,7 +137,7 @@ def _runs(world_size: int, *, further: bool) -> dict[str, list[dict[str, Any]]]:
     ("world_size", "further"),
     [
         (1, False),
-        (2, False),
+        pytest.param(2, False, marks=pytest.mark.long),
         pytest.param(2, True, marks=pytest.mark.release),
         pytest.param(4, True, marks=pytest.mark.long),
     ],

@@ -187,9 +187,9 @@ def _trained(directory: Path, world_size: int, sizes: dict[str, Any]) -> list[di
 @pytest.mark.parametrize(
     ("directory", "sizes"),
     [
-        ("qwen3_moe", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.long),
         ("qwen3-tied", {"tp": 2}),
-        ("qwen3-tied", {"pp": 2}),
+        pytest.param("qwen3-tied", {"pp": 2}, marks=pytest.mark.long),
         pytest.param("qwen3-tied", {}, marks=pytest.mark.release),
         pytest.param("qwen3_moe", {"tp": 2}, marks=pytest.mark.release),
         pytest.param("qwen3_moe", {"pp": 2}, marks=pytest.mark.release),

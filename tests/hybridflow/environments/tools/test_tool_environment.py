@@ -133,7 +133,7 @@ def test_answers_follow_as_messages_of_the_tool_and_the_last_turn_is_scored(play
     assert last.counts == {"calls_echo": 2.0} and not last.done
 
 
-@pytest.mark.parametrize("function", ["levels", "of_verl"])
+@pytest.mark.parametrize("function", ["levels", pytest.param("of_verl", marks=pytest.mark.long)])
 def test_a_reward_gets_fields_of_the_data(tmp_path: Path, function: str) -> None:
     reward = {"path": f"{tmp_path}/tools_of_test.py:{function}", "arguments": {"share": 0.5}}
     player = Player(_settings(tmp_path, "echo", reward=reward), tmp_path)
@@ -187,15 +187,6 @@ def test_failures_that_are_not_the_models_fault_drop_their_episode(
     _, last = player.play(f'[fail(how="{how}")]<|end|>')
     assert (last.failure, reason in last.reason) == (kind, True), last
     assert player.play('[echo(text="a")]<|end|>')[1].failure is None
-
-
-def test_exceptions_are_answers_if_asked_for(tmp_path: Path) -> None:
-    player = Player(_settings(tmp_path, "fail", on_exception="answer"), tmp_path)
-    try:
-        texts, last = player.play('[fail(how="raise")]<|end|>')
-        assert texts == ["<|tool|>error: KeyError: 'not today'<|end|><|assistant|>"] and last.failure is None
-    finally:
-        player.host.close()
 
 
 @pytest.mark.parametrize(
@@ -358,11 +349,15 @@ def test_a_template_without_what_tools_need_is_refused(tmp_path: Path, template:
         )
 
 
-def test_no_thread_of_a_hung_tool_outlives_the_host(tmp_path: Path) -> None:
-    player = Player(_settings(tmp_path, "fail"), tmp_path)
+def test_exceptions_are_answers_if_asked_for_and_no_thread_of_a_hung_tool_outlives_the_host(tmp_path: Path) -> None:
+    player = Player(_settings(tmp_path, "fail", on_exception="answer"), tmp_path)
     process = player.host._processes[0]._process
     assert process is not None
-    assert player.play('[fail(how="hang")]<|end|>')[1].failure == "timeout"
-    player.host.close()
+    try:
+        texts, last = player.play('[fail(how="raise")]<|end|>')
+        assert texts == ["<|tool|>error: KeyError: 'not today'<|end|><|assistant|>"] and last.failure is None
+        assert player.play('[fail(how="hang")]<|end|>')[1].failure == "timeout"
+    finally:
+        player.host.close()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
