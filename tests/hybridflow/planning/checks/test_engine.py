@@ -399,6 +399,11 @@ def test_engines_in_fp8_are_on_one_node_each() -> None:
         (["train.lora.targets=[q_proj]", "rollout.engine.kv_cache_dtype=fp8_e5m2"], "rollout.engine.kv_cache_dtype"),
         (["train.lora.targets=[q_proj]", "train.routing_replay=rollout"], "rollout.engine.routes"),
         (["train.lora.targets=[q_proj]"], None),
+        (["train.lora.targets=[q_proj]", "rollout.stream={}", "placement.rollout=cpu:4"], None),
+        (
+            ["train.lora.targets=[q_proj]", "rollout={stream: {}, lease: true}", "placement.rollout=cpu:1-2"],
+            "rollout.lease",
+        ),
     ],
 )
 def test_adapters_apart_from_the_model_that_were_not_tried_are_refused(settings: list[str], line: str | None) -> None:
