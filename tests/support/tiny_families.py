@@ -327,9 +327,7 @@ def has_delta_nets(name: str) -> bool:
 
 
 def may_cut(name: str, layout: Layout) -> bool:
-    """True if a layout cuts no experts that the model does not have, none with biases, and no gated delta nets."""
-    if has_delta_nets(name) and layout.cp > 1:
-        return False
+    """True if a layout cuts no experts that the model does not have, and none with biases."""
     if not has_experts(name):
         return layout.ep * layout.etp == 1
     return family_of(name) != "gpt_oss" or layout.etp == 1

@@ -180,7 +180,6 @@ def _check_context_parallel(config: TrainConfig, spec: ModelSpec, layout: Layout
     for has, kind in (
         (spec.sizes.sinks, "attention sinks"),
         (spec.sizes.window is not None, "sliding windows"),
-        (spec.sizes.delta is not None, "gated delta nets"),
     ):
         if has:
             raise UserError(f"{spec.family.architecture} has {kind}, which was not tried {cp}; expected 1")
