@@ -97,7 +97,12 @@ SEEDS = {"qwen2_moe": 2}
 def test_each_token_was_drawn_with_the_weights_of_its_version(
     name: str, settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = CONFIGS[name.split()[0]] | {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.05}
+    config = CONFIGS[name.split()[0]] | {
+        "vocab_size": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.05,
+    }
     config |= {key: [] for key in config if key == "mlp_only_layers"}  # SGLang has experts in every layer
     create_model(ModelConfig(create=CreateModel(config=config)), tmp_path / "model", seed=SEEDS.get(name, 1))
     settings = ["model.create=null", f"model.path={tmp_path}/model", *SETTINGS, *settings]
