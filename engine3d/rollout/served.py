@@ -133,12 +133,13 @@ def check_adapters(spec: ModelSpec, config: RolloutConfig, lora: LoraConfig, *, 
     if family not in _WITH_ADAPTERS + _WITH_EXPERTS + _WITH_ADAPTED_ATTENTION:
         raise UserError(f"train.lora.engine=adapter was not tried with {name}; expected merged")
     targets = lora.targets or target_names(spec)
-    if lora.adapts_mlps and family in _WITH_ADAPTED_ATTENTION:
+    adapts_mlps = lora.model_copy(update={"targets": targets}).adapts_mlps
+    if adapts_mlps and family in _WITH_ADAPTED_ATTENTION:
         raise UserError(
             f"train.lora.engine=adapter with lora.targets of experts was not tried with {name}; expected targets of "
             "attention alone, or merged"
         )
-    if lora.adapts_mlps and family in _WITH_EXPERTS:
+    if adapts_mlps and family in _WITH_EXPERTS:
         _check_adapted_experts(spec, targets)
     if spec.sizes.latent is not None and spec.sizes.latent.query_rank is None:
         for target in ("q_proj", "kv_a_proj_with_mqa"):

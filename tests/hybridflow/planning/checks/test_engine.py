@@ -430,7 +430,8 @@ def test_adapters_apart_from_the_model_that_were_not_tried_are_refused(settings:
         ("deepseek_v3", None, None),
         ("deepseek_v3-queries", ("kv_b_proj",), None),
         ("deepseek_v3-queries", ("q_proj",), "q_proj in lora.targets: SGLang adds it to DeepseekV3ForCausalLM with"),
-        ("deepseek_v3-queries", None, "kv_a_proj_with_mqa in lora.targets: SGLang adds it to DeepseekV3ForCausalLM"),
+        ("deepseek_v3-queries", None, "q_proj in lora.targets: SGLang adds it to DeepseekV3ForCausalLM with"),
+        ("deepseek_v3-queries", ("kv_a_proj_with_mqa",), "kv_a_proj_with_mqa in lora.targets: SGLang adds it to"),
         ("qwen3_next", None, "was not tried with Qwen3NextForCausalLM; expected merged"),
     ],
 )
