@@ -66,7 +66,7 @@ CASES = {
     "qwen3_moe adapter": (
         "ep dp lora",
         "train.layout={ep: 2}",
-        "train.lora={rank: 8, alpha: 64, targets: [q_proj, k_proj, v_proj, o_proj], engine: adapter}",
+        "train.lora={rank: 8, alpha: 64, engine: adapter}",
         "train.optimizer.lr=1.0e-2",
         "rollout.stream.on_new_weights=resend",
     ),

@@ -92,7 +92,7 @@ def test_a_directory_of_peft_that_does_not_fit_is_refused(
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
     check_options(TrainConfig(lora=LoraConfig(**settings)), SPEC, Layout(), transformer_engine=False)
     spec = model_spec(CONFIGS[lora.pop("model", "deepseek_v3")])
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"^lora.path: {tmp_path}/.*({message})"):
         check_options(
             TrainConfig(lora=LoraConfig(**settings | lora, path=tmp_path)), spec, Layout(), transformer_engine=False
         )
