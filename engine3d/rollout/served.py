@@ -154,7 +154,6 @@ def check_adapters(spec: ModelSpec, config: RolloutConfig, lora: LoraConfig, *, 
         "attention_dp": config.attention_dp > 1,
         "release_weights": config.release_weights,
         "memory_saver": config.memory_saver,
-        "routes": config.routes,
     }
     for setting, is_set in settings.items():
         if is_set:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 APART = "train.lora={engine: adapter, targets: [q_proj, v_proj, o_proj]}"
 """Adapters that engines get apart from the model."""
-EXPERTS = "train.lora={engine: adapter, targets: [o_proj, up_proj, down_proj]}"
+EXPERTS = "train.lora={engine: adapter, targets: [o_proj, gate_proj, up_proj, down_proj]}"
 """The same, of experts too."""
 
 

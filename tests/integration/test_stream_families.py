@@ -64,8 +64,9 @@ CASES = {
         "rollout.stream.on_new_weights=recompute",
     ),
     "qwen3_moe adapter": (
-        "ep dp lora",
+        "ep dp routing_replay lora",
         "train.layout={ep: 2}",
+        "train.routing_replay=rollout",
         "train.lora={rank: 8, alpha: 64, engine: adapter}",
         "train.optimizer.lr=1.0e-2",
         "rollout.stream.on_new_weights=resend",

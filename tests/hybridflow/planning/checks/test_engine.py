@@ -399,7 +399,8 @@ def test_engines_in_fp8_are_on_one_node_each() -> None:
         ([], None),
         (["train.lora.targets=[q_proj, up_proj]"], "those of down_proj and of gate_proj or up_proj together"),
         (["train.lora.targets=[q_proj]", "rollout.engine.kv_cache_dtype=fp8_e5m2"], "rollout.engine.kv_cache_dtype"),
-        (["train.lora.targets=[q_proj]", "train.routing_replay=rollout"], "rollout.engine.routes"),
+        (["train.lora.targets=[q_proj]", "train.routing_replay=rollout"], None),
+        (["train.lora.targets=[q_proj]", "rollout.engine.memory_saver=true"], "rollout.engine.memory_saver"),
         (["train.lora.targets=[q_proj]"], None),
         (["train.lora.targets=[q_proj]", "rollout.stream={}", "placement.rollout=cpu:4"], None),
         (
