@@ -41,7 +41,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import within
 from hybridflow.batch.worker_output import Columns, Packed, pack
 from hybridflow.cluster.ray.ray_session import start_ray, stop_ray
-from hybridflow.roles.packing import to_sequences
+from hybridflow.roles.model import to_sequences
 
 _SPREAD = 1.0
 """Standard deviation of the logarithm of response lengths."""

@@ -177,7 +177,7 @@ def inexact_because(
     return reasons
 
 
-def check_checkpoint_directory(settings: CheckpointConfig, directory: Path) -> None:
+def check_checkpoint_directory(settings: CheckpointConfig, directory: Path) -> Path:
     """Check that checkpoints can be written where the recipe wants them, as far as can be seen without trying.
 
     A directory that the run makes within its own is as good as `run_dir`, which is checked by itself.
@@ -186,13 +186,16 @@ def check_checkpoint_directory(settings: CheckpointConfig, directory: Path) -> N
         settings: of checkpoints.
         directory: of the run's checkpoints.
 
+    Returns:
+        The directory.
+
     Raises:
         UserError: they cannot.
     """
     is_made = settings.dir is None and not directory.exists()
-    if settings.save_interval is None or is_made:
-        return
-    check_writable("checkpoint.dir", directory)
+    if settings.save_interval is not None and not is_made:
+        check_writable("checkpoint.dir", directory)
+    return directory
 
 
 def _newest(root: Path, run: Path, *, verify: bool) -> tuple[Path | None, list[str]]:

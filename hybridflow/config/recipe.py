@@ -152,7 +152,7 @@ class Recipe(Settings):
             self.algorithm,
             self.rollout,
             data=self.data,
-            max_staleness=self.trainer.max_staleness,
+            off_policy=self.trainer.off_policy,
             cp=[
                 f"{role.setting}.layout.cp={cp}"
                 for role in self.megatron_roles.values()

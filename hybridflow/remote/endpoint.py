@@ -12,7 +12,10 @@ import json
 import math
 import os
 import random
+import socket
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -91,6 +94,35 @@ class EndpointSettings(Settings):
             raise ValueError(f"{url!r}, expected http://HOST/... or https://HOST/...")
         if "@" in split.netloc or split.query or split.fragment:
             raise ValueError("has a user, a query or a fragment, expected none: a key is named by api_key_variable")
+
+
+def silent_urls(urls: Sequence[str], within_s: float = 3.0) -> dict[str, str]:
+    """URLs at whose host and port nothing accepts a connection from this host, and the reason for each.
+
+    Args:
+        urls: as `EndpointSettings` takes them.
+        within_s: limit of each connection, in seconds. All are tried at the same time.
+    """
+    reasons: dict[str, str] = {}
+
+    def connect(url: str) -> None:
+        split = urlsplit(url)
+        assert split.hostname is not None
+        port = split.port or (443 if split.scheme == "https" else 80)
+        try:
+            socket.create_connection((split.hostname, port), timeout=within_s).close()
+            del reasons[url]
+        except OSError as error:
+            reasons[url] = error.strerror or str(error)
+
+    threads = [threading.Thread(target=connect, args=(url,), daemon=True) for url in urls]
+    reasons |= dict.fromkeys(urls, f"no answer within {within_s:g} s")
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + within_s
+    for thread in threads:  # the name of a host may be looked up for longer
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {url: reasons[url] for url in urls if url in reasons}
 
 
 def settings_of[Kind: Settings](kind: type[Kind], arguments: dict[str, Any]) -> Kind:

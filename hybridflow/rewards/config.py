@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -226,14 +226,24 @@ class RewardFunctionConfig(Settings):
                     f"limits.processes={self.limits.processes} of a worker whose sandbox has up to {most} (at_a_time "
                     f"and limits.processes of arguments.sandbox), expected {most} or more"
                 )
-        endpoint = (self.arguments.get("sandbox") or {}).get("remote") or self.arguments
-        key = endpoint.get("api_key_variable")
+        key = self._endpoint.get("api_key_variable")
         if key is not None and key not in self.environment:
             raise ValueError(f"arguments.api_key_variable {key!r} is not in environment, expected environment: [{key}]")
 
         if self.asks_recipes_judge and (key or self.arguments.get("cached_as")):
             name = "api_key_variable" if key else "cached_as"
             raise ValueError(f"arguments.{name} without url, where the run says it itself; expected none")
+
+    @property
+    def _endpoint(self) -> Mapping[str, Any]:
+        """Arguments that name a server, if there is one."""
+        return (self.arguments.get("sandbox") or {}).get("remote") or self.arguments
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """URLs of the servers that a function of the project asks; of a recipe's judge none, which the run starts."""
+        url = self._endpoint.get("url") if self.path in ("http", "judge", "code") else None
+        return (url,) if isinstance(url, str) else tuple(url or ())
 
     def limit_s(self, samples: int) -> float:
         """Longest time of a call on `samples` samples, in seconds, with retries and imports. See `Worker`."""

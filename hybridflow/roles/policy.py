@@ -25,8 +25,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import OF_LOSSES, ROUTES, WIDE
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
-from hybridflow.roles.model import CheckpointFailure, ModelWorker, Update
-from hybridflow.roles.packing import of_responses, to_sequences
+from hybridflow.roles.model import CheckpointFailure, ModelWorker, Update, of_responses, to_sequences
 from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from engine3d.rollout.engine import RolloutEngine
 from engine3d.training.passes.sequences import CHOSEN
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
-from hybridflow.roles.model import ModelWorker
-from hybridflow.roles.packing import of_responses, to_sequences
+from hybridflow.roles.model import ModelWorker, of_responses, to_sequences
 from hybridflow.rundir.status.watching import TEACHER_ENGINES
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register

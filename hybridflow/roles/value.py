@@ -12,8 +12,7 @@ from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics.names import COST_CRITIC, CRITIC
-from hybridflow.roles.model import ModelWorker, Update
-from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
+from hybridflow.roles.model import ModelWorker, Update, finite_scores, of_responses, to_sequences
 from hybridflow.workers.protocols import THREE_D_PROTO, register
 
 if TYPE_CHECKING:

@@ -44,8 +44,13 @@ class StreamLimits:
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0 or self.extra < 0:
             raise ValueError(f"{self}: expected groups_per_step from 1, max_staleness and extra from 0")
-        if self.excess == "carry" and self.extra and not self.max_staleness:
+        if self.excess == "carry" and self.extra and not self.off_policy:
             raise ValueError("excess='carry' with max_staleness=0: what a step leaves would be too old for the next")
+
+    @property
+    def off_policy(self) -> bool:
+        """True if a step may train on samples of older weights than those in training."""
+        return self.max_staleness > 0
 
 
 @dataclass(frozen=True, slots=True)

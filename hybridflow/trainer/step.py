@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,9 +24,12 @@ from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
+from hybridflow.config.run import ProfileConfig
 from hybridflow.data.prompts import Draw
+from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
+from hybridflow.roles.groups import ModelGroup, RolloutGroup
 from hybridflow.roles.model import update_metrics
 from hybridflow.roles.value import NAMES
 from hybridflow.rollout.source import RolloutSource
@@ -36,7 +39,6 @@ from hybridflow.trainer.event_log import trained_event
 from hybridflow.trainer.operations.model_columns import ModelColumns, old_logprobs
 from hybridflow.trainer.operations.scoring import SampleScoring, StepScores
 from hybridflow.trainer.operations.settings import StepSettings
-from hybridflow.trainer.operations.traces import StepTraces
 from hybridflow.trainer.operations.updates import (
     CRITICS,
     ActorUpdate,
@@ -340,3 +342,31 @@ class TrainerStep(Step[Any]):
         if self.config.needs_engines:
             recalled = frozenset(self.record.recalled)
             self.contract.check(batch, step=self.number, serving=self.version - 1, recalled=recalled)
+
+
+class StepTraces:
+    """Requests for the traces of one step.
+
+    Args:
+        settings: of the step's traces; None where it is not traced.
+        run: with the directory for traces.
+        number: of the step.
+    """
+
+    def __init__(self, settings: ProfileConfig | None, run: Run, number: int) -> None:
+        self._settings, self._run, self._number = settings, run, number
+
+    def trace_rollout(self, rollout: RolloutGroup | None) -> None:
+        """Trace the next steps of the first engine."""
+        if self._settings is None or not self._settings.rollout_steps or rollout is None:
+            return
+        directory = self._run.rollout_trace_directory(self._number)
+        for why in filter(None, rollout.trace(directory, steps=self._settings.rollout_steps).result()):
+            log.warning(f"step {self._number}: no trace of the rollout: {why}")
+
+    def trace_updates(self, models: Mapping[str, ModelGroup], roles: Sequence[str]) -> None:
+        """Trace the next update of these roles. `models`: by role."""
+        if self._settings is not None:
+            for role in roles:
+                path = self._run.trace_path(self._number, role)
+                models[role].trace_next_update(path, micro_batches=self._settings.micro_batches).result()

@@ -29,7 +29,7 @@ from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.metrics.precisions import compared_precisions
 from hybridflow.metrics.timeline import timeline
 from hybridflow.planning.data.prompts import prompt_order
-from hybridflow.roles.offload import offload_metrics, offloaded_groups
+from hybridflow.roles.groups import offload_metrics, offloaded_groups
 from hybridflow.rollout.rollouts import RolloutSnapshot
 from hybridflow.rundir.file_names import EVALUATIONS, EXPORT, TIMELINE
 from hybridflow.rundir.samples.evaluation_texts import forget_after

@@ -3,7 +3,7 @@
 It leads a session of its own, because SGLang kills the whole process tree of the parent of a process that fails. It
 lives as long as its client: when the connection ends or the client is gone, it kills its process group and itself. An
 engine on several hosts has such a process on each; the first one's answers, the others' only run ranks
-(`engine3d.rollout.host.member`).
+(`serve_member`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -29,7 +31,6 @@ from engine3d.platform import platform
 from engine3d.rollout import moe_configs
 from engine3d.rollout.host.generation import SglangBatches, adapter_name, add_adapter
 from engine3d.rollout.host.log import log_answered
-from engine3d.rollout.host.member import end_engine, serve_member
 from engine3d.rollout.host.messages import (
     START_ID,
     ClientConnection,
@@ -45,6 +46,7 @@ from engine3d.rollout.requests import Request, Response
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Call, RankResult, answers_path
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
+from engine3d.run_files import remove_run_files
 from engine3d.stacks import write_stacks_on_request
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
@@ -392,3 +394,47 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def serve_member(engine: Any, client: ClientConnection) -> None:
+    """Run the ranks of this host until the client goes, or one of them fails.
+
+    Args:
+        engine: SGLang's, of another node than the first.
+        client: of this process.
+    """
+    calls: queue.SimpleQueue[HostCall] = queue.SimpleQueue()
+    client.deliver = calls.put
+    ranks = multiprocessing.active_children()
+
+    def fail() -> None:
+        for rank in ranks:
+            if rank.exitcode:
+                print(f"Subprocess {rank.name} (pid={rank.pid}) crashed with exit code {rank.exitcode}")
+        client.die()
+
+    # SGLang signals it when one of its processes has failed; its own handler would wait five seconds first.
+    signal.signal(signal.SIGQUIT, lambda *_: fail())
+    client.send(Reply(START_ID))
+    reported = 0
+    while all(rank.exitcode is None for rank in ranks):
+        with contextlib.suppress(queue.Empty):
+            call = calls.get(timeout=PROGRESS_EVERY_S)
+            if call.method == "shutdown":
+                end_engine(engine, client, call.id)
+            client.send(Reply(call.id))
+        if (batches := scheduler_state(client.launch.run_directory).batches) != reported:
+            reported = batches
+            client.send(Progress({}))
+    fail()
+
+
+def end_engine(engine: Any, client: ClientConnection, id: int) -> None:
+    """End SGLang's processes on this host, and this one; the reply to call `id` is the last thing that it does."""
+    engine.shutdown()
+    multiprocessing.active_children()  # reaps them
+    remove_run_files(client.launch.run_directory)
+    client.send(Reply(id))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -33,7 +33,7 @@ def episode_errors(
     rollout: RolloutRole,
     *,
     data: DataConfig,
-    max_staleness: int,
+    off_policy: bool,
     cp: Sequence[str],
     sets: Mapping[str, PlannedSet],
     has_routes: bool,
@@ -43,7 +43,7 @@ def episode_errors(
 
     Args:
         environment, algorithm, rollout, data: of the recipe.
-        max_staleness: of the trainer.
+        off_policy: True if a step may train on samples of older weights.
         cp: settings of models that split sequences over context-parallel ranks.
         sets: the held-out sets.
         has_routes: True if engines return routes.
@@ -60,8 +60,8 @@ def episode_errors(
         yield (
             f"environment.agent is set with {cp[0]}, which was not tried with several sequences of a sample; expected 1"
         )
-    if environment.agent is not None and max_staleness:
-        yield f"environment.agent is set with trainer.max_staleness={max_staleness}, which was not tried; expected 0"
+    if environment.agent is not None and off_policy:
+        yield "environment.agent is set with trainer.max_staleness above 0, which was not tried; expected 0"
     if environment.tools is not None:
         yield from _tool_errors(data, sets.values())
     for name in scored:

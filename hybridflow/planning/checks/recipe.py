@@ -96,7 +96,10 @@ def check_recipe(
     attempt(check_used, recipe.network, 1 if cluster is None else len(cluster), recipe.placement.cluster)
     encoded: EncodedPrompts | None = None
     spec = attempt(initial_spec, recipe.model)
-    resumption = attempt(check_checkpoints, recipe, spec) or []
+    attempt(check_accepted, recipe.checkpoint.accept, recipe.algorithm)
+    resumption: list[str] = []
+    if attempt(check_checkpoint_directory, recipe.checkpoint, recipe.checkpoint_directory) and spec is not None:
+        _, resumption = attempt(find_resumption, recipe) or (None, [])
     specs = {"actor": spec}
     for role, model in recipe.models.items():
         specs[role], notes = attempt(check_model, model, role, recipe.algorithm, spec) or (None, [])
@@ -200,20 +203,6 @@ def check_run_directory(directory: Path, create: CreateModel | None, spec: Model
         made = spec.parameter_count() * ITEMSIZES[create.dtype]
     check_writable("run_dir", directory)
     check_room("run_dir", directory, made, "the initial model")
-
-
-def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> list[str]:
-    """Check where checkpoints are to be written, and the one to resume from.
-
-    Returns:
-        Lines on the resumption, see `find_resumption`.
-
-    Raises:
-        UserError: naming the setting, and every difference between recipe and checkpoint.
-    """
-    check_accepted(recipe.checkpoint.accept, recipe.algorithm)
-    check_checkpoint_directory(recipe.checkpoint, recipe.checkpoint_directory)
-    return find_resumption(recipe)[1] if spec is not None else []
 
 
 def check_actors(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None = None, **options: Any) -> list[str]:

@@ -10,6 +10,7 @@ from hybridflow.config.evaluation import PlannedSet
 from hybridflow.data.answers import AnswerCounts, is_missing
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.checks.prompt import EncodedPrompts
+from hybridflow.remote.endpoint import silent_urls
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.code.cases import CasesError, cases_of
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
@@ -136,7 +137,7 @@ def check_rewards(
         encoded: the prompts, whose fields functions may ask for; None where they are not known.
 
     Returns:
-        Lines on reference answers, see `check_answers`.
+        Lines on reference answers, see `check_answers`, and on servers that do not accept connections.
 
     Raises:
         UserError: naming the reward that cannot be imported, that asks for what the data have not, that needs answers
@@ -158,7 +159,18 @@ def check_rewards(
             if encoded is not None:
                 check_special_tokens(config, encoded.special_tokens)
                 notes += check_answers(functions, {name: prompts for name, prompts in phases.items() if len(prompts)})
+            notes += _silent_servers(config)
     return notes
+
+
+def _silent_servers(config: RewardConfig) -> list[str]:
+    """A line on each server of a function that does not accept connections."""
+    return [
+        f"reward {function.name!r}: nothing accepts connections at {url} ({reason}), as seen from this host; expected "
+        "a server there before the first responses are scored"
+        for function in config.functions
+        for url, reason in silent_urls(function.urls).items()
+    ]
 
 
 def check_set_rewards(
@@ -172,7 +184,7 @@ def check_set_rewards(
         special_tokens: of the tokenizer.
 
     Returns:
-        Lines on reference answers, see `check_answers`.
+        Lines as of `check_rewards`.
 
     Raises:
         UserError: naming the set, and the reward that cannot be imported, that asks for what its rows have not, that
@@ -186,6 +198,8 @@ def check_set_rewards(
             with RewardFunctions(planned_set.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
                 functions.load()
                 check_special_tokens(planned_set.reward, special_tokens)
+                if planned_set.settings.reward is not None:  # others have the run's
+                    notes += _silent_servers(planned_set.reward)
                 notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None

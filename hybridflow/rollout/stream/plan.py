@@ -51,4 +51,4 @@ class StreamPlan:
     @property
     def one_ahead(self) -> bool:
         """True if the next step's prompts are submitted together once a step has its groups."""
-        return self.together and self.limits.max_staleness > 0
+        return self.together and self.limits.off_policy

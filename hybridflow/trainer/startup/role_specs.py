@@ -32,10 +32,10 @@ from hybridflow.roles.groups import (
     TeacherEngineGroup,
     TeacherGroup,
     ValueGroup,
+    begin_in_turn,
 )
 from hybridflow.roles.judge import JudgeWorker
 from hybridflow.roles.judge_identity import judge_identity
-from hybridflow.roles.offload import begin_in_turn
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker

@@ -32,7 +32,7 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
-from hybridflow.rollout.stream.config import StreamConfig
+from hybridflow.rollout.config import StreamConfig
 from hybridflow.trainer.startup.run_setup import OpenRun, prepare
 from tests.support.resumable import make_checkpoint
 

@@ -10,7 +10,7 @@ from engine3d.models.experts.routes import TokenRoutes
 from engine3d.rollout.requests import BEGINS, GIVEN
 from hybridflow.algorithms.losses.aggregation import AggregationMode, sequence_weights
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
+from hybridflow.roles.model import finite_scores, of_responses, to_sequences
 
 
 def a_batch() -> SampleBatch:

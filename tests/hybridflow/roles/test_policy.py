@@ -22,7 +22,7 @@ from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import pack
 from hybridflow.metrics import names as metrics
-from hybridflow.roles.packing import to_sequences
+from hybridflow.roles.model import to_sequences
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.workers.context import WorkerContext
 from tests.support import tiny_families

@@ -105,7 +105,10 @@ def test_what_does_not_go_with_tools_is_refused(override: str, reason: str | Non
             "evaluation.eval has temperature=0 with environment.agent",
         ),
         (["train.layout.cp=2"], "environment.agent is set with train.layout.cp=2, which was not tried"),
-        (["trainer.max_staleness=1"], "environment.agent is set with trainer.max_staleness=1, which was not tried"),
+        (
+            ["trainer.max_staleness=1"],
+            "environment.agent is set with trainer.max_staleness above 0",
+        ),
         (["algorithm.name=gspo"], "environment.agent is set with algorithm.name=gspo, which was not tried"),
         (["environment.agent=null", "environment.path=a:B", "environment.ignored_options=[seed]"], "without agent"),
     ],

@@ -11,7 +11,7 @@ from hybridflow.config.reading.yaml_loader import SettingsError
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning.checks.offload import check_offload, check_overlap
 from hybridflow.planning.checks.placement import planned_devices
-from hybridflow.roles.offload import begin_in_turn
+from hybridflow.roles.groups import begin_in_turn
 from tests.support.runs import DEMO, ROOT
 
 PPO = ROOT / "launch/recipes/ppo.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,21 @@ def test_an_environment_is_checked_in_a_notebook_too() -> None:
     asyncio.run(cell("Guess"))
     with pytest.raises(UserError, match="has no function 'Missing'"):
         asyncio.run(cell("Missing"))
+
+
+@pytest.mark.parametrize("path", ["http", "judge"])
+def test_a_server_that_does_not_accept_connections_is_named(
+    tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and accepts nothing
+        urls = [f"http://127.0.0.1:{server.getsockname()[1]}/v1" for server in (listening, bound)]
+        arguments = {"url": urls} | (
+            {"model": "any", "rubric": "{{ response }}", "score_range": [0, 1]} if path == "judge" else {}
+        )
+        function = {"name": "asked", "path": path, "arguments": arguments}
+        assert main(checked(tmp_path, ["2", "3"], function)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "accepts connections" in line]
+    assert [line.partition(", as seen")[0] for line in lines] == [
+        f"reward 'asked': nothing accepts connections at {urls[1]} (Connection refused)"
+    ]

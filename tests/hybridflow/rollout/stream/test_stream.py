@@ -420,8 +420,9 @@ def test_a_request_on_its_way_to_an_engine_that_changes_counts_as_the_older() ->
         setup.versions[0] = 1
         setup.engines[0].commit_weights()
         setup.stream.serve([0], 1)
-        while entry.order is None:
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(1e5):  # virtual seconds
+            while entry.order is None:
+                await asyncio.sleep(0.1)
         return sent, entry.oldest
 
     assert run(learn())[0] == (0, 1)
