@@ -113,7 +113,7 @@ class GatedDeltaNet(MegatronModule):
         return output, bias
 
     def _attend_split(self, tokens: Tensor, bounds: list[int], group: torch.distributed.ProcessGroup) -> Tensor:
-        """As `_attend`, of sequences that are split over ranks: each has all tokens of a share of the heads meanwhile.
+        """Attend to sequences that are split over ranks: each has all tokens of a share of the heads meanwhile.
 
         Source: Megatron-Core's `GatedDeltaNet`.
 

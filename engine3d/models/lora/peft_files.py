@@ -76,10 +76,10 @@ def check_peft(directory: Path, spec: AdapterSpec) -> None:
                 f"{spec.directory or spec.family.architecture}"
             )
     base = stored_base(path)
-    if base is not None and spec.directory is not None and (found := _fingerprint(spec.directory)) != base:
+    if base is not None and spec.directory is not None and (fingerprint := _fingerprint(spec.directory)) != base:
         raise UserError(
-            f"{path}: adapters of the model {base}, but {spec.directory} is {found}; expected adapters of this model, "
-            "or the model that they belong to"
+            f"{path}: adapters of the model {base}, but {spec.directory} is {fingerprint}; expected adapters of "
+            "this model, or the model that they belong to"
         )
 
 

@@ -171,10 +171,10 @@ def _added(
         if slot < 0 or not info.lora_ranks[slot]:
             continue
         of_adapter = slots == slot
-        parts = zip(
+        layers = zip(
             F.linear(inputs[of_adapter], first[slot, expert]).chunk(stacked, dim=-1),
             second[slot, expert].chunk(stacked),
             strict=True,
         )
-        output[of_adapter] = torch.cat([F.linear(low, rows) for low, rows in parts], dim=-1)
+        output[of_adapter] = torch.cat([F.linear(low, rows) for low, rows in layers], dim=-1)
     return output
