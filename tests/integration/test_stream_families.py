@@ -72,7 +72,7 @@ CASES = {
         "rollout.stream.on_new_weights=resend",
     ),
 }
-"""Items of the matrix that a case proves, and its settings, by the name of a model. With "adapter" engines add adapters."""
+"""Items of the matrix and settings of each case, by the name of a model. With "adapter" engines add adapters."""
 OF_LAYOUTS = ("glm4_moe", "deepseek_v3-queries", "qwen3_moe", "llama adapter")
 """Cases with all sizes of layouts between them, with both treatments of new weights, and with adapters in engines."""
 
