@@ -78,7 +78,7 @@ class Drawing:
         dtype: of their weights.
         temperature: that their log-probs are of, 1 for the most likely tokens.
         precision: of their quantised weights.
-        adapters: True if checkpoints hold adapters, which the engines' weights have merged.
+        adapters: True if checkpoints hold adapters, which the engines had merged or added.
     """
 
     dtype: str

@@ -16,7 +16,7 @@ from engine3d.models import check_weights, load_model_spec
 from engine3d.models.files.multi_token import KeptTensors
 from engine3d.models.files.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.files.weights import begin_export, finish_export, plan_model_export, write_index
-from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, peft_config
+from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, peft_config
 from engine3d.models.lora.spec import A, AdapterSpec, B, module_name
 from engine3d.models.precision import Precision, check_experts, stored_tensors
 from engine3d.models.rules import HFTensor
@@ -50,7 +50,7 @@ def export_adapter(checkpoint: Path, out: Path, *, role: str = "actor", verify: 
             PREFIX + name: saved.complete(tensor)[2].to(dtype).contiguous() for name, tensor in spec.hf_tensors.items()
         }
         config = peft_config(adapters.rank, adapters.alpha, adapters.targets) | {"base_model_name_or_path": str(base)}
-        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt", "base": adapters.base})
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE: adapters.base})
         (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for path in (*partial.iterdir(), partial):
             bring_to_disk(path)

@@ -109,7 +109,8 @@ def serving_by_rank(
         responds = number % config.tp % config.attention_tp == 0
         weights = sum(map(_nbytes, trace.buffers)) + absorbed + tower * dtype.itemsize
         if adapters is not None:
-            weights += ADAPTER_SLOTS * pooled_elements(trace, adapters, target_names(spec)) * dtype.itemsize
+            elements = pooled_elements(trace, adapters, target_names(spec), spec.sizes.layers)
+            weights += ADAPTER_SLOTS * elements * dtype.itemsize
         predicted.append(ServingBytes(weights, shared, cache, prefix, prompt, routes if responds else 0, states))
     return predicted
 

@@ -192,12 +192,9 @@ class ModelSpec:
         heads = sizes.heads * (1 + sizes.output_gate) + 2 * sizes.groups
         _divides("tp", layout.tp, "rows of q, k and v", heads * sizes.head_dim)
         if sizes.delta is not None:
-            _divides("tp", layout.tp, "linear_num_key_heads", sizes.delta.key_heads)
-            if layout.cp > 1:
-                raise UserError(
-                    f"layout: cp={layout.cp}: expected 1, because {self.family.architecture} has gated delta nets, "
-                    "whose state passes from each token to the next"
-                )
+            # Of a sequence that cp ranks share each computes some heads, over all tokens.
+            product = "tp" if layout.cp == 1 else "tp * cp"
+            _divides(product, layout.tp * layout.cp, "linear_num_key_heads", sizes.delta.key_heads)
         if sizes.latent is not None:
             if sizes.latent.query_rank is not None:
                 _divides("tp", layout.tp, "q_lora_rank", sizes.latent.query_rank)

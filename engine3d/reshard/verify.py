@@ -19,6 +19,7 @@ from engine3d.reshard.describe.shards import Holding
 from engine3d.reshard.describe.trace import LoadTrace, derived_tensors
 
 _LAYER = re.compile(r"\.layers\.\d+\.")
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+")
 _POISON = 0xA5
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -117,20 +118,18 @@ def adapter_differences(manager: Any, trace: LoadTrace, directory: Path) -> list
     name, slot = resident_adapter(manager)
     pool, config = manager.memory_pool, manager.configs[name]
     other = pool.get_buffer_id(None)
+    layers = {buffer.name.rpartition(".")[0] for buffer in trace.buffers}
     with TensorFiles(directory) as files, TensorFiles(directory / ADAPTERS) as stored:
         tensors = dict(_read(stored, list(stored.tensors)))
         for weight, tensor in files.tensors.items():
-            if weight.endswith("_proj.weight"):
+            if weight.endswith(".weight") and _fused_layer(weight) in layers:
                 rows, columns = tensor.shape
                 for kind, shape in ((A, (config.r, columns)), (B, (rows, config.r))):
                     tensors.setdefault(f"{module_name(weight)}.{kind}.weight", torch.zeros(shape))
     adapter = LoRAAdapter(
         name, config, manager.base_hf_config, manager.load_config, manager.lora_backend, base_model=manager.base_model
     )
-    layers = {buffer.name.rpartition(".")[0] for buffer in trace.buffers}
-    adapter.initialize_weights_from_tensors(
-        {tensor: values for tensor, values in tensors.items() if _fused_layer(tensor) in layers}
-    )
+    adapter.initialize_weights_from_tensors(tensors)
     pool.load_lora_weight_to_buffer(name, other, adapter, manager.lora_modules, None, None)
     differing: list[BufferDifference] = []
     for buffer, pooled in zip(trace.buffers, trace.tensors, strict=True):
@@ -141,12 +140,12 @@ def adapter_differences(manager: Any, trace: LoadTrace, directory: Path) -> list
 
 
 def _fused_layer(tensor: str) -> str:
-    """SGLang's layer of an adapter's tensor."""
+    """SGLang's layer of an adapter's tensor, with all experts in one."""
     from sglang.srt.lora.utils import get_normalized_target_modules
 
     module, _, last = module_name(tensor.removesuffix(".weight")).rpartition(".")
     (fused,) = get_normalized_target_modules([last])
-    return f"{module}.{fused}"
+    return f"{_EXPERT.sub('', module)}.{fused}"
 
 
 def loadable_memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:

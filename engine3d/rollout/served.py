@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.models.files.safetensors_files import StoredTensor, TensorFiles
 from engine3d.models.lora.config import LoraConfig
+from engine3d.models.lora.spec import target_names
 from engine3d.models.precision import BLOCK, Precision, check_experts, quantises_shared_experts
 from engine3d.models.quantisation.stored import fp8_tensors, mxfp4_tensors
 from engine3d.rollout.config import RolloutConfig
@@ -17,8 +18,10 @@ from engine3d.rollout.scheduler.local_experts import LEAST_EXPERTS
 _VOCABULARY_ROWS = 64
 """SGLang pads the vocabulary to a multiple of it (layers/vocab_parallel_embedding.py)."""
 
-_WITH_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose adapters SGLang was seen to add."""
+_WITH_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3")
+_WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe")
+_WITH_ADAPTED_ATTENTION = ("gpt_oss", "minimax_m2", "mixtral")
+"""Families whose adapters SGLang was seen to add: of all layers, of experts too, of attention alone."""
 
 _DETERMINISTIC = ("fa3", "flashinfer", "triton")
 _DETERMINISTIC_LATENT = ("fa3", "triton")
@@ -126,27 +129,54 @@ def check_adapters(spec: ModelSpec, config: RolloutConfig, lora: LoraConfig, *, 
     """
     if on_gpu:
         raise UserError("train.lora.engine=adapter was not tried on GPUs; expected merged")
-    name = spec.family.architecture
-    if spec.family.name not in _WITH_ADAPTERS:
+    family, name = spec.family.name, spec.family.architecture
+    if family not in _WITH_ADAPTERS + _WITH_EXPERTS + _WITH_ADAPTED_ATTENTION:
         raise UserError(f"train.lora.engine=adapter was not tried with {name}; expected merged")
-    if spec.sizes.experts and lora.adapts_mlps:
+    targets = lora.targets or target_names(spec)
+    adapts_mlps = lora.model_copy(update={"targets": targets}).adapts_mlps
+    if adapts_mlps and family in _WITH_ADAPTED_ATTENTION:
         raise UserError(
-            f"train.lora.engine=adapter with lora.targets of experts: SGLang adds these to {name} by kernels for GPUs; "
-            "expected targets of attention alone, or merged"
+            f"train.lora.engine=adapter with lora.targets of experts was not tried with {name}; expected targets of "
+            "attention alone, or merged"
         )
+    if adapts_mlps and family in _WITH_EXPERTS:
+        _check_adapted_experts(spec, targets)
+    if spec.sizes.latent is not None and spec.sizes.latent.query_rank is None:
+        for target in ("q_proj", "kv_a_proj_with_mqa"):
+            if target in targets:
+                raise UserError(
+                    f"train.lora.engine=adapter with {target} in lora.targets: SGLang adds it to {name} with "
+                    "q_lora_rank alone; expected other targets, or merged"
+                )
     settings = {
         "precision": config.precision is not None,
         "kv_cache_dtype": config.kv_cache_dtype is not None,
         "attention_dp": config.attention_dp > 1,
         "release_weights": config.release_weights,
         "memory_saver": config.memory_saver,
-        "routes": config.routes,
     }
     for setting, is_set in settings.items():
         if is_set:
             raise UserError(
                 f"train.lora.engine=adapter was not tried with rollout.engine.{setting}; expected one of them"
             )
+
+
+def _check_adapted_experts(spec: ModelSpec, targets: Collection[str]) -> None:
+    """Refuse adapters of MLPs that SGLang leaves out of experts, or has no room for."""
+    sizes = spec.sizes
+    if "down_proj" not in targets or not {"gate_proj", "up_proj"} & {*targets}:
+        raise UserError(
+            f"train.lora.engine=adapter with lora.targets of MLPs: SGLang adds to experts of "
+            f"{spec.family.architecture} those of down_proj and of gate_proj or up_proj together; expected both, "
+            "targets of attention alone, or merged"
+        )
+    if spec.family.name == "qwen2_moe" and sizes.shared_ffn != sizes.ffn:
+        raise UserError(
+            f"train.lora.engine=adapter with lora.targets of MLPs: SGLang has room for adapters of intermediate_size="
+            f"{sizes.ffn}, and the shared expert has {sizes.shared_ffn} (shared_expert_intermediate_size); expected "
+            "targets of attention alone, or merged"
+        )
 
 
 def check_stored(directory: Path, stored: Mapping[str, StoredTensor], precision: Precision | None) -> None:

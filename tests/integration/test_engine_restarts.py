@@ -42,6 +42,7 @@ def _events(run: KilledRun) -> list[dict[str, Any]]:
     [
         pytest.param(2, ["rollout.weights.transport=collective"], marks=pytest.mark.release),
         (1, ["rollout.stream.on_new_weights=resend"]),  # nobody generates until it is back
+        (2, ["train.lora={rank: 4, targets: [q_proj, o_proj], engine: adapter}", "rollout.weights.rolling=true"]),
     ],
 )
 def test_a_run_goes_on_while_an_engine_is_started_again(engines: int, more: list[str], tmp_path: Path) -> None:

@@ -24,11 +24,13 @@ pytestmark = pytest.mark.processes
 
 APART = "train.lora={engine: adapter, targets: [q_proj, v_proj, o_proj]}"
 """Adapters that engines get apart from the model."""
+EXPERTS = "train.lora={engine: adapter, targets: [o_proj, gate_proj, up_proj, down_proj]}"
+"""The same, of experts too."""
 
 
 @proves("qwen3_moe", "ep dp packing checkpoints resharding lora")
 @pytest.mark.long
-@pytest.mark.parametrize("more", [[], [APART]], ids=["merged", "adapter"])
+@pytest.mark.parametrize("more", [[], [APART], [EXPERTS]], ids=["merged", "adapter", "experts"])
 def test_the_recipe_trains_adapters(more: list[str], tmp_path: Path) -> None:
     settings = [
         "trainer.steps=2",
@@ -45,7 +47,7 @@ def test_the_recipe_trains_adapters(more: list[str], tmp_path: Path) -> None:
     for record in (first, second):
         assert record[metrics.MISMATCH_LOGPROB_MAX] < 1e-4
         assert record[metrics.TRAIN_GRADIENT_NORM] > 0
-        if more:  # A and B of q, v and o in float32, and nothing of the model
+        if more == [APART]:  # A and B of q, v and o in float32, and nothing of the model
             sizes = [(96, 96), (96, 48), (96, 96)]
             assert record[metrics.SYNC_BYTES_MOVED] == 2 * 4 * sum(16 * (rows + columns) for rows, columns in sizes)
     # B is 0 at first, and the reference is the model without adapters.

@@ -55,9 +55,26 @@ CASES = {
         "train.optimizer.lr=1.0e-2",
         "rollout.stream.on_new_weights=recompute",
     ),
+    "llama adapter": (
+        "tp lora",
+        "train.layout={ep: 1, tp: 2}",
+        "train.lora={rank: 8, alpha: 64, engine: adapter}",
+        "train.optimizer.lr=1.0e-2",
+        "rollout.verify_weights=true",
+        "rollout.stream.on_new_weights=recompute",
+    ),
+    "qwen3_moe adapter": (
+        "ep dp routing_replay lora",
+        "train.layout={ep: 2}",
+        "train.routing_replay=rollout",
+        "train.lora={rank: 8, alpha: 64, engine: adapter}",
+        "train.optimizer.lr=1.0e-2",
+        "rollout.stream.on_new_weights=resend",
+    ),
 }
-OF_LAYOUTS = ("glm4_moe", "deepseek_v3-queries", "qwen3_moe")
-"""Cases with all sizes of layouts between them, and with both treatments of new weights."""
+"""Items of the matrix and settings of each case, by the name of a model. With "adapter" engines add adapters."""
+OF_LAYOUTS = ("glm4_moe", "deepseek_v3-queries", "qwen3_moe", "llama adapter")
+"""Cases with all sizes of layouts between them, with both treatments of new weights, and with adapters in engines."""
 
 SEEDS = {"qwen2_moe": 2}
 """Seeds other than 1, by whose weights two experts of a token have the same probability in float32."""
@@ -70,10 +87,10 @@ SEEDS = {"qwen2_moe": 2}
             name,
             settings,
             marks=[
-                proves(family_of(name), f"{items} {FEATURES}"),
+                proves(family_of(name.split()[0]), f"{items} {FEATURES}"),
                 *[pytest.mark.release] * (name not in OF_LAYOUTS),
             ],
-            id=name,
+            id=name.replace(" ", "-"),
         )
         for name, (items, *settings) in CASES.items()
     ],
@@ -81,7 +98,12 @@ SEEDS = {"qwen2_moe": 2}
 def test_each_token_was_drawn_with_the_weights_of_its_version(
     name: str, settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = CONFIGS[name] | {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.05}
+    config = CONFIGS[name.split()[0]] | {
+        "vocab_size": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.05,
+    }
     config |= {key: [] for key in config if key == "mlp_only_layers"}  # SGLang has experts in every layer
     create_model(ModelConfig(create=CreateModel(config=config)), tmp_path / "model", seed=SEEDS.get(name, 1))
     settings = ["model.create=null", f"model.path={tmp_path}/model", *SETTINGS, *settings]

@@ -66,7 +66,7 @@ def with_adapters(model: Any, name: str, lora: LoraConfig) -> Any:
     import peft
 
     model.config.model_type = "unfused"  # by which peft expects fused experts
-    if tiny_families.has_experts(name):
+    if tiny_families.has_experts(name) and lora.adapts_mlps:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "experts"):
                 layer.mlp.experts = _Experts(layer.mlp.experts)

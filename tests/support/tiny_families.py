@@ -327,8 +327,9 @@ def has_delta_nets(name: str) -> bool:
 
 
 def may_cut(name: str, layout: Layout) -> bool:
-    """True if a layout cuts no experts that the model does not have, none with biases, and no gated delta nets."""
-    if has_delta_nets(name) and layout.cp > 1:
+    """True if a layout cuts no experts that the model does not have, none with biases, and has not too many ranks."""
+    key_heads = text_of((CONFIGS | BLOCK_CONFIGS)[name]).get("linear_num_key_heads", 0)
+    if key_heads % (layout.tp * layout.cp):
         return False
     if not has_experts(name):
         return layout.ep * layout.etp == 1

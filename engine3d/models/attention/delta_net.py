@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from engine3d.models.attention.context_parallel import rank_order
 from engine3d.models.sizes import Delta
 from engine3d.platform.delta_rule import causal_convolution, gated_delta_rule
 
@@ -96,7 +97,8 @@ class GatedDeltaNet(MegatronModule):
         Args:
             hidden_states: of the layer's tokens; packed ones have b = 1.
             attention_mask: not looked at: padding is at the end of sequences.
-            packed_seq_params: bounds of packed sequences.
+            packed_seq_params: bounds of packed sequences; of split ones those of all ranks of `cp_group`, where s is a
+                rank's share.
         """
         mixed, _ = self.in_proj(hidden_states)
         length, rows, _ = mixed.shape
@@ -105,21 +107,52 @@ class GatedDeltaNet(MegatronModule):
         if packed_seq_params is not None:
             edges = packed_seq_params.cu_seqlens_q_padded
             bounds = (packed_seq_params.cu_seqlens_q if edges is None else edges).tolist()
-        output = self._attend(tokens, bounds)
+        group = None if packed_seq_params is None else packed_seq_params.cp_group
+        output = self._attend(tokens, bounds) if group is None else self._attend_split(tokens, bounds, group)
         output, bias = self.out_proj(output.unflatten(0, (rows, length)).transpose(0, 1).contiguous())
         return output, bias
 
-    def _attend(self, tokens: Tensor, bounds: list[int]) -> Tensor:
-        """(T, rows of the first linear layer) -> (T, values of this rank)."""
-        delta, keys, values = self._delta, self._keys, self._values
-        convolved, gate, beta, decay = tokens.split([2 * keys + values, values, self._heads, self._heads], -1)
-        convolved = causal_convolution(convolved, self.conv1d.weight[:, 0], bounds)
+    def _attend_split(self, tokens: Tensor, bounds: list[int], group: torch.distributed.ProcessGroup) -> Tensor:
+        """Attend to sequences that are split over ranks: each has all tokens of a share of the heads meanwhile.
+
+        Source: Megatron-Core's `GatedDeltaNet`.
+
+        Args:
+            tokens: of this rank, in the order of `rank_order`.
+            bounds: of the sequences of all ranks.
+            group: the ranks.
+        """
+        ranks, count = group.size(), len(tokens)
+        order = rank_order(torch.tensor(bounds, device=tokens.device), count * ranks, ranks)
+        kinds = tokens.split([self._keys, self._keys, self._values, self._values, self._heads, self._heads], -1)
+        shares = zip(*(kind.chunk(ranks, -1) for kind in kinds), strict=True)
+        tokens = all_to_all(group, torch.cat([torch.cat(share, -1) for share in shares]))
+        output = self._attend(tokens[order.argsort()], bounds, group.rank(), ranks)
+        output = all_to_all(group, output[order].contiguous())
+        return torch.cat(output.chunk(ranks), -1)
+
+    def _attend(self, tokens: Tensor, bounds: list[int], share: int = 0, shares: int = 1) -> Tensor:
+        """(T, rows of the first linear layer) -> (T, values).
+
+        Args:
+            tokens: of complete sequences, with the rows of a share of this rank's heads.
+            bounds: of the sequences.
+            share: number of the share.
+            shares: that the heads are cut into.
+        """
+        delta = self._delta
+        keys, values, heads = self._keys // shares, self._values // shares, self._heads // shares
+        kinds = self.conv1d.weight[:, 0].split([self._keys, self._keys, self._values])
+        weight = torch.cat([kind.chunk(shares)[share] for kind in kinds])
+        a_log, dt_bias = (parameter.chunk(shares)[share] for parameter in (self.A_log, self.dt_bias))
+        convolved, gate, beta, decay = tokens.split([2 * keys + values, values, heads, heads], -1)
+        convolved = causal_convolution(convolved, weight, bounds)
         query, key, value = convolved.split([keys, keys, values], -1)
         attended, _ = gated_delta_rule(
             query.unflatten(-1, (-1, delta.key_dim)),
             key.unflatten(-1, (-1, delta.key_dim)),
             value.unflatten(-1, (-1, delta.value_dim)),
-            log_decay(decay, self.A_log, self.dt_bias),
+            log_decay(decay, a_log, dt_bias),
             beta.float().sigmoid(),
             bounds,
         )

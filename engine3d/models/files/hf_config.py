@@ -27,6 +27,15 @@ _MOST = {
 """Far beyond any model, and little enough to be counted through."""
 _MOST_OF_OTHERS = 1 << 30
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
+_OF_OTHER_MODELS: dict[str, Any] = {
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar")),
+    **dict.fromkeys(("attention_multiplier", "logit_scale", "no_rope_layers", "clip_qkv")),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1),
+    **{"rope_is_neox_style": True, "bias": False, "alibi": False, "parallel_attn": False},
+}
+"""Keys by which similar models compute otherwise, and the values without an effect. In supported models transformers
+passes over them, and SGLang obeys some.
+"""
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,8 @@ class HFConfig:
                 raise self.error(key, "bfloat16, float16, float32 or another of torch's floating-point types, or null")
         if not isinstance(self.get("text_config", {}), dict):
             raise self.error("text_config", "an object")
+        for key, plain in _OF_OTHER_MODELS.items():
+            self.require(key, (plain,), plain)
 
     def of_text(self, model_type: str) -> HFConfig:
         """The config of the language model of one that has others next to it.

@@ -37,7 +37,7 @@ class LoraConfig(Settings):
     engine: Literal["merged", "adapter"] = Field(
         "merged",
         description="weights of the rollout engines: merged with the adapters for each version; or the model once and "
-        "the adapters alone for each version, which SGLang adds by its own LoRA (dense layers, on a CPU)",
+        "the adapters alone for each version, which SGLang adds by its own LoRA (on CPUs)",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of an adapter's input; only 0 is supported")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_json_object
-from engine3d.models.files.safetensors_files import read_header
+from engine3d.models.files.safetensors_files import TensorFiles, read_header
 from engine3d.models.lora.spec import AdapterSpec
 from engine3d.models.rules import Box
 from engine3d.startup.lazy_imports import torch
@@ -16,13 +17,19 @@ from engine3d.startup.lazy_imports import torch
 PREFIX = "base_model.model."
 """Beginning of a tensor's name in PEFT's files, before its name in the model."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base"
+"""Key of a file's metadata with the fingerprint of the model that its adapters belong to."""
 ADAPTERS = "adapters"
 """Folder of a model's export with adapters that are not merged into it."""
 _DESCRIPTION = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
-    *("init_lora_weights", "lora_dropout", "megatron_core", "qalora_group_size", "target_modules", "task_type"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", "target_modules", "task_type"),
 )
 """Keys of a config that say nothing of what loaded adapters compute; tensors say which modules have some."""
+_STARTS = (None, True, False, "eva", "gaussian", "mica", "orthogonal")
+"""Values of `init_lora_weights` with which PEFT leaves the model as it is. With others it takes the first adapters out
+of its weights.
+"""
 _VARIANTS = (
     *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "corda_config", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "kasa_config", "layer_replication", "layers_pattern", "layers_to_transform"),
@@ -68,6 +75,26 @@ def check_peft(directory: Path, spec: AdapterSpec) -> None:
                 f"{path}: {name} has the shape {list(stored[name])}, expected {list(tensor.shape)}, as of adapters of "
                 f"{spec.directory or spec.family.architecture}"
             )
+    base = stored_base(path)
+    if base is not None and spec.directory is not None and (fingerprint := _fingerprint(spec.directory)) != base:
+        raise UserError(
+            f"{path}: adapters of the model {base}, but {spec.directory} is {fingerprint}; expected adapters of "
+            "this model, or the model that they belong to"
+        )
+
+
+def stored_base(path: Path) -> str | None:
+    """Fingerprint of the model that the adapters in a file belong to; None in files of others than this project."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return (file.metadata() or {}).get(BASE)
+
+
+@cache
+def _fingerprint(model: Path) -> str:
+    with TensorFiles(model) as files:
+        return files.fingerprint()
 
 
 def _check_config(path: Path, config: dict[str, Any], spec: AdapterSpec) -> None:
@@ -80,10 +107,15 @@ def _check_config(path: Path, config: dict[str, Any], spec: AdapterSpec) -> None
         if (value := config.get(key)) != expected:
             setting = {"r": " (lora.rank)", "lora_alpha": " (lora.alpha)"}.get(key, "")
             raise UserError(f"{path}: {key}: expected {expected!r}{setting}, found {value!r}")
+    if (start := config.get("init_lora_weights")) not in _STARTS:
+        raise UserError(
+            f"{path}: init_lora_weights: {start!r} changes the model itself; expected adapters that PEFT has converted "
+            "(path_initial_model_for_weight_conversion)"
+        )
     for key, value in config.items():
         if key in _VARIANTS and value:
             raise UserError(f"{path}: {key}={value!r} is not supported; expected null or false")
-        if key not in (*_DESCRIPTION, *_VARIANTS, "peft_type", "bias", "r", "lora_alpha"):
+        if key not in (*_DESCRIPTION, *_VARIANTS, "init_lora_weights", "peft_type", "bias", "r", "lora_alpha"):
             raise UserError(f"{path}: unknown key {key}; expected those of peft.LoraConfig")
 
 

@@ -270,6 +270,7 @@ class EngineRank:
         Raises:
             EngineError: adapters came alone, and this rank has not the model that they belong to.
         """
+        from engine3d.reshard.describe.adapter import scale_experts
         from engine3d.reshard.describe.trace import refresh_derived
 
         if base is not None and base.sent:
@@ -279,6 +280,8 @@ class EngineRank:
 
         platform.synchronize()
         refresh_derived(self._runner.model)
+        if self._adapter is not None:
+            scale_experts(self._runner.lora_manager)
         platform.synchronize()
 
     def weight_bytes(self) -> int:
@@ -338,12 +341,13 @@ class EngineRank:
 
     def _described(self) -> LoadTrace:
         """The trace of the weights, with the adapter's after it."""
-        from engine3d.reshard.describe.adapter import adapter_trace
+        from engine3d.reshard.describe.adapter import adapter_trace, show_experts
         from engine3d.reshard.describe.trace import LoadTrace
 
-        weights = self._traced()
         if ADAPTER_VARIABLE not in os.environ:
-            return weights
+            return self._traced()
+        show_experts(self._runner.lora_manager)
+        weights = self._traced()
         adapter = self._adapter = adapter_trace(self._runner.lora_manager, weights)
         first = len(weights.buffers)
         moved = tuple(replace(holding, buffer=first + holding.buffer) for holding in adapter.holdings)

@@ -180,7 +180,6 @@ def _check_context_parallel(config: TrainConfig, spec: ModelSpec, layout: Layout
     for has, kind in (
         (spec.sizes.sinks, "attention sinks"),
         (spec.sizes.window is not None, "sliding windows"),
-        (spec.sizes.delta is not None, "gated delta nets"),
     ):
         if has:
             raise UserError(f"{spec.family.architecture} has {kind}, which was not tried {cp}; expected 1")
@@ -235,7 +234,10 @@ def _check_lora(config: TrainConfig, lora: LoraConfig, spec: ModelSpec) -> None:
         raise UserError(f"lora was not tried with the gated delta nets of {spec.family.architecture}; expected null")
     adapters = AdapterSpec.of(spec, lora)
     if lora.path is not None:
-        check_peft(lora.path, adapters)
+        try:
+            check_peft(lora.path, adapters)
+        except UserError as error:
+            raise UserError(f"lora.path: {error}") from None
     if lora.dropout:
         raise UserError(
             f"lora.dropout={lora.dropout:g}: random numbers would differ between layouts, and the log-probs from those "

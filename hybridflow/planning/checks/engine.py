@@ -104,8 +104,8 @@ def check_served_adapters(
     Raises:
         UserError: naming the setting.
     """
-    if rollout.stream is not None:
-        raise UserError("train.lora.engine=adapter was not tried with rollout.stream; expected merged")
+    if rollout.lease:
+        raise UserError("train.lora.engine=adapter was not tried with rollout.lease; expected merged, or lease=false")
     if hosts_of_engine(devices, rollout.engine.tp) > 1:
         raise UserError("train.lora.engine=adapter was not tried with an engine on several hosts; expected merged")
     if spec is not None:

@@ -140,9 +140,7 @@ def check_layouts(
         setting = f"train.fp8.{min(recipe.train.fp8.given)}"
         raise UserError(f"{setting} with rollout.engine.precision={precision} was not tried on GPUs; expected none")
     if (adapters := recipe.served_adapters) is not None:
-        engine = recipe.rollout.engine.model_copy(update={"routes": recipe.has_routes})
-        rollout = recipe.rollout.model_copy(update={"engine": engine})
-        check_served_adapters(rollout, adapters, specs["actor"], devices["rollout"])
+        check_served_adapters(recipe.rollout, adapters, specs["actor"], devices["rollout"])
     if recipe.rollout.engine.release_weights and "actor" in layouts:
         hosts = hosts_of_engine(devices["rollout"], recipe.rollout.engine.tp)
         check_released_weights(layouts["actor"], devices["actor"], devices["rollout"], hosts)

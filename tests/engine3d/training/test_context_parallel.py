@@ -88,6 +88,7 @@ SOME = {
         Case("qwen3_moe", {"cp": 2}, {"logits_tokens": 5, "fused_query_key": True}, ROUTER_LOSSES),
         Case("deepseek_v3", {"cp": 2}, {"recompute": "full"}),
         Case("critic", {"cp": 2}),
+        Case("qwen3_next", {"cp": 2}, {"recompute": "full"}),
     ],
 }
 MORE = {
@@ -104,6 +105,8 @@ MORE = {
         Case("glm4_moe", {"cp": 2, "ep": 2}, {}, ROUTER_LOSSES),
         Case("minimax_m2", {"cp": 2, "ep": 2}, {}, ROUTER_LOSSES),
         Case("mixtral", {"cp": 2, "etp": 2}, {"recompute": "full"}, ROUTER_LOSSES),
+        Case("qwen3_5_moe", {"cp": 2, "ep": 2}, {}, ROUTER_LOSSES),
+        Case("qwen3_5-tied", {"cp": 2}, {"micro_batch_tokens": 1}),
         Case("qwen3_moe", {"cp": 2}, {"optimizer": SETTINGS.model_copy(update={"offload": True})}, ROUTER_LOSSES),
         Case("critic", {"cp": 2}, {"offload": True}),
     ],
@@ -126,6 +129,8 @@ MORE = {
         Case("deepseek_v3", {"cp": 4}, {"logits_tokens": 3}),
         Case("deepseek_v3", {"cp": 2, "ep": 2}),
         Case("deepseek_v3-queries", {"cp": 2, "tp": 2}, {"recompute": "full"}),
+        Case("qwen3_next", {"cp": 4}, {"logits_tokens": 5}),
+        Case("qwen3_next", {"cp": 2, "tp": 2, "ep": 2}),
     ],
 }
 
@@ -259,7 +264,9 @@ def check_outcomes(case: Case, outcomes: Sequence[Outcome], expected: Outcome) -
     seen: set[int] = set()
     for outcome in outcomes:
         assert outcome.losses == pytest.approx(expected.losses, rel=1e-5), case
-        assert outcome.norms == pytest.approx(expected.norms, rel=1e-5), case
+        # tp ranks, without cp too, round sums of gated delta nets by up to 8e-5 of a gradient otherwise than one rank.
+        tolerance = 1e-4 if case.family == "qwen3_next" and "tp" in case.sizes else 1e-5
+        assert outcome.norms == pytest.approx(expected.norms, rel=tolerance), case
         assert outcome.tokens == sum(len(samples()[index]) for index in outcome.mine) < outcome.positions
         assert outcome.split_share is not None
         assert outcome.split_share == 1 if "micro_batch_tokens" in case.settings else outcome.split_share < 1, case

@@ -16,6 +16,7 @@ from engine3d.platform.cpu.sglang import SINK_BACKEND
 from engine3d.platform.cpu.sglang_modules import attention as sglang_cpu_attention
 from engine3d.platform.cpu.sglang_modules import delta_net as sglang_cpu_delta_net
 from engine3d.platform.cpu.sglang_modules import fp8 as sglang_cpu_fp8
+from engine3d.platform.cpu.sglang_modules import lora as sglang_cpu_lora
 from engine3d.platform.cpu.sglang_modules.sampling import murmur_hash32
 
 
@@ -65,6 +66,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         factory.get_rope_cpu = _rope(factory.get_rope_cpu, factory.get_rope)
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
         sglang_cpu_fp8.install()
+        sglang_cpu_lora.install()
         elementwise.fused_gate_sigmoid_mul_add = _add_gated
         elementwise.fused_sigmoid_mul = _gated
         _replace_norms_over_heads()

@@ -123,3 +123,22 @@ def test_two_forms_that_differ_are_refused() -> None:
     outside = {"rope_scaling": {**YARN, "original_max_position_embeddings": 32}, "original_max_position_embeddings": 64}
     with pytest.raises(UserError, match="original_max_position_embeddings: expected the original_max_position_embedd"):
         read_rope(HFConfig(outside, "config"), ("default", "yarn"))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize(
+    ("key", "value", "plain"),
+    [
+        ("final_logit_softcapping", 30.0, None),  # which SGLang obeys and transformers passes over
+        ("rope_is_neox_style", False, True),
+        ("logits_scaling", 8.0, 1.0),
+        ("bias", True, False),
+    ],
+)
+def test_keys_by_which_similar_models_compute_otherwise_are_refused(
+    name: str, key: str, value: Any, plain: Any
+) -> None:
+    with pytest.raises(UserError, match=f"{key}: expected .*, found "):
+        model_spec(changed(CONFIGS[name], **{key: value}))
+    for same_result in (plain, None):
+        model_spec(changed(CONFIGS[name], **{key: same_result}))

@@ -30,7 +30,20 @@ MODELS = {
     "qwen3_moe": LoraConfig(rank=4, alpha=6),
     "llama": LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj")),
     "deepseek_v3": LoraConfig(rank=4, alpha=4),
+    "glm4_moe": LoraConfig(rank=4, alpha=6),
+    "qwen2_moe": LoraConfig(rank=4, alpha=6),
+    "mixtral": LoraConfig(rank=4, alpha=6, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+    "minimax_m2": LoraConfig(rank=4, alpha=6, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+    "gpt_oss": LoraConfig(rank=4, alpha=6, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
 }
+ON_TWO_RANKS: dict[str, list[dict[str, Any]]] = {
+    "glm4_moe": [{"tp": 2, "ep": 2}, {"ep": 2}],
+    "qwen2_moe": [{"tp": 2, "etp": 2}],
+    "mixtral": [{"ep": 2}],
+    "minimax_m2": [{"tp": 2}, {"pp": 2}],
+    "gpt_oss": [{"tp": 2}],
+}
+"""Layouts of models that are on one and two ranks alone."""
 DENSE: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{"tp": 2}, {"pp": 2}, {}, {"cp": 2}],
@@ -114,6 +127,8 @@ def _peft_updates(model: Any) -> dict[str, Any]:
 
 
 def _layouts(name: str) -> dict[int, list[dict[str, Any]]]:
+    if name in ON_TWO_RANKS:
+        return {1: [{}], 2: ON_TWO_RANKS[name], 4: []}
     return EXPERTS if tiny_families.has_experts(name) else DENSE
 
 
@@ -129,7 +144,7 @@ def _runs(world_size: int, *, further: bool) -> dict[str, list[dict[str, Any]]]:
     layouts = {name: _layouts(name)[world_size] for name in MODELS}
     if world_size != 2:
         return layouts
-    return {name: [sizes for sizes in of if (sizes in PAIRS[name]) != further] for name, of in layouts.items()}
+    return {name: [sizes for sizes in of if (sizes in PAIRS.get(name, ())) != further] for name, of in layouts.items()}
 
 
 @on_all_layouts

@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models import model_spec
+from engine3d.models import load_model_spec, model_spec
+from engine3d.models.files.safetensors_files import TensorFiles
 from engine3d.models.lora.config import LoraConfig
-from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from engine3d.models.lora.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX
 from engine3d.models.lora.spec import AdapterSpec, linear_layers, module_name, target_names
 from engine3d.training.config import TrainConfig
 from engine3d.training.megatron.settings import check_options
+from tests.support import tiny_families
 from tests.support.tiny_families import CONFIGS
 
 SPEC = model_spec(CONFIGS["deepseek_v3"])
@@ -73,6 +75,7 @@ def test_experts_with_adapters_are_not_fused(name: str) -> None:
         ({}, {"rank": 8}, r"adapter_config.json: r: expected 8 \(lora.rank\), found 4"),
         ({"lora_alpha": 1}, {}, r"adapter_config.json: lora_alpha: expected 32.0 \(lora.alpha\), found 1"),
         ({"use_dora": True}, {}, "adapter_config.json: use_dora=True is not supported; expected null or false"),
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "adapter_config.json: init_lora_weights: 'pissa_niter_4' changes"),
         ({"shape": 3}, {}, "adapter_config.json: unknown key shape; expected those of peft.LoraConfig"),
         ({}, {"targets": ("up_proj", "o_proj")}, r"has no .*o_proj.lora_A.weight; expected a tensor of each module"),
         ({}, {"model": "qwen3_moe"}, r"adapter_model.safetensors: .* is of no module of lora.targets|has no "),
@@ -89,10 +92,28 @@ def test_a_directory_of_peft_that_does_not_fit_is_refused(
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
     check_options(TrainConfig(lora=LoraConfig(**settings)), SPEC, Layout(), transformer_engine=False)
     spec = model_spec(CONFIGS[lora.pop("model", "deepseek_v3")])
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"^lora.path: {tmp_path}/.*({message})"):
         check_options(
             TrainConfig(lora=LoraConfig(**settings | lora, path=tmp_path)), spec, Layout(), transformer_engine=False
         )
+
+
+def test_adapters_of_another_model_of_the_same_shapes_are_refused(tmp_path: Path) -> None:
+    models = [tmp_path / "first", tmp_path / "second"]
+    for seed, model in enumerate(models):
+        tiny_families.make("llama", model, seed=seed)
+    lora = LoraConfig(rank=4, alpha=32.0, targets=("up_proj",), path=tmp_path)
+    spec = load_model_spec(models[0])
+    tensors = {
+        PREFIX + name: torch.zeros(tensor.shape) for name, tensor in AdapterSpec.of(spec, lora).hf_tensors.items()
+    }
+    with TensorFiles(models[0]) as files:
+        save_file(tensors, tmp_path / ADAPTER_WEIGHTS, metadata={BASE: files.fingerprint()})
+    config = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 32}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
+    check_options(TrainConfig(lora=lora), spec, Layout(), transformer_engine=False)
+    with pytest.raises(UserError, match=f"adapters of the model sampled-sha256:.*, but {models[1]} is sampled-sha256"):
+        check_options(TrainConfig(lora=lora), load_model_spec(models[1]), Layout(), transformer_engine=False)
 
 
 def test_tensors_have_the_names_of_peft() -> None:

@@ -269,12 +269,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of a config with which layers attend within windows, by architecture."""
-UNSHARED = {
-    "GptOssForCausalLM": "attention sinks",
-    "Qwen3NextForCausalLM": "gated delta nets",
-    "Qwen3_5MoeForConditionalGeneration": "gated delta nets",
-    "Qwen3_5ForConditionalGeneration": "gated delta nets",
-}
+UNSHARED = {"GptOssForCausalLM": "attention sinks"}
 """Layers of architectures whose sequences context-parallel ranks cannot share."""
 
 

@@ -15,9 +15,10 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
+from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import NOTHING_LEFT_OUT
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.served import check_deterministic, check_input_blocks
+from engine3d.rollout.served import check_adapters, check_deterministic, check_input_blocks
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.ray.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import create_model, initial_spec
@@ -395,10 +396,17 @@ def test_engines_in_fp8_are_on_one_node_each() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ([], "lora.targets of experts: SGLang adds these to Qwen3MoeForCausalLM by kernels for GPUs"),
+        ([], None),
+        (["train.lora.targets=[q_proj, up_proj]"], "those of down_proj and of gate_proj or up_proj together"),
         (["train.lora.targets=[q_proj]", "rollout.engine.kv_cache_dtype=fp8_e5m2"], "rollout.engine.kv_cache_dtype"),
-        (["train.lora.targets=[q_proj]", "train.routing_replay=rollout"], "rollout.engine.routes"),
+        (["train.lora.targets=[q_proj]", "train.routing_replay=rollout"], None),
+        (["train.lora.targets=[q_proj]", "rollout.engine.memory_saver=true"], "rollout.engine.memory_saver"),
         (["train.lora.targets=[q_proj]"], None),
+        (["train.lora.targets=[q_proj]", "rollout.stream={}", "placement.rollout=cpu:4"], None),
+        (
+            ["train.lora.targets=[q_proj]", "rollout.stream={}", "rollout.lease=true", "placement.rollout=cpu:0-2"],
+            "rollout.lease",
+        ),
     ],
 )
 def test_adapters_apart_from_the_model_that_were_not_tried_are_refused(settings: list[str], line: str | None) -> None:
@@ -407,3 +415,35 @@ def test_adapters_apart_from_the_model_that_were_not_tried_are_refused(settings:
         check_recipe(recipe)
     else:
         assert "train.lora.engine=adapter" in (refused := refusal(lambda: check_recipe(recipe))) and line in refused
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "line"),
+    [
+        ("mixtral", None, "of experts was not tried with MixtralForCausalLM; expected targets of attention alone"),
+        ("mixtral", ("q_proj",), None),
+        ("gpt_oss", None, None),
+        ("minimax_m2", ("w1",), "of experts was not tried with MiniMaxM2ForCausalLM; expected targets of attention"),
+        ("qwen2_moe", None, "intermediate_size=48, and the shared expert has 40"),
+        ("qwen2_moe", ("o_proj",), None),
+        ("glm4_moe", ("down_proj",), "those of down_proj and of gate_proj or up_proj together"),
+        ("glm4_moe", None, None),
+        ("deepseek_v3", None, None),
+        ("deepseek_v3-queries", ("kv_b_proj",), None),
+        ("deepseek_v3-queries", ("q_proj",), "q_proj in lora.targets: SGLang adds it to DeepseekV3ForCausalLM with"),
+        ("deepseek_v3-queries", None, "q_proj in lora.targets: SGLang adds it to DeepseekV3ForCausalLM with"),
+        ("deepseek_v3-queries", ("kv_a_proj_with_mqa",), "kv_a_proj_with_mqa in lora.targets: SGLang adds it to"),
+        ("qwen3_next", None, "was not tried with Qwen3NextForCausalLM; expected merged"),
+    ],
+)
+def test_engines_add_adapters_to_the_layers_that_were_tried(
+    model: str, targets: tuple[str, ...] | None, line: str | None
+) -> None:
+    spec, lora = model_spec(CONFIGS[model]), LoraConfig(rank=4, targets=targets, engine="adapter")
+    engine = a_recipe().rollout.engine
+    if line is None:
+        check_adapters(spec, engine, lora, on_gpu=False)
+    else:
+        refused = refusal(lambda: check_adapters(spec, engine, lora, on_gpu=False))
+        assert "train.lora.engine=adapter" in refused and line in refused
+    assert "not tried on GPUs" in refusal(lambda: check_adapters(spec, engine, lora, on_gpu=True))
