@@ -85,16 +85,32 @@ def end_at_text(check: Callable[..., bool], request: Any, *args: Any, **kwargs: 
     return True
 
 
-def end_at_last_token(update: Callable[..., None], request: Any, *args: Any, **kwargs: Any) -> None:
+def end_at_last_token(update: Callable[..., None], request: Any, drawn: int = 1) -> None:
     """Around SGLang's `Req.update_finish_state`: a request is cut or aborted only if its last token does not end it.
+
+    Of several tokens of one forward pass the first that ends the request is its last.
 
     SGLang looks at the length first: a response whose end comes with the last token that `max_new_tokens` allows would
     be reported as cut. It also looks whether the response is to be aborted: one that has just ended would be sent
     again with its end in it, and continue behind that.
     """
+    if drawn == 1:
+        _end_at_last_token(update, request)
+        return
+    tokens = request.output_ids
+    for count in range(len(tokens) - drawn + 1, len(tokens) + 1):
+        request.output_ids = tokens[:count]
+        _end_at_last_token(update, request)
+        if request.finished():
+            request.finished_len = count
+            break
+    request.output_ids = tokens
+
+
+def _end_at_last_token(update: Callable[..., None], request: Any) -> None:
     if request.finished():
         return
-    update(request, *args, **kwargs)
+    update(request)
     aborted = request.finished_reason
     if aborted is None:  # nearly always; this is asked of every request in every step
         return

@@ -218,6 +218,8 @@ def check_teacher_engine(
     except UserError as error:
         raise UserError(f"teacher.path: {error}") from None
     check_teacher(algorithm, spec, teacher.path, actor)
+    if engine.draft_tokens:
+        raise UserError(f"teacher.engine.draft_tokens={engine.draft_tokens}: a teacher generates nothing, expected 0")
     try:
         check_served(spec, engine)
         check_files(teacher.path)
