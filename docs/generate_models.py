@@ -38,7 +38,11 @@ _NAMES = {
     "qwen3_5": "Qwen3.5",
 }
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
-_OF_ROLES = (*product(("fp8", "episodes"), ("critic", "offload")), ("routing_replay", "critic"), ("lora", "critic"))
+_OF_ROLES = (
+    *product(("fp8", "episodes", "drafts"), ("critic", "offload")),
+    ("routing_replay", "critic"),
+    ("lora", "critic"),
+)
 """Pairs of a feature of the actor alone and one of other models: no model has both."""
 
 
@@ -121,6 +125,7 @@ only other models the other, and a run may have both.
 | `episodes` | `environment`, with [further settings](environments.md#what-goes-with-episodes) |
 | `checkpoints` | `checkpoint.save_interval`: what is resumed is what was saved |
 | `resharding` | weights in rollout engines, compared with those that SGLang loads of an export |
+| `drafts` | `rollout.engine.draft_tokens`: [speculative decoding](speculative_decoding.md) |
 | `fp8` | `rollout.engine.precision=fp8`: the same, of weights that the trainer quantises |
 | `fp8_training` | `train.precision=fp8`: GEMMs of quantised operands |
 | `fp8_exceptions` | `train.fp8`: layers and shared experts that stay in `dtype` where the model is in fp8 |
@@ -129,7 +134,8 @@ only other models the other, and a run may have both.
 {_MODELS}
 Gated delta nets (Qwen3-Next, Qwen3.5) are linear attention with a state that passes from token to token. They run in
 PyTorch on CPUs, on packed sequences too, where nothing passes from one sequence to the next. SGLang's kernels for them
-are replaced on CPUs. Their layers for multi-token prediction (`mtp.*`) are not trained, and exports have them.
+are replaced on CPUs. Their layers for multi-token prediction (`mtp.*`) are not trained, and exports have them. Those of
+DeepSeek-V3 and GLM-4.5 may [draft](speculative_decoding.md).
 
 Qwen3.5 is a language model next to a vision tower, in one directory (`Qwen3_5MoeForConditionalGeneration`,
 `Qwen3_5ForConditionalGeneration`). The language model is trained and served, on text alone: prompts with pictures are

@@ -91,10 +91,11 @@ def serving_by_rank(
         config.attention_dp,
         quantisation_config(spec) if config.precision is not None else None,
     )
-    cache = cache_of_a_token(spec.sizes, config.attention_tp, config.cache_itemsize)
+    drafting = 1 if config.draft_tokens else 0
+    cache = cache_of_a_token(spec.sizes, config.attention_tp, config.cache_itemsize, drafting)
     prefix = prefix_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)
     prompt = prompt_of_a_token(spec.sizes, config.tp, config.ep, dtype.itemsize)
-    absorbed = absorbed_weights(spec.sizes, config.attention_tp, dtype.itemsize)
+    absorbed = absorbed_weights(spec.sizes, config.attention_tp, dtype.itemsize, drafting)
     routes = routes_of_a_token(spec.sizes) if config.routes else 0
     states = STATES_OF_A_REQUEST * config.most_requests * state_of_a_request(spec.sizes, config.tp, dtype.itemsize)
     kept = KeptTensors(spec, spec.directory, dtype, multi_token=False)  # SGLang's model has the vision tower too
@@ -108,6 +109,8 @@ def serving_by_rank(
         shared = sum(_nbytes(trace.buffers[alias.target_buffer]) for alias in aliases)
         responds = number % config.tp % config.attention_tp == 0
         weights = sum(map(_nbytes, trace.buffers)) + absorbed + tower * dtype.itemsize
+        if drafting:
+            weights += drafting_weights(spec.sizes, trace.buffers, dtype.itemsize)
         if adapters is not None:
             elements = pooled_elements(trace, adapters, target_names(spec), spec.sizes.layers)
             weights += ADAPTER_SLOTS * elements * dtype.itemsize
@@ -115,14 +118,29 @@ def serving_by_rank(
     return predicted
 
 
-def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
+def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int, drafting: int = 0) -> int:
     """Bytes of keys and values of one token on one rank that has it, over all layers.
 
     SGLang cuts key heads over the `tp` ranks of its attention, of which each has at least one; a latent is on all.
+    `drafting`: number of layers that draft.
     """
+    layers = sizes.attention_layers + drafting
     if sizes.latent is not None:
-        return (sizes.latent.key_value_rank + sizes.latent.rotary_dim) * sizes.layers * itemsize
-    return max(1, sizes.groups // tp) * (sizes.head_dim + sizes.value_dim) * sizes.attention_layers * itemsize
+        return (sizes.latent.key_value_rank + sizes.latent.rotary_dim) * layers * itemsize
+    return max(1, sizes.groups // tp) * (sizes.head_dim + sizes.value_dim) * layers * itemsize
+
+
+def drafting_weights(sizes: Sizes, buffers: Sequence[Buffer], itemsize: int) -> int:
+    """Bytes of a layer for multi-token prediction on one rank: those of the last layer, three norms, a projection.
+
+    Args:
+        sizes: of the model.
+        buffers: of the rank's model.
+        itemsize: of an element.
+    """
+    last = f"model.layers.{sizes.layers - 1}."
+    of_layer = sum(_nbytes(buffer) for buffer in buffers if buffer.name.startswith(last))
+    return of_layer + (3 + 2 * sizes.hidden) * sizes.hidden * itemsize
 
 
 def state_of_a_request(sizes: Sizes, tp: int, itemsize: int) -> int:
@@ -176,11 +194,11 @@ def prompt_of_a_token(sizes: Sizes, tp: int, ep: int, itemsize: int) -> int:
     return (2 * sizes.hidden + widest) * itemsize
 
 
-def absorbed_weights(sizes: Sizes, tp: int, itemsize: int) -> int:
+def absorbed_weights(sizes: Sizes, tp: int, itemsize: int, drafting: int = 0) -> int:
     """Bytes of the copies of `kv_b_proj` on one rank, over all layers, with which a latent is used as it is."""
     if sizes.latent is None:
         return 0
-    return sizes.layers * sizes.from_latent // tp * sizes.latent.key_value_rank * itemsize
+    return (sizes.layers + drafting) * sizes.from_latent // tp * sizes.latent.key_value_rank * itemsize
 
 
 def _nbytes(buffer: Buffer) -> int:

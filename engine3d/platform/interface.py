@@ -180,6 +180,10 @@ class Platform(ABC):
         """Replacement of `TorchMemorySaverAdapter.create` in SGLang's processes; None where that works."""
 
     @abstractmethod
+    def install_draft_kernels(self) -> None:
+        """Make SGLang's speculative decoding run in this process, one of its schedulers, before it loads a model."""
+
+    @abstractmethod
     def draw_tokens(
         self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,14 @@ STATES_OF_A_REQUEST = 4
 many requests as it was asked for."""
 
 
+def slots_of_drafts(draft_tokens: int) -> int:
+    """Tokens of the cache that SGLang keeps for each request beyond its own, to draft and to verify.
+
+    Twice those of a forward pass (`get_alloc_reserve_per_decode` in mem_cache/allocation_sizing.py).
+    """
+    return 2 * (draft_tokens + 1) if draft_tokens else 0
+
+
 def samples_together(prompts: int, samples: int, groups: int) -> int:
     """Samples of a prompt that one group of an engine's ranks draws, which computes the prompt once for them.
 
@@ -29,7 +37,7 @@ def samples_together(prompts: int, samples: int, groups: int) -> int:
     return samples if prompts >= groups else 1
 
 
-def tokens_needed(*, requests: int, sequence_tokens: int, page_tokens: int) -> int:
+def tokens_needed(*, requests: int, sequence_tokens: int, page_tokens: int, draft_tokens: int = 0) -> int:
     """Tokens of a cache in which this many requests run at once.
 
     SGLang begins a request where its prompt, all that it may generate and a page more are free (`PrefillAdder` in
@@ -39,6 +47,7 @@ def tokens_needed(*, requests: int, sequence_tokens: int, page_tokens: int) -> i
         requests: that run at once.
         sequence_tokens: of the longest prompt with the longest response.
         page_tokens: of a page, of which each request has its own.
+        draft_tokens: that are drafted ahead.
     """
-    pages = -(-sequence_tokens // page_tokens) + 1
+    pages = -(-(sequence_tokens + slots_of_drafts(draft_tokens)) // page_tokens) + 1
     return (requests + SPARE_REQUESTS) * pages * page_tokens + page_tokens + RESERVED_TOKENS

@@ -21,6 +21,9 @@ LEAST_TEMPERATURE = 1e-6
 MOST_REQUESTS = 1024
 """Most requests in flight in a group of ranks with `cascade_attention`: each is compared with all others."""
 
+MOST_DRAFT_TOKENS = 8
+"""Most tokens that are drafted ahead: beyond, hardly any would be accepted."""
+
 ADAPTER_SLOTS = 2
 """Slots of SGLang's pool of adapters: of the adapter, and of requests without one, so that neither is ever evicted."""
 
@@ -35,8 +38,28 @@ _NOT_WITH_PRECISION = (
     "release_weights",
 )
 _NOT_WITH_KV_CACHE_DTYPE = ("peer_collectives", "cascade_attention", "memory_saver")
+_NOT_WITH_DRAFTS = {
+    "deterministic": "a token is drawn by its seed, and a draft accepted by another number",
+    "fused_sampling": "its kernel draws one token of a request",
+    "attention_dp": None,
+    "precision": None,
+    "kv_cache_dtype": None,
+    "cascade_attention": None,
+    "local_experts_only": None,
+    "routes": "SGLang counts no routes of accepted drafts",
+    "release_weights": "no transfer brings the drafting layer back",
+}
+"""Settings that do not go with drafts, and the reason; None where they were not tried."""
 _WITH_PRECISION = {"load_format", "chunked_prefill_size", "max_prefill_tokens", _OTHER_GRAPHS}
 """SGLang's arguments that do not choose its kernels."""
+_WITH_DRAFTS = _WITH_PRECISION - {_OTHER_GRAPHS} | {
+    "schedule_policy",
+    "schedule_conservativeness",
+    "watchdog_timeout",
+    "decode_log_interval",
+    "log_level",
+}
+"""SGLang's arguments that choose neither its kernels nor how weights lie in memory."""
 
 
 class RolloutConfig(Settings):
@@ -96,6 +119,10 @@ class RolloutConfig(Settings):
     """Leave out rows of other ranks' experts, for which SGLang computes zeros and adds them up; only with `ep`, on
     GPUs. Sums over a rank's experts are in float32.
     """
+    draft_tokens: int = Field(0, ge=0, le=MOST_DRAFT_TOKENS)
+    """Tokens that a model's layer for multi-token prediction drafts ahead of each decoding step (speculative decoding);
+    0 for none. The step accepts as many as the policy draws, and draws one more: the distribution and the log-probs are
+    the policy's, the random numbers are others."""
     cuda_graph: bool = True
     """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
@@ -154,6 +181,8 @@ class RolloutConfig(Settings):
         if self.fused_sampling and self.deterministic:
             raise ValueError("fused_sampling=true draws without the seeds that deterministic=true needs, expected one")
         check_server_arguments(self.server_args)
+        if self.draft_tokens:
+            self._check_drafts()
         if self.routes and (errors := self.route_errors()):
             raise ValueError(errors[0])
         return self
@@ -187,6 +216,19 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"precision={self.precision} with server_args.load_format={given}: the actor quantises the weights, "
                 "expected dummy; engines without an actor load files in fp8 without it"
+            )
+
+    def _check_drafts(self) -> None:
+        for name, reason in _NOT_WITH_DRAFTS.items():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                why = "was not tried" if reason is None else "is refused"
+                raise ValueError(
+                    f"draft_tokens={self.draft_tokens} {why} with {name}={_text(value)}"
+                    f"{'' if reason is None else f': {reason}'}; expected one of them"
+                )
+        if others := sorted(self.server_args.keys() - _WITH_DRAFTS):
+            raise ValueError(
+                f"draft_tokens={self.draft_tokens} was not tried with server_args.{others[0]}, expected one of them"
             )
 
     def _check_kv_cache(self) -> None:

@@ -40,6 +40,7 @@ from engine3d.rollout.config import ADAPTER_SLOTS, RolloutConfig
 from engine3d.rollout.host.generation import ADAPTER_VARIABLE
 from engine3d.rollout.host.log import temporary_log
 from engine3d.rollout.host.process import HostProcess
+from engine3d.rollout.scheduler.drafts import DRAFT_VARIABLE
 from engine3d.rollout.scheduler.plugin import (
     CASCADE_VARIABLE,
     FUSED_SAMPLING_VARIABLE,
@@ -175,6 +176,8 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         fixed |= platform.sink_arguments()
     if model.adapters is not None:
         arguments |= _adapter_arguments(model, model.adapters)
+    if config.draft_tokens:
+        arguments |= _draft_arguments(config.draft_tokens)
     if _WITH_DELTA_NETS.intersection(model.architectures):
         fixed["max_mamba_cache_size"] = STATES_OF_A_REQUEST * requests
     if _WITH_VISION_TOWER.intersection(model.architectures):
@@ -207,6 +210,7 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         requests=config.requests_of_a_group,
         sequence_tokens=context_length(config, model),
         page_tokens=PAGE_TOKENS[platform.device_type],
+        draft_tokens=config.draft_tokens,
     )
     given = config.max_total_tokens
     arguments["max_total_tokens"] = needed if given is None else -(-given // groups)
@@ -218,11 +222,23 @@ def _check_several_hosts(config: RolloutConfig, model: ModelDirectory, hosts: in
     untried = (
         (config.attention_dp > 1, f"attention_dp={config.attention_dp}", "1"),
         (model.adapters is not None, "lora.engine=adapter", "merged"),
+        (config.draft_tokens > 0, f"draft_tokens={config.draft_tokens}", "0"),
         *((True, f"{name}={value}", "null") for name, value in config.altered_policy.items()),
     )
     for used, setting, expected in untried:
         if used:
             raise UserError(f"{setting} was not tried with an engine on {hosts} hosts, expected {expected}")
+
+
+def _draft_arguments(tokens: int) -> dict[str, Any]:
+    """SGLang's arguments for chains of drafted tokens."""
+    return {
+        "speculative_algorithm": "EAGLE",  # its name for layers for multi-token prediction too
+        "speculative_num_steps": tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": tokens + 1,
+        "speculative_draft_load_format": "auto",
+    }
 
 
 def _adapter_arguments(model: ModelDirectory, adapters: LoraConfig) -> dict[str, Any]:
@@ -256,7 +272,10 @@ def environment(
         weight_sources: of all of its ranks.
         shard: of the engine on this host.
     """
-    variables = server_environment(config.tp, model.architectures, devices, memory_saver=config.memory_saver)
+    architectures = model.architectures
+    if config.draft_tokens:
+        architectures += tuple(f"{name}NextN" for name in architectures)
+    variables = server_environment(config.tp, architectures, devices, memory_saver=config.memory_saver)
     for name in _OTHER_RESULTS:
         variables.pop(name, None)
     if platform.gpus and not _compiles(config):
@@ -282,6 +301,8 @@ def environment(
         variables[PEERS_VARIABLE] = "1"
     if config.cascade_attention:
         variables[CASCADE_VARIABLE] = "1"
+    if config.draft_tokens:
+        variables[DRAFT_VARIABLE] = str(config.draft_tokens)
     if config.local_experts_only:
         variables[LOCAL_EXPERTS_VARIABLE] = "1"
     if config.routes:

@@ -108,6 +108,8 @@ class EngineStats:
         cached_tokens: those of them that were in the cache.
         resent: responses that were sent again because weights changed.
         continued: responses that paused while weights changed, and continued.
+        verified: chains of drafts that forward passes verified: for each pass, one of each request.
+        accepted: drafts that were accepted.
     """
 
     cache_tokens: int
@@ -120,6 +122,8 @@ class EngineStats:
     cached_tokens: int = 0
     resent: int = 0
     continued: int = 0
+    verified: int = 0
+    accepted: int = 0
 
 
 def check_requests(
@@ -147,6 +151,9 @@ def check_requests(
     for sampling in {id(request.sampling): request.sampling for request in requests}.values():
         if config.deterministic and sampling.min_p > 0:
             raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
+        if config.draft_tokens and sampling.altered:
+            name, value = next(iter(sampling.altered.items()))
+            raise UserError(f"{name}={value} was not tried with draft_tokens={config.draft_tokens}")
         if sampling.stop and not (directory / "tokenizer_config.json").is_file():
             raise UserError(
                 f"stop is {list(sampling.stop)}: {directory} has no tokenizer_config.json, and without a "

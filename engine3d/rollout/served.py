@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
+from engine3d.models.files.multi_token import check_drafting_layer
 from engine3d.models.files.safetensors_files import StoredTensor, TensorFiles
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.spec import target_names
@@ -23,6 +24,9 @@ _WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe")
 _WITH_ADAPTED_ATTENTION = ("gpt_oss", "minimax_m2", "mixtral")
 """Families whose adapters SGLang was seen to add: of all layers, of experts too, of attention alone."""
 
+_WITH_DRAFTS = ("deepseek_v3", "glm4_moe")
+"""Families whose layer for multi-token prediction SGLang was seen to draft with."""
+
 _DETERMINISTIC = ("fa3", "flashinfer", "triton")
 _DETERMINISTIC_LATENT = ("fa3", "triton")
 _DETERMINISTIC_ON_CPU = ("torch_native",)
@@ -35,7 +39,8 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         UserError: names the setting or the key of the model's config, its value, and what would be accepted.
     """
     _check_architecture(spec)
-    if spec.directory is not None and config.server_args.get("load_format", "dummy") != "dummy":
+    loads = config.server_args.get("load_format", "dummy") != "dummy" or config.draft_tokens > 0
+    if spec.directory is not None and loads:
         check_files(spec.directory, config.precision)
     sizes, tp = spec.sizes, config.tp
     if config.attention_dp > 1 and not sizes.experts:
@@ -56,6 +61,8 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         _divides("tp", tp, "key heads of gated delta nets (linear_num_key_heads)", sizes.delta.key_heads)
     if config.routes:
         _check_routes(spec)
+    if config.draft_tokens:
+        _check_drafts(spec, config)
     if config.kv_cache_dtype is not None and sizes.latent is not None:
         raise UserError(
             f"rollout.engine.kv_cache_dtype={config.kv_cache_dtype}: expected null, because "
@@ -98,6 +105,19 @@ def _check_routes(spec: ModelSpec) -> None:
         raise UserError(
             f"rollout.engine.routes=true: expected false: SGLang records no routes of {spec.family.architecture}"
         )
+
+
+def _check_drafts(spec: ModelSpec, config: RolloutConfig) -> None:
+    """Refuse drafts of a model whose layers for multi-token prediction were not tried, or that has none."""
+    setting = f"rollout.engine.draft_tokens={config.draft_tokens}"
+    if spec.family.name not in _WITH_DRAFTS:
+        raise UserError(f"{setting} was not tried with {spec.family.architecture}; expected 0")
+    if not spec.sizes.is_sparse(spec.sizes.layers - 1):
+        raise UserError(f"{setting} was not tried with a model whose last layer has no experts; expected 0")
+    try:
+        check_drafting_layer(spec)
+    except UserError as error:
+        raise UserError(f"{setting}: {error}") from None
 
 
 def _check_experts(spec: ModelSpec, config: RolloutConfig) -> None:
@@ -154,6 +174,7 @@ def check_adapters(spec: ModelSpec, config: RolloutConfig, lora: LoraConfig, *, 
         "attention_dp": config.attention_dp > 1,
         "release_weights": config.release_weights,
         "memory_saver": config.memory_saver,
+        "draft_tokens": config.draft_tokens > 0,
     }
     for setting, is_set in settings.items():
         if is_set:
@@ -265,6 +286,11 @@ def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
         raise UserError(
             f"rollout.engine.precision={config.precision} was not tried with deterministic=true on GPUs; expected one "
             "of them"
+        )
+    if config.draft_tokens and on_gpu:
+        raise UserError(
+            f"rollout.engine.draft_tokens={config.draft_tokens} was not tried on GPUs; expected 0, or "
+            "placement.rollout on a CPU"
         )
     if config.kv_cache_dtype is not None and on_gpu:
         raise UserError(

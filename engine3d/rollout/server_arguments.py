@@ -113,7 +113,7 @@ _OWNED = {
 
 _REASONS = {
     r"speculative_.*|decoupled_spec_.*|spec_.*|enable_multi_layer_eagle|dllm_.*": (
-        "no transfer writes the weights of a draft model, which stay what they were at the start"
+        "draft_tokens drafts with the model's own layer; no transfer writes the weights of another draft model"
     ),
     r"(enable_)?eplb.*|ep_.*|init_expert_location|(enable_)?elastic_ep.*|enable_elastic_expert_backup|max_ep_size"
     r"|enable_waterfill": "experts move in memory, and the transfer would write to where they were",

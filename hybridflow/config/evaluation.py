@@ -215,6 +215,11 @@ def set_errors(sets: Mapping[str, PlannedSet], data: DataConfig, rollout: Rollou
                     f"{setting}.sampling.{cut[0]} is set with temperature=0, which takes the most likely token; "
                     "expected a temperature above 0"
                 )
+        if (drafts := rollout.engine.draft_tokens) and (altered := list(planned.sampling.altered)):
+            yield (
+                f"{setting}.sampling.{altered[0]} was not tried with rollout.engine.draft_tokens={drafts}; expected "
+                "one of them"
+            )
         if planned.sampling.min_p > 0 and rollout.engine.deterministic:
             yield (
                 f"{setting}.sampling.min_p is set with rollout.engine.deterministic=true, where SGLang cannot sample "

@@ -29,7 +29,9 @@ class EvaluationRecipe(Recipe):
         rollout = recipe.rollout
         # Of a training run the engines may begin with random weights, since the actor's come.
         arguments = {name: value for name, value in rollout.engine.server_args.items() if name != "load_format"}
-        engine = rollout.engine.model_copy(update={"release_weights": False, "server_args": arguments})
+        engine = rollout.engine.model_copy(
+            update={"release_weights": False, "draft_tokens": 0, "server_args": arguments}
+        )
         weights = rollout.weights.model_copy(update={"share": False, "rolling": False})
         stream = rollout.stream if recipe.environment is not None else None  # by which turns are requested
         if stream is not None:  # without what is of groups, or of engines that weights are sent to

@@ -205,6 +205,13 @@ GENERATION = (
         from_zero=True,
     ),
     MetricPlot(
+        "drafts",
+        "Tokens of a forward pass that verifies drafts, mean of a request",
+        "tokens",
+        (metrics.ROLLOUT_ACCEPTANCE_LENGTH,),
+        from_zero=True,
+    ),
+    MetricPlot(
         "stream-groups",
         "Groups evicted, dropped, carried, lost; requests retracted",
         "number",

@@ -136,6 +136,19 @@ class RolloutRole(Settings):
             raise ValueError(f"engine.precision={self.engine.precision} with {given[0]}: {why}; expected {expected}")
         return self
 
+    @model_validator(mode="after")
+    def _drafts(self) -> RolloutRole:
+        others = {
+            "weights.rolling": self.weights.rolling,
+            "lease": self.lease,
+            "stream.engine_restarts": self.engine_restarts,
+        }
+        if self.engine.draft_tokens and (given := [name for name, value in others.items() if value]):
+            raise ValueError(
+                f"engine.draft_tokens={self.engine.draft_tokens} was not tried with {given[0]}, expected one of them"
+            )
+        return self
+
     @property
     def sampling_table(self) -> SamplingTable:
         """Sampling settings of the responses of a step."""

@@ -193,6 +193,8 @@ class RolloutSource:
         if not self._plan.together:
             self._metrics, self._events = rows.metrics | times, rows.events
             return draw, Rollout(batch, None)  # they took no time of the step's own
+        name = metrics.ROLLOUT_ACCEPTANCE_LENGTH  # the others say how a stream runs
+        self._metrics = {name: rows.metrics[name]} if name in rows.metrics else {}
         seconds = max(end for *_, end in rows.busy) - min(begin for _, begin, _ in rows.busy) if rows.busy else None
         return draw, Rollout(batch, seconds)
 

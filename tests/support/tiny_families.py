@@ -378,6 +378,42 @@ def make(
     return model
 
 
+def add_drafting_layer(directory: Path, *, follows_token: bool = False) -> None:
+    """Give a model's files a complete layer for multi-token prediction: its last layer, and a random projection.
+
+    Args:
+        directory: of the model, with its layers numbered.
+        follows_token: True to make the model's logits, and those of the layer, a function of the last token alone. They
+            are the same function: the layer drafts what is most likely.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((directory / "config.json").read_text())
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last, drafting = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    tensors: dict[str, Any] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        stored = load_file(file)
+        for name, values in stored.items():
+            if follows_token and (name.endswith(("o_proj.weight", "down_proj.weight"))):
+                values.zero_()
+            if follows_token and name == "model.norm.weight":
+                values.fill_(1.0)
+            if name.startswith(last):
+                tensors[name.replace(last, drafting)] = values.clone()
+        save_file(stored, file, metadata={"format": "pt"})
+    projection = torch.eye(hidden, 2 * hidden) if follows_token else torch.randn(hidden, 2 * hidden) * 0.2
+    tensors |= {f"{drafting}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{drafting}eh_proj.weight"] = projection
+    save_file(tensors, directory / "multi_token.safetensors", metadata={"format": "pt"})
+    index_file = directory / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "multi_token.safetensors")
+    index_file.write_text(json.dumps(index))
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
 def add_multi_token_layer(directory: Path) -> None:
     """Give a model's files a layer for multi-token prediction as they have it: some of its tensors, in two dtypes."""
     import torch

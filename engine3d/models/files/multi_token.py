@@ -47,6 +47,35 @@ def is_kept(spec: ModelSpec, tensor: str) -> bool:
     return is_multi_token(spec, tensor) or (has_vision_tower(spec) and tensor.startswith(VISION_TOWER))
 
 
+def check_drafting_layer(spec: ModelSpec) -> None:
+    """Check that a model has one layer for multi-token prediction, complete in its files, numbered after its own.
+
+    It has the tensors of a model's last layer, and those with which it takes a token and the hidden state before it.
+
+    Raises:
+        UserError: names the key of the config, or the tensor.
+    """
+    count, layers = spec.hf_config.get(LAYERS_KEY), spec.sizes.layers
+    if count != 1:
+        raise UserError(f"model: {LAYERS_KEY}={count}, expected 1: a layer for multi-token prediction drafts")
+    if spec.directory is None:
+        raise UserError("model.create makes no layer for multi-token prediction, which drafts; expected model.path")
+    like, drafting = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    hidden = spec.sizes.hidden
+    expected = {
+        name.replace(like, drafting, 1): tensor.shape
+        for name, tensor in spec.hf_tensors.items()
+        if name.startswith(like)
+    }
+    expected |= {f"{drafting}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    expected[f"{drafting}eh_proj.weight"] = hidden, 2 * hidden
+    with TensorFiles(spec.directory) as files:
+        for name, shape in expected.items():
+            if name not in files.tensors:
+                raise UserError(f"model: {spec.directory} has no tensor {name}, with which drafts are made")
+            files.check(name, shape)
+
+
 class KeptTensors:
     """Tensors that are not trained, as an export writes them.
 

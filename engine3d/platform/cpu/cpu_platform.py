@@ -146,6 +146,11 @@ class CpuPlatform(Platform):
 
         return sglang_cpu_memory.create
 
+    def install_draft_kernels(self) -> None:
+        from engine3d.platform.cpu.sglang_modules import speculation
+
+        speculation.install()
+
     def draw_tokens(
         self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -185,6 +185,9 @@ class CudaPlatform(Platform):
     def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
         return None
 
+    def install_draft_kernels(self) -> None:
+        """SGLang's own are there."""
+
     def draw_tokens(
         self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

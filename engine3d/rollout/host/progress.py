@@ -17,7 +17,7 @@ from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
 PROGRESS_EVERY_S = 0.5
 """Seconds between two reports of progress of a host process to its client."""
-_FORMAT = struct.Struct("<5q")
+_FORMAT = struct.Struct("<7q")
 _NAME = "batches-"
 
 
@@ -31,6 +31,8 @@ class SchedulerState:
         queued: requests that wait for room.
         retracted: requests that gave their room back so far.
         batch_tokens: sum over all batches of the tokens that requests held after each.
+        verified: chains of drafts that were verified so far.
+        accepted: drafts of them that were accepted.
     """
 
     batches: int = 0
@@ -38,6 +40,8 @@ class SchedulerState:
     queued: int = 0
     retracted: int = 0
     batch_tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
 
 
 class SchedulerReporter:
@@ -52,16 +56,20 @@ class SchedulerReporter:
         number = int(scheduler.ps.attn_dp_rank)
         self._file = os.open(run_directory / f"{_NAME}{number}", os.O_WRONLY | os.O_CREAT, 0o600)
         self._scheduler = scheduler
-        self._batches = self._batch_tokens = 0
+        self._batches = self._batch_tokens = self._verified = self._accepted = 0
 
-    def batch_done(self) -> None:
-        """Another batch was run."""
+    def batch_done(self, accepted: list[int] | None = None) -> None:
+        """Another batch was run. `accepted`: drafts of each of its requests; None of one without drafts."""
+        if accepted is not None:
+            self._verified += len(accepted)
+            self._accepted += sum(accepted)
         self._batches += 1
         scheduler = self._scheduler
         used, _ = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
         self._batch_tokens += int(used)
         queued = len(scheduler.waiting_queue)
-        state = SchedulerState(self._batches, int(used), queued, _retracted, self._batch_tokens)
+        counts = self._batch_tokens, self._verified, self._accepted
+        state = SchedulerState(self._batches, int(used), queued, _retracted, *counts)
         os.pwrite(self._file, _FORMAT.pack(*astuple(state)), 0)
 
 
@@ -87,11 +95,11 @@ def start_counting(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> N
         scheduler.engine3d_reporter = SchedulerReporter(Path(os.environ[RUN_DIRECTORY_VARIABLE]), scheduler)
 
 
-def count_batch(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def count_batch(result: None, scheduler: Any, batch: Any, output: Any, *args: Any, **kwargs: Any) -> None:
     """After SGLang's `Scheduler.process_batch_result`."""
     reporter: SchedulerReporter | None = getattr(scheduler, "engine3d_reporter", None)
     if reporter is not None:
-        reporter.batch_done()
+        reporter.batch_done(getattr(output, "num_correct_drafts_per_req_cpu", None))
 
 
 def count_retracted(result: tuple[list[Any], float, list[Any]], *args: Any, **kwargs: Any) -> None:

@@ -131,6 +131,8 @@ class ResponseStream:
             self._cached_tokens,
             self._resent,
             self._continued,
+            state.verified,
+            state.accepted,
         )
 
     def so_far(self, new: dict[str, Response]) -> dict[int, Response]:

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
-from engine3d.rollout.scheduler import local_experts, peer_collectives, routes
+from engine3d.rollout.scheduler import drafts, local_experts, peer_collectives, routes
 from engine3d.rollout.scheduler.attention import attention_groups
 from engine3d.rollout.scheduler.routes import ROUTES_VARIABLE
 from engine3d.rollout.scheduler.text_stops import check_last_tokens, check_text_stops
@@ -107,6 +107,9 @@ def _hook_engine() -> None:
         HookRegistry.register(f"{runner}.init_torch_distributed", _draw_by_one_kernel, HookType.BEFORE)
     if CASCADE_VARIABLE in os.environ:
         HookRegistry.register(f"{runner}.init_torch_distributed", _read_once, HookType.BEFORE)
+    if drafts.DRAFT_VARIABLE in os.environ:
+        HookRegistry.register(f"{runner}.init_torch_distributed", _draft, HookType.BEFORE)
+        drafts.register()
     if PEERS_VARIABLE in os.environ:
         peer_collectives.register()
     if LOCAL_EXPERTS_VARIABLE in os.environ:
@@ -175,6 +178,12 @@ def _draw_by_one_kernel(runner: Any) -> None:
 
     if not runner.is_draft_worker:
         fused_sampler.register()
+
+
+def _draft(runner: Any) -> None:
+    # Here for the same reason.
+    if not runner.is_draft_worker:
+        platform.install_draft_kernels()
 
 
 def _read_once(runner: Any) -> None:

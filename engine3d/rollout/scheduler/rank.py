@@ -23,6 +23,7 @@ from engine3d.platform import platform
 from engine3d.rollout.host.generation import ADAPTER_VARIABLE
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.requests import Response
+from engine3d.rollout.scheduler.drafts import DRAFT_VARIABLE
 from engine3d.rollout.scheduler.routes import routes_so_far
 from engine3d.rollout.scheduler.versions import VERSIONS
 from engine3d.run_files import open_own
@@ -285,9 +286,16 @@ class EngineRank:
         platform.synchronize()
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters in this rank's own memory."""
+        """Bytes of all parameters in this rank's own memory, those that draft included."""
         memory = self._memory()
-        return sum(tensor.nbytes for index, tensor in enumerate(memory) if index not in self._aliased)
+        of_model = sum(tensor.nbytes for index, tensor in enumerate(memory) if index not in self._aliased)
+        if DRAFT_VARIABLE not in os.environ:
+            return of_model
+        served = {parameter.data_ptr() for parameter in self._runner.model.parameters()}
+        drafting = self._scheduler.draft_worker.draft_worker.draft_runner.model
+        return of_model + sum(
+            parameter.nbytes for parameter in drafting.parameters() if parameter.data_ptr() not in served
+        )
 
     def verify(self, directory: str) -> list[BufferDifference]:
         """Compare what this rank holds with what SGLang's loader makes of a HuggingFace directory, bit for bit."""

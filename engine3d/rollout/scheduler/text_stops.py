@@ -120,12 +120,29 @@ def updated_with_last_token(update: Callable[[Any, int], None]) -> Callable[...,
     """
 
     def update_finish_state(request: Any, new_accepted_len: int = 1) -> None:
-        if request.finished_reason is None:
-            update(request, new_accepted_len)
-            if request.finished_reason is not None:
-                _end_at_last_token(request)
+        if request.finished_reason is not None:
+            return
+        if new_accepted_len > 1:
+            _end_within_pass(update, request, new_accepted_len)
+            return
+        update(request, new_accepted_len)
+        if request.finished_reason is not None:
+            _end_at_last_token(request)
 
     return update_finish_state
+
+
+def _end_within_pass(update: Callable[[Any, int], None], request: Any, drawn: int) -> None:
+    """Look at each of the `drawn` tokens of one forward pass: the first that ends the request is its last."""
+    tokens = request.output_ids
+    for count in range(len(tokens) - drawn + 1, len(tokens) + 1):
+        request.output_ids = tokens[:count]
+        update(request, 1)
+        if request.finished_reason is not None:
+            _end_at_last_token(request)
+            request.finished_len = count
+            break
+    request.output_ids = tokens
 
 
 def _end_at_last_token(request: Any) -> None:

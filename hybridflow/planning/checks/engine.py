@@ -77,6 +77,7 @@ def check_engine_nodes(rollout: RolloutRole, devices: Sequence[Device]) -> None:
         (rollout.lease, "rollout.lease=true", "false"),
         (settings.attention_dp > 1, f"rollout.engine.attention_dp={settings.attention_dp}", "1"),
         *((True, f"rollout.engine.{name}={value}", "null") for name, value in settings.altered_policy.items()),
+        (settings.draft_tokens > 0, f"rollout.engine.draft_tokens={settings.draft_tokens}", "0"),
         (rollout.weights.rolling, "rollout.weights.rolling=true", "false"),
     ]
     if stream is not None:

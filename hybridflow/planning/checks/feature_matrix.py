@@ -53,6 +53,7 @@ FEATURES = (
     "episodes",
     "checkpoints",
     "resharding",
+    "drafts",
     "fp8",
     "fp8_training",
     "fp8_exceptions",
@@ -137,6 +138,8 @@ class RunFeatures:
             items["resharding"] = "weights in rollout engines"
             if role == "actor" and (precision := self.rollout.engine.precision) is not None:
                 items["fp8"] = f"rollout.engine.precision={precision}"
+            if role == "actor" and (drafts := self.rollout.engine.draft_tokens):
+                items["drafts"] = f"rollout.engine.draft_tokens={drafts}"
             if self.rollout.stream is not None:
                 items["streams"] = "rollout.stream"
             if self.episodes and role == "actor":

@@ -233,6 +233,8 @@ def check_teacher_engine(
     except UserError as error:
         raise UserError(f"teacher.path: {error}") from None
     check_teacher(algorithm, spec, teacher.path, actor)
+    if engine.draft_tokens:
+        raise UserError(f"teacher.engine.draft_tokens={engine.draft_tokens}: a teacher generates nothing, expected 0")
     try:
         check_files(teacher.path, engine.precision)
         check_served(as_stored(spec, teacher.path, engine.precision), engine)

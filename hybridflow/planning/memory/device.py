@@ -235,7 +235,7 @@ def rank_workspace(config: RolloutConfig, spec: ModelSpec, *, on_gpu: bool) -> i
 
     requests = config.most_requests
     workspace = engine_workspace(
-        requests=requests,
+        requests=requests * (1 + config.draft_tokens),
         vocabulary=spec.vocab_size,
         layers=spec.sizes.layers,
         graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,

@@ -121,6 +121,7 @@ def cache_tokens(rollout: RolloutRole, groups_in_flight: int, lengths: Lengths, 
             requests=running_requests(rollout.engine, prompts=prompts, samples=samples, engines=engines),
             sequence_tokens=sequence,
             page_tokens=page,
+            draft_tokens=rollout.engine.draft_tokens,
         )
         for prompts, samples, sequence in phases
         if prompts

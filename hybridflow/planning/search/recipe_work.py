@@ -144,6 +144,8 @@ def search_settings(
     if recipe.train.fp8.given and gpus:
         setting = f"train.fp8.{min(recipe.train.fp8.given)}"
         raise UserError(f"plan: {setting} was not tried on GPUs; expected none")
+    if engine.draft_tokens:
+        raise UserError(f"plan: rollout.engine.draft_tokens={engine.draft_tokens} was not tried; expected 0")
     plain = not (engine.deterministic or engine.token_versions or engine.release_weights or engine.altered_policy)
     engines = recipe.rollout if recipe.starts_engines else None
     features = RunFeatures(engines, recipe.checkpoint.save_interval, recipe.environment is not None)

@@ -21,7 +21,17 @@ _COUNTED = {
     "reclaimed": metrics.STREAM_RECLAIMED,
     "lost_engines": metrics.STREAM_LOST_ENGINES,
 }
-_TOTALS = ("retracted", "batches", "batch_tokens", "prompt_tokens", "cached_tokens", "resent", "continued")
+_TOTALS = (
+    "retracted",
+    "batches",
+    "batch_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "resent",
+    "continued",
+    "verified",
+    "accepted",
+)
 """Counts of an engine since its start."""
 _MOST_BUSY = 4096
 """Most times in which engines were busy that are reported for a step; the last ones."""
@@ -145,6 +155,8 @@ class StreamMetrics:
             values[metrics.STREAM_CACHE_USE_MAX] = self._most_use
         if totals["prompt_tokens"]:
             values[metrics.STREAM_PREFIX_HITS] = totals["cached_tokens"] / totals["prompt_tokens"]
+        if totals["verified"]:
+            values[metrics.ROLLOUT_ACCEPTANCE_LENGTH] = 1 + totals["accepted"] / totals["verified"]
         return values
 
     def _pass(self) -> None:

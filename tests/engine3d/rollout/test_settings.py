@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine3d.errors import UserError
-from engine3d.models import model_spec
+from engine3d.models import load_model_spec, model_spec
 from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, graph_batch_sizes
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
 from engine3d.rollout.host.generation import submission_order
@@ -60,7 +61,7 @@ def test_accepted_arguments_go_to_sglang_as_they_are() -> None:
         ("decode_attention_backend", "fa3", "is not set here; set attention_backend"),
         ("enable_eplb", True, "is refused: experts move in memory"),
         ("ep_num_redundant_experts", 4, "is refused: experts move in memory"),
-        ("speculative_algorithm", "EAGLE", "is refused: no transfer writes the weights of a draft model"),
+        ("speculative_algorithm", "EAGLE", "is refused: draft_tokens drafts with the model's own layer"),
         ("pp_size", 2, "is refused: the model is cut over ranks otherwise"),
         ("enable_dp_attention", True, "is not set here; set attention_dp"),
         ("enable_dp_attention_local_control_broadcast", True, "is refused: the model is cut over ranks otherwise"),
@@ -428,6 +429,56 @@ def test_a_kv_cache_in_fp8_is_refused_of_latents_and_on_gpus() -> None:
         check_device(config, on_gpu=True)
     with pytest.raises(UserError, match=r"kv_cache_dtype=fp8_e4m3: expected null, because Deepseek.* latent attention"):
         check_served(model_spec(tiny_families.CONFIGS["deepseek_v3"]), config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"deterministic": True}, "draft_tokens=1 is refused with deterministic=true: a token is drawn by its seed, "),
+        ({"fused_sampling": True}, "draft_tokens=1 is refused with fused_sampling=true: its kernel draws one token"),
+        ({"routes": True}, "draft_tokens=1 is refused with routes=true: SGLang counts no routes of accepted drafts"),
+        ({"memory_saver": True, "release_weights": True}, "draft_tokens=1 is refused with release_weights=true"),
+        ({"tp": 4, "attention_dp": 2}, "draft_tokens=1 was not tried with attention_dp=2; expected one of them"),
+        ({"precision": "fp8"}, "draft_tokens=1 was not tried with precision=fp8"),
+        ({"server_args": {"enable_torch_compile": True}}, r"draft_tokens=1 was not tried with server_args\.enable_tor"),
+        ({"draft_tokens": 9}, "Input should be less than or equal to 8"),
+    ],
+)
+def test_drafts_are_refused_where_they_were_not_tried(settings: dict[str, Any], message: str) -> None:
+    assert RolloutConfig(draft_tokens=1, memory_saver=True, server_args={"log_level": "debug"}).draft_tokens == 1
+    with pytest.raises(ValidationError, match=message):
+        RolloutConfig(**{"draft_tokens": 1, **settings})
+
+
+def test_drafts_need_one_complete_layer_of_a_family_that_was_tried(tmp_path: Path) -> None:
+    config, directory = RolloutConfig(draft_tokens=1, dtype="float32"), tmp_path / "model"
+    check_device(config, on_gpu=False)
+    with pytest.raises(UserError, match="draft_tokens=1 was not tried on GPUs; expected 0"):
+        check_device(config, on_gpu=True)
+    none = tiny_families.CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 0}
+    with pytest.raises(UserError, match="draft_tokens=1: model: num_nextn_predict_layers=0, expected 1"):
+        check_served(model_spec(none), config)
+    tiny_families.make("glm4_moe", directory)
+    tiny_families.add_drafting_layer(directory)
+    check_served(load_model_spec(directory), config)
+    with pytest.raises(UserError, match=r"draft_tokens=1: model\.create makes no layer for multi-token prediction"):
+        check_served(dataclasses.replace(load_model_spec(directory), directory=None), config)
+    layer = load_file(directory / "multi_token.safetensors")
+    missing = "model.layers.4.mlp.experts.7.down_proj.weight"
+    for changed, error in (
+        ({name: values for name, values in layer.items() if name != missing}, f"has no tensor {missing}, with which"),
+        (layer | {missing: torch.zeros(2, 2)}, r"down_proj\.weight in .* expected shape \[32, 24\], found \[2, 2\]"),
+    ):
+        save_file(changed, directory / "multi_token.safetensors", metadata={"format": "pt"})
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        index["weight_map"].pop(missing, None)
+        index["weight_map"] |= dict.fromkeys(changed, "multi_token.safetensors")
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match=error):
+            check_served(load_model_spec(directory), config)
+    tiny_families.make("qwen3_next", tmp_path / "other")
+    with pytest.raises(UserError, match="draft_tokens=1 was not tried with Qwen3NextForCausalLM; expected 0"):
+        check_served(load_model_spec(tmp_path / "other"), config)
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def test_what_engines_tell_is_over_the_time_between_two_steps() -> None:
         before = EngineStats(100, 0, 0, 7, 10, 300, 1000, 500, 3, 4)  # counted before the stream
         stream.open(0, [before, EngineStats(200)])
         await asyncio.sleep(2)
-        one.report(EngineStats(100, 50, 6, 9, 20, 700, 1100, 560, 3, 4))
+        one.report(EngineStats(100, 50, 6, 9, 20, 700, 1100, 560, 3, 4, verified=10, accepted=5))
         await asyncio.sleep(2)
-        one.report(EngineStats(100, 30, 0, 10, 50, 3100, 1200, 560, 5, 4), *one.requests)
-        other.report(EngineStats(200, 20, 0, 0, 40, 800, 200, 100, 0, 6), *other.requests)
+        one.report(EngineStats(100, 30, 0, 10, 50, 3100, 1200, 560, 5, 4, verified=10, accepted=5), *one.requests)
+        other.report(EngineStats(200, 20, 0, 0, 40, 800, 200, 100, 0, 6, verified=30, accepted=15), *other.requests)
         await asyncio.sleep(6)
         first = await stream.take(0)
         stream.trained(1)
@@ -123,6 +123,8 @@ def test_what_engines_tell_is_over_the_time_between_two_steps() -> None:
     assert first["stream/prefix_hit_share"] == pytest.approx((60 + 100) / (200 + 200))
     assert (first["stream/resent_samples"], first["stream/continued_samples"]) == (2, 6)
     assert first["stream/requests_in_flight_mean"] == pytest.approx(2 * 4 / 10)
+    assert first["rollout/acceptance_length_mean"] == 1 + 20 / 40
+    assert "rollout/acceptance_length_mean" not in second
     assert second["stream/retracted_requests"] == 2
     assert second["stream/prefix_hit_share"] == 1.0
     assert second["stream/cache_use_max"] == 0.15

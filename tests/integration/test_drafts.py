@@ -1,0 +1,89 @@
+"""Whole runs with speculative decoding: engines draft with the layer for multi-token prediction of the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import logprobs
+from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
+from hybridflow.data.tokenizer import make_character_tokenizer
+from hybridflow.metrics import names as metrics
+from tests.support.proves import proves
+from tests.support.runs import DEMO, records, rewarded_by_length, run_recipe
+from tests.support.tiny_families import add_drafting_layer, make
+
+pytestmark = [pytest.mark.processes, pytest.mark.long]
+
+STEPS, DRAFTS, TOKENS = 4, 2, 12
+
+
+def _run(name: str, directory: Path, *settings: str) -> list[dict[str, Any]]:
+    """Run with drafts of a model that knows only the last token, as the layer does until the model is trained."""
+    make(name, directory / "model", changes={"bos_token_id": 1, "eos_token_id": 2})
+    add_drafting_layer(directory / "model", follows_token=True)
+    make_character_tokenizer(ARITHMETIC_CHARACTERS, directory / "model")
+    settings = (
+        "warmup=null",
+        f"trainer.steps={STEPS}",
+        "model.create=null",
+        f"model.path={directory / 'model'}",
+        "rollout.engine.deterministic=false",
+        f"rollout.engine.draft_tokens={DRAFTS}",
+        f"rollout.sampling={{temperature: 0.5, max_new_tokens: {TOKENS}, ignore_eos: true}}",
+        "checkpoint.save_interval=1",
+        "train.optimizer={lr: 1.0e-3, warmup_steps: 0}",
+        "evaluation.eval=null",
+        *settings,
+        rewarded_by_length(directory),
+    )
+    done = run_recipe(DEMO, directory, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = records(directory / "small", "train")
+    assert len(steps) == STEPS
+    assert all(step[metrics.TRAIN_GRADIENT_NORM] > 0 for step in steps)
+    # A stream may have drawn the samples of the last step before it.
+    assert 1.1 < steps[0][metrics.ROLLOUT_ACCEPTANCE_LENGTH] < 1 + DRAFTS
+    return steps
+
+
+@proves("glm4_moe", "tp ep packing streams checkpoints resharding drafts")
+def test_a_stream_draws_each_token_with_the_weights_of_its_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(
+        "glm4_moe",
+        tmp_path,
+        f"train.layout={json.dumps({'tp': 2, 'ep': 2})}",
+        "train.packing=true",
+        "rollout.verify_weights=true",
+        "rollout.stream={}",
+        "placement.rollout=cpu:2",
+        "trainer.max_staleness=1",
+        "samples.keep_mb=null",
+    )
+    assert logprobs.main([str(tmp_path / "small"), "--samples", "1000"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    of_version = [result["distances"][kind] for kind in (logprobs.FIRST, logprobs.LATER)]
+    # No checkpoint has the weights of the first steps' tokens, which the run has begun with.
+    compared = [distance for distance in of_version if distance]
+    tokens = sum(distance["tokens"] for distance in compared)
+    assert tokens >= STEPS // 2 * 8 * 4 * TOKENS and tokens + result["left_out"] == STEPS * 8 * 4 * TOKENS
+    assert all(distance["most"] < 1e-4 for distance in compared)
+
+
+@proves("deepseek_v3", "pp dp padding recomputation optimizer_offload checkpoints resharding drafts")
+@pytest.mark.release
+def test_engines_have_the_log_probs_of_a_pipeline(tmp_path: Path) -> None:
+    steps = _run(
+        "deepseek_v3",
+        tmp_path,
+        f"train.layout={json.dumps({'pp': 2})}",
+        "placement.actor=cpu:0-3",
+        "train.recompute=full",
+        "train.optimizer.offload=true",
+    )
+    assert all(step[metrics.MISMATCH_LOGPROB_MAX] < 1e-4 for step in steps)
