@@ -46,7 +46,7 @@ class _Node(NodeActor):
 def _started(directory: Path) -> list[tuple[Host, Any, int]]:
     """Actors that read logs of `actor-1` in `node-1` and of `actor-2` in `node-2`, and their processes."""
     kind: Any = ray.remote(num_cpus=0)(_Node)
-    actors = [kind.options(max_concurrency=4).remote("127.0.0.1", None) for _ in range(2)]
+    actors = [kind.options(max_concurrency=4).remote("127.0.0.1") for _ in range(2)]
     given = [(directory / f"node-{index}", [f"actor-{index}"], False, False) for index in (1, 2)]
     ray.get([actor.open_logs.remote(*of_one) for actor, of_one in zip(actors, given, strict=True)], timeout=200)
     pids = ray.get([actor.pid.remote() for actor in actors], timeout=60)
