@@ -44,7 +44,7 @@ test-long: setup
 
 # Two at a time: those of one have no network, processes and temporary files in common with those of the other.
 test-hosts: setup
-	@python -m pytest -n 2 --dist loadfile -m "hosts and not release" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile -m "hosts and not release" tests/integration/hosts $(ARGS)
 
 # Some of them start clusters too.
 test-release: setup
