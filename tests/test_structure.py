@@ -256,3 +256,13 @@ def test_files_beside_the_modules_are_installed_with_their_package() -> None:
             if path.is_file() and path.suffix not in {".py", ".pyc", ".md"}:
                 package = next(folder for folder in path.parents if (folder / "__init__.py").exists())
                 assert any(fnmatch(str(path.relative_to(package)), pattern) for pattern in patterns), path
+
+
+def test_a_program_runs_after_all_that_its_module_defines() -> None:
+    early = [
+        f"{module}:{statement.lineno}"
+        for module, path in modules(ROOT).items()
+        for statement in ast.parse(path.read_text()).body[:-1]
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+    ]
+    assert not early, f"what stands below is not defined yet when the program runs: {early}"

@@ -372,30 +372,6 @@ def _engine_class() -> Any:
     return TokenEngine
 
 
-def main() -> None:
-    """`python -m engine3d.rollout.host.program FD`: serve the client at the other end of this inherited Unix socket."""
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    write_stacks_on_request()
-    client = ClientConnection(Connection(descriptor))
-    launch = client.launch
-    os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))
-    if platform.gpus:
-        jit_kernels.start(launch.server_arguments)
-    # Slow from here on: the client's end is watched already.
-    with quick_imports():
-        engine_class = _engine_class()
-    engine = engine_class(**platform.rollout_device_arguments() | launch.server_arguments)
-    gc.freeze()  # what is there now stays
-    if launch.server_arguments.get("node_rank", 0) > 0:
-        serve_member(engine, client)
-    engine.loop.run_until_complete(_Server(engine, client).serve())
-
-
-if __name__ == "__main__":
-    main()
-
-
 def serve_member(engine: Any, client: ClientConnection) -> None:
     """Run the ranks of this host until the client goes, or one of them fails.
 
@@ -438,3 +414,27 @@ def end_engine(engine: Any, client: ClientConnection, id: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def main() -> None:
+    """`python -m engine3d.rollout.host.program FD`: serve the client at the other end of this inherited Unix socket."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    write_stacks_on_request()
+    client = ClientConnection(Connection(descriptor))
+    launch = client.launch
+    os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))
+    if platform.gpus:
+        jit_kernels.start(launch.server_arguments)
+    # Slow from here on: the client's end is watched already.
+    with quick_imports():
+        engine_class = _engine_class()
+    engine = engine_class(**platform.rollout_device_arguments() | launch.server_arguments)
+    gc.freeze()  # what is there now stays
+    if launch.server_arguments.get("node_rank", 0) > 0:
+        serve_member(engine, client)
+    engine.loop.run_until_complete(_Server(engine, client).serve())
+
+
+if __name__ == "__main__":
+    main()
