@@ -17,6 +17,8 @@ from engine3d.memory.serving import serving_by_rank
 from engine3d.models import load_model_spec
 from engine3d.reshard.describe.shards import Location
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
+from engine3d.rollout.cache import tokens_beyond
+from engine3d.rollout.config import MOST_DRAFT_TOKENS
 from engine3d.rollout.host.stream import InFlightPolicy
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import CheckpointSender, transfer
@@ -170,6 +172,23 @@ def test_each_token_has_the_version_that_drew_it(
             assert policy != "wait" or all(set(response.versions) == {0} for response in ended)
             return
     pytest.fail("weights never changed in the middle of all responses")
+
+
+def test_a_response_fills_the_context_and_the_cache_with_the_most_drafts(directories: tuple[Path, Path]) -> None:
+    full = TINY_ROLLOUT.model_copy(
+        update={
+            "draft_tokens": MOST_DRAFT_TOKENS,
+            "max_total_tokens": TINY_ROLLOUT.context_length + tokens_beyond(MOST_DRAFT_TOKENS),
+        }
+    )
+    with warm_starts(), RolloutEngine(directories[0], full) as engine:
+        for prompt in ([5] * 4, [5] * 60):
+            most = TINY_ROLLOUT.context_length - len(prompt)
+            sampling = GREEDY.model_copy(update={"max_new_tokens": most})
+            for (response,) in responses_of(engine, [prompt, prompt], sampling):
+                assert (len(response.token_ids), response.finish_reason) == (most, "length")
+        with pytest.raises(UserError, match="64"):
+            responses_of(engine, [[5] * 60], GREEDY.model_copy(update={"max_new_tokens": 5}))
 
 
 def test_other_distributions_are_refused(engine: RolloutEngine) -> None:
