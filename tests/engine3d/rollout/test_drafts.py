@@ -175,18 +175,14 @@ def test_each_token_has_the_version_that_drew_it(
 
 
 def test_a_response_fills_the_context_and_the_cache_with_the_most_drafts(directories: tuple[Path, Path]) -> None:
-    full = TINY_ROLLOUT.model_copy(
-        update={
-            "draft_tokens": MOST_DRAFT_TOKENS,
-            "max_total_tokens": TINY_ROLLOUT.context_length + tokens_beyond(MOST_DRAFT_TOKENS),
-        }
-    )
+    context = 64
+    settings = {"draft_tokens": MOST_DRAFT_TOKENS, "max_total_tokens": context + tokens_beyond(MOST_DRAFT_TOKENS)}
+    full = TINY_ROLLOUT.model_copy(update={"context_length": context, **settings})
     with warm_starts(), RolloutEngine(directories[0], full) as engine:
         for prompt in ([5] * 4, [5] * 60):
-            most = TINY_ROLLOUT.context_length - len(prompt)
-            sampling = GREEDY.model_copy(update={"max_new_tokens": most})
+            sampling = GREEDY.model_copy(update={"max_new_tokens": context - len(prompt)})
             for (response,) in responses_of(engine, [prompt, prompt], sampling):
-                assert (len(response.token_ids), response.finish_reason) == (most, "length")
+                assert (len(response.token_ids), response.finish_reason) == (context - len(prompt), "length")
         with pytest.raises(UserError, match="64"):
             responses_of(engine, [[5] * 60], GREEDY.model_copy(update={"max_new_tokens": 5}))
 
