@@ -18,7 +18,7 @@ from hybridflow.cluster.devices.gpu_availability import WAIT_S
 from hybridflow.cluster.hosts.checks.comparison import compare
 from hybridflow.cluster.hosts.checks.facts import ClockDifference, HostFacts, Needs, collect, mark_directory
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.network.probe import round_trips, unreached
+from hybridflow.cluster.hosts.network.probe import probe_pairs, round_trips, unreached
 from hybridflow.cluster.hosts.run_token import new_token
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.ray import ray_session
@@ -86,20 +86,20 @@ def check_this_host(run_dir: Path, needs: Needs) -> None:
 def _wait_for(actors: Mapping[Host, Any], limit_s: float) -> None:
     """Wait until every host has started its actor."""
     began = time.monotonic()
-    waiting = {actor.clock.remote(): host for host, actor in actors.items()}
+    waiting = {actor.call.remote(time.time): host for host, actor in actors.items()}
     while waiting:
         left_s = began + limit_s - time.monotonic()
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(_SAY_EVERY_S, max(0.0, left_s)))
         for ref in ready:
             host = waiting.pop(ref)
-            ask_all({host: actors[host]}, "clock", _ANSWER_S)
+            ask_all({host: actors[host]}, time.time, _ANSWER_S)
         if waiting:
             names = listed([str(host) for host in waiting.values()])
             log.info(
                 f"waiting for {len(waiting)} of {len(actors)} nodes, for {time.monotonic() - began:.0f} s: {names}"
             )
             if left_s <= 0:
-                ask_all({host: actors[host] for host in waiting.values()}, "clock", 0.0)
+                ask_all({host: actors[host] for host in waiting.values()}, time.time, 0.0)
 
 
 def _compare(actors: Mapping[Host, Any], run_dir: Path, needs: Needs, *, with_table: bool) -> list[int]:
@@ -126,7 +126,7 @@ def _reports(actors: Mapping[Host, Any], run_dir: Path, needs: Needs) -> list[Ho
     clocks = [_clock_of(host, actors[host]) if host.index else None for host in hosts]
     with mark_directory(run_dir) as mark:
         given = [(run_dir, needs, hosts[0].name, mark)] * len(hosts)
-        collected = ask_all(actors, "collect_facts", _FACTS_S + needs.gpus_within_s, given)
+        collected = ask_all(actors, collect, _FACTS_S + needs.gpus_within_s, given)
     return [
         replace(of_one, host=host, clock=clock) for host, of_one, clock in zip(hosts, collected, clocks, strict=True)
     ]
@@ -136,7 +136,7 @@ def _clock_of(host: Host, actor: Any) -> ClockDifference:
     readings = []
     for _ in range(_CLOCKS):
         before = time.time()
-        [clock] = ask_all({host: actor}, "clock", _ANSWER_S)
+        [clock] = ask_all({host: actor}, time.time, _ANSWER_S)
         readings.append(ClockDifference.measured(before, clock, time.time()))
     return min(readings, key=lambda reading: reading.uncertainty_s)
 
@@ -146,7 +146,7 @@ def _check_pairs(actors: Mapping[Host, Any]) -> None:
     ports = ask_all(actors, "answer_probes", _ANSWER_S, [(secret, host.index) for host in hosts])
     peers = list(zip(hosts, ports, strict=True))
     given = [(host, peers, secret, _PAIRS_S) for host in hosts]
-    probes = [probe for of_one in ask_all(actors, "probe", _PAIRS_S + _ANSWER_S, given) for probe in of_one]
+    probes = [probe for of_one in ask_all(actors, probe_pairs, _PAIRS_S + _ANSWER_S, given) for probe in of_one]
     ask_all(actors, "close", _ANSWER_S)
     if lines := unreached(hosts, probes):
         raise UserError("\n".join(f"hosts: {line}" for line in lines))

@@ -1,23 +1,19 @@
-"""Actor of one node of a cluster: facts, probes, rates, looks at ranks, stacks and logs there."""
+"""Actor of one node of a cluster: calls functions there, listens for probes and rates, and reads logs."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 import threading
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine3d import rendezvous
 from engine3d.errors import EngineError
-from hybridflow.cluster.hosts.checks import facts
-from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.network.probe import Peer, Probe, answer_probes, probe_pairs
-from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, look_here, write_stacks_here
+from hybridflow.cluster.hosts.checks import facts  # noqa: F401  # called here, when a disk may not answer
+from hybridflow.cluster.hosts.network.probe import answer_probes
+from hybridflow.cluster.processes import rank_look  # noqa: F401
 from hybridflow.cluster.ray.rank_logs import LogReader, NewBytes, make_directory
-from hybridflow.rundir.file_names import FLIGHT_RECORDER
 
 if TYPE_CHECKING:
     from hybridflow.cluster.hosts.network.rate_probe import Rate
@@ -36,17 +32,9 @@ class NodeActor:
         self._logs: LogReader | None = None
         self._reading = threading.Lock()
 
-    def clock(self) -> float:
-        """Seconds since the epoch by the clock of this node."""
-        return time.time()
-
-    def collect_facts(self, run_dir: Path, needs: facts.Needs, head: str, mark: Path) -> facts.HostFacts:
-        """Facts of this node, as of `facts.collect`."""
-        return facts.collect(run_dir, needs, head=head, mark=mark)
-
-    def sees_mark(self, mark: Path) -> bool:
-        """True if another node's mark is seen here."""
-        return facts.sees_mark(mark)
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function on this node."""
+        return function(*arguments)
 
     def answer_probes(self, secret: str, source: int) -> int:
         """Answer probes from now on; the port."""
@@ -54,10 +42,6 @@ class NodeActor:
         assert self._listening is not None
         answer_probes(self._listening, secret, source)
         return port
-
-    def probe(self, source: Host, peers: Sequence[Peer], secret: str, limit_s: float) -> list[Probe]:
-        """Try every other node from here."""
-        return probe_pairs(source, peers, secret, limit_s)
 
     def listen(self) -> int:
         """Listen at a free port of this node's address in the cluster, and no longer at an earlier one; the port."""
@@ -82,14 +66,6 @@ class NodeActor:
         listening, self._listening = self._listening, None
         return measure(listening, *plan)
 
-    def look(self, locations: Sequence[RankPlace]) -> list[RankLook]:
-        """Look at ranks of this node."""
-        return look_here(locations)
-
-    def write_stacks(self, locations: Sequence[RankPlace], wake: bool) -> None:
-        """Ask ranks of this node to write their stacks."""
-        write_stacks_here(locations, wake)
-
     def open_logs(self, run: Path, processes: Collection[str], in_place: bool, private: bool) -> None:
         """Prepare the run's directory here, before its ranks start, and read their logs from then on."""
         make_directory(run, in_place=in_place, private=private)
@@ -99,9 +75,3 @@ class NodeActor:
         """New bytes of the logs."""
         with self._reading:
             return self._logs.read(most_behind) if self._logs is not None else []
-
-    def request_recordings(self, run: Path) -> None:
-        """Ask ranks of this node for flight recordings of torch, as on the driver's."""
-        directory = run / FLIGHT_RECORDER
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()

@@ -9,7 +9,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine3d.errors import EngineError, UserError, first_line
-from hybridflow.cluster.hosts.checks.facts import mark_directory
+from hybridflow.cluster.hosts.checks.facts import mark_directory, sees_mark
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.processes.rank_look import RankLook, RankPlace, look_here, write_stacks_here
 from hybridflow.cluster.ray import rank_logs, ray_session
@@ -58,13 +58,16 @@ def start_actors(hosts: Sequence[Host], *, environments: bool = False) -> dict[H
 
 
 def ask_all(
-    actors: Mapping[Host, Any], method: str, limit_s: float, arguments: Sequence[Sequence[Any]] | None = None
+    actors: Mapping[Host, Any],
+    ask: str | Callable[..., Any],
+    limit_s: float,
+    arguments: Sequence[Sequence[Any]] | None = None,
 ) -> list[Any]:
-    """Call a method of the actors at the same time; their answers in order.
+    """Call a function on nodes, or a method of their actors, at the same time; the answers in order.
 
     Args:
         actors: of the hosts.
-        method: of `NodeActor`.
+        ask: the function, or the name of a method of `NodeActor`.
         limit_s: of all answers.
         arguments: of each call; none if None.
 
@@ -72,18 +75,20 @@ def ask_all(
         UserError: a node cannot import what is to answer.
         EngineError: it cannot be done there, or there is no answer in time.
     """
-    refs = [
-        getattr(actor, method).remote(*given)
-        for actor, given in zip(actors.values(), arguments or [()] * len(actors), strict=True)
-    ]
+    given = zip(actors.values(), arguments or [()] * len(actors), strict=True)
+    refs = [_submit(actor, ask, *of_one) for actor, of_one in given]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
-    answered = set(ready)
-    return [_answer(host, method, limit_s, ref, ref in answered) for host, ref in zip(actors, refs, strict=True)]
+    name, answered = ask if isinstance(ask, str) else ask.__name__, set(ready)
+    return [_answer(host, name, limit_s, ref, ref in answered) for host, ref in zip(actors, refs, strict=True)]
 
 
-def _answer(host: Host, method: str, limit_s: float, ref: Any, is_ready: bool) -> Any:
+def _submit(actor: Any, ask: str | Callable[..., Any], *arguments: Any) -> Any:
+    return getattr(actor, ask).remote(*arguments) if isinstance(ask, str) else actor.call.remote(ask, *arguments)
+
+
+def _answer(host: Host, name: str, limit_s: float, ref: Any, is_ready: bool) -> Any:
     if not is_ready:
-        raise EngineError(f"{host}: no answer within {limit_s:g} s ({method})")
+        raise EngineError(f"{host}: no answer within {limit_s:g} s ({name})")
     try:
         return ray.get(ref)
     except RayError as error:
@@ -104,7 +109,7 @@ def node_error(host: Host, error: RayError) -> UserError | EngineError:
 def look_at(locations: Sequence[RankPlace]) -> list[RankLook]:
     """Look at ranks; those of a node that does not answer are missing."""
     here, others = _divided(locations)
-    return look_here(here) + [look for looks in _on_nodes("look", others) for look in looks]
+    return look_here(here) + [look for looks in _on_nodes(look_here, others) for look in looks]
 
 
 def collect_stacks(locations: Sequence[RankPlace], *, wake: bool) -> None:
@@ -116,7 +121,7 @@ def collect_stacks(locations: Sequence[RankPlace], *, wake: bool) -> None:
     """
     here, others = _divided(locations)
     write_stacks_here(here, wake)
-    _on_nodes("write_stacks", others, wake)
+    _on_nodes(write_stacks_here, others, wake)
 
 
 def _divided(locations: Sequence[RankPlace]) -> tuple[list[RankPlace], list[RankPlace]]:
@@ -129,8 +134,8 @@ def _divided(locations: Sequence[RankPlace]) -> tuple[list[RankPlace], list[Rank
     ]
 
 
-def _on_nodes(method: str, locations: Sequence[RankPlace], *arguments: Any) -> list[Any]:
-    """Answers of a method with the ranks of each node, without those of nodes that do not answer."""
+def _on_nodes(function: Callable[..., Any], locations: Sequence[RankPlace], *arguments: Any) -> list[Any]:
+    """Answers of a function with the ranks of each node, without those of nodes that do not answer."""
     if not locations or not ray_session.ray_answers():
         return []
     known = ray_session.session_state().actors
@@ -141,7 +146,7 @@ def _on_nodes(method: str, locations: Sequence[RankPlace], *arguments: Any) -> l
             started = start_actors([Host(0, of_node[0].address, of_node[0].address, node_id=node)])
             known |= started
             [actor] = started.values()
-        refs.append(getattr(actor, method).remote(of_node, *arguments))
+        refs.append(_submit(actor, function, of_node, *arguments))
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_LOOK_S)
     answers = []
     for ref in ready:
@@ -260,7 +265,7 @@ def request_recordings(run: Path) -> None:
     logs = ray_session.session_state().logs
     if logs is not None and ray_session.ray_answers():
         with contextlib.suppress(UserError, EngineError):
-            ask_all(logs.actors, "request_recordings", _MARK_S, [(run,)] * len(logs.actors))
+            ask_all(logs.actors, rank_logs.request_recordings, _MARK_S, [(run,)] * len(logs.actors))
 
 
 def nodes_apart(directory: Path, setting: str) -> list[int]:
@@ -276,5 +281,5 @@ def nodes_apart(directory: Path, setting: str) -> list[int]:
     """
     others = {host: actor for host, actor in ray_session.session_state().actors.items() if host.index}
     with mark_directory(directory, setting) as mark:
-        seen = ask_all(others, "sees_mark", _MARK_S, [(mark,)] * len(others))
+        seen = ask_all(others, sees_mark, _MARK_S, [(mark,)] * len(others))
     return [host.index for host, sees in zip(others, seen, strict=True) if not sees]

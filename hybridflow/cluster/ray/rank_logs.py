@@ -164,6 +164,13 @@ def _before(file: int, offset: int) -> bytes:
     return os.pread(file, size, offset - size)
 
 
+def request_recordings(run: Path) -> None:
+    """Ask ranks of this node for flight recordings of torch, as on the driver's."""
+    directory = run / FLIGHT_RECORDER
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+
+
 def write(run: Path, new: Sequence[NewBytes]) -> None:
     """Copy new bytes into the run's directory.
 

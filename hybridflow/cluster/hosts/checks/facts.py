@@ -146,9 +146,7 @@ class HostFacts:
     clock: ClockDifference | None = None
 
 
-def collect(
-    run_dir: Path, needs: Needs | None = None, *, head: str | None = None, mark: Path | None = None
-) -> HostFacts:
+def collect(run_dir: Path, needs: Needs | None = None, head: str | None = None, mark: Path | None = None) -> HostFacts:
     """Collect facts of this host, in about 0.1 s; in some seconds where a name server or a shared disk does not answer.
 
     Args:
