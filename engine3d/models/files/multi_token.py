@@ -118,7 +118,9 @@ class KeptTensors:
             stored = {
                 name: tensor
                 for name, tensor in files.tensors.items()
-                if is_kept(spec, name) and (multi_token or not is_multi_token(spec, name))
+                if is_kept(spec, name)
+                and name not in spec.hf_tensors
+                and (multi_token or not is_multi_token(spec, name))
             }
             in_fp8 = {name for name, tensor in stored.items() if tensor.dtype == FP8}
             if stored and self._as_stored and not in_fp8:

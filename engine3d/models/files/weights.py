@@ -341,7 +341,7 @@ def finish_export(
         if spec.directory is not None and (spec.directory / name).is_file():
             shutil.copyfile(spec.directory / name, partial / name)
     config = exported_config(spec, str(dtype).removeprefix("torch."))
-    if further is not None and further.tensors and LAYERS_KEY in spec.hf_config:
+    if (spec.mtp or (further is not None and further.tensors)) and LAYERS_KEY in spec.hf_config:
         config[LAYERS_KEY] = spec.hf_config[LAYERS_KEY]
     if precision is not None:
         config[QUANTISATION_KEY] = quantisation_config(spec)

@@ -54,6 +54,7 @@ FEATURES = (
     "checkpoints",
     "resharding",
     "drafts",
+    "mtp",
     "fp8",
     "fp8_training",
     "fp8_exceptions",

@@ -1,0 +1,222 @@
+"""A layer for multi-token prediction is trained as plain PyTorch trains it, and the policy never notices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine3d.layout import Layout
+from engine3d.models.rules import TensorSlice
+from engine3d.training.config import LayoutConfig, MtpConfig, OptimizerConfig, TrainConfig
+from engine3d.training.passes.sequences import Sequences
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+from tests.support.gradients import gradients, slices
+from tests.support.proves import proves, runs_of
+
+pytestmark = pytest.mark.processes
+
+SETTINGS = OptimizerConfig(lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=2, decay_steps=8, clip_grad=0.5)
+MTP = MtpConfig(lr=2e-2, clip_grad=0.1)
+TEMPERATURE = 0.7
+UPDATES = 3
+LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{}, {"tp": 2}, {"ep": 2}], 4: [{"tp": 2, "ep": 2}]}
+FAMILIES = ("deepseek_v3", "glm4_moe")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a layer for multi-token prediction that is like none of its own."""
+    directory = tmp_path_factory.mktemp("model") / str(request.param)
+    tiny_families.make(request.param, directory)
+    tiny_families.add_drafting_layer(directory)
+    file = directory / "multi_token.safetensors"
+    generator = torch.Generator().manual_seed(5)
+    changed = {
+        name: values if name.endswith("bias") else values * (1 + 0.3 * torch.randn(values.shape, generator=generator))
+        for name, values in load_file(file).items()
+    }
+    save_file(changed, file, metadata={"format": "pt"})
+    return directory
+
+
+def _samples() -> tuple[list[list[int]], list[list[float]]]:
+    """Samples, and their tokens' weights, which are 0 for some of the first and of the others."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 2, 3, *torch.randint(4, 20, (8,), generator=generator).tolist()]
+    samples = [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
+    weights = [
+        [0.0, *(torch.rand(length - 1, generator=generator) > 0.3).float().mul(0.01).tolist()] for length in lengths
+    ]
+    return samples, weights
+
+
+def _engine(directory: Path, sizes: dict[str, Any], world_size: int, **settings: Any) -> Any:
+    from engine3d.training.engine import TrainEngine
+
+    arguments = {"dtype": "float32", "micro_batch_tokens": 48, "optimizer": SETTINGS} | settings
+    config = TrainConfig(layout=LayoutConfig(**sizes), **arguments)
+    return TrainEngine(directory, config, Layout.of_world(world_size, **sizes), seed=1)
+
+
+def _of_rank(engine: Any) -> Sequences:
+    samples, weights = _samples()
+    mine = range(engine.coordinates.dp, len(samples), engine.layout.dp)
+    column = torch.tensor([weight for index in mine for weight in weights[index]])
+    return Sequences.of([samples[index] for index in mine], weights=column)
+
+
+def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = ((0.01 * outputs.entropy - outputs.logprobs) * columns["weights"]).sum()
+    return loss, loss.detach()
+
+
+def _updates(engine: Any, count: int = UPDATES) -> list[Any]:
+    sequences = _of_rank(engine)
+    return [engine.update(sequences, _loss, temperature=TEMPERATURE, with_entropy=True) for _ in range(count)]
+
+
+Seen = dict[str, Any]
+
+
+def _train(directory: Path, world_size: int, layouts: list[dict[str, Any]], settings: dict[str, Any]) -> list[Seen]:
+    """Train with and without the layer. Return the first gradient of the layer, and what the policy's updates were."""
+    seen = []
+    for sizes in layouts:
+        result: Seen = {}
+        for mtp in (None, MTP):
+            engine = _engine(directory, sizes, world_size, mtp=mtp, **settings)
+            updates = _updates(engine, 1)
+            result[f"gradients {mtp is not None}"] = gradients(engine)
+            updates += _updates(engine, UPDATES - 1)
+            result[f"policy {mtp is not None}"] = [
+                *(torch.stack([*update.loss_outputs, torch.tensor(update.grad_norm)]) for update in updates),
+                *(parameter.detach().clone() for parameter in engine.module.parameters()),
+            ]
+            result["mtp"] = [update.mtp for update in updates]
+            engine.close()
+        seen.append(result)
+    return seen
+
+
+@proves("deepseek_v3", *runs_of(LAYOUTS, "packing mtp"), "padding mtp", "packing recomputation mtp")
+@proves("glm4_moe", *runs_of(LAYOUTS, "packing mtp"), "padding mtp", "packing recomputation mtp")
+@pytest.mark.parametrize(
+    ("world_size", "layouts", "settings"),
+    [
+        (1, LAYOUTS[1], {}),
+        (1, LAYOUTS[1], {"packing": False}),
+        (1, LAYOUTS[1], {"recompute": "full"}),
+        (2, LAYOUTS[2], {}),
+        pytest.param(4, LAYOUTS[4], {}, marks=pytest.mark.long),
+    ],
+)
+def test_the_layer_learns_as_in_plain_pytorch_and_the_policy_as_without_it(
+    directory: Path, world_size: int, layouts: list[dict[str, Any]], settings: dict[str, Any]
+) -> None:
+    loss, expected = _reference(directory)
+    norm = float(torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt())
+    assert norm > 2 * MTP.clip_grad
+    expected = {name: gradient * (MTP.clip_grad / (norm + 1e-6)) for name, gradient in expected.items()}
+    ranks = run_distributed(_train, world_size, directory, world_size, layouts, settings, timeout_s=300)
+    for number, sizes in enumerate(layouts):
+        compared: dict[str, torch.Tensor] = {name: torch.zeros_like(values) for name, values in expected.items()}
+        for rank in ranks:
+            seen = rank[number]
+            for one, other in zip(seen["policy False"], seen["policy True"], strict=True):
+                assert torch.equal(one, other), sizes
+            of_policy: list[tuple[TensorSlice, torch.Tensor]] = []
+            for slice_, gradient in seen["gradients True"]:
+                if slice_.hf_name in expected:
+                    box = slices(slice_.hf_box)
+                    largest = float(expected[slice_.hf_name].abs().max())
+                    difference = (gradient - expected[slice_.hf_name][box]).abs().max()
+                    assert float(difference) < 1e-5 * largest, (sizes, slice_.hf_name, float(difference) / largest)
+                    compared[slice_.hf_name][box] = 1
+                else:
+                    of_policy.append((slice_, gradient))
+            for (one_slice, one), (other_slice, other) in zip(seen["gradients False"], of_policy, strict=True):
+                assert one_slice == other_slice and torch.equal(one, other), (sizes, one_slice.hf_name)
+            losses = [update.loss for update in seen["mtp"]]
+            assert losses[0] == pytest.approx(loss, rel=1e-5)
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # the first rate is 0
+            assert losses[2] < losses[1] - 0.02
+            assert seen["mtp"][0].grad_norm == pytest.approx(norm, rel=1e-5)
+        assert all(bool(values.all()) for values in compared.values()), sizes
+
+
+# The reference ----------------------------------------------------------------------------------------------------
+
+
+def _reference(directory: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """The layer's loss and gradient with the weights of the files, by the names of their tensors.
+
+    transformers computes states of the policy, and the layer's own decoder layer as a model of one layer.
+    """
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    policy: Any = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    config = json.loads((directory / "config.json").read_text())
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    stored = {
+        name.removeprefix(prefix): values for name, values in load_file(directory / "multi_token.safetensors").items()
+    }
+    own = {name: stored.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
+    layer: Any = AutoModelForCausalLM.from_pretrained(_one_layer(directory, config, stored), **options).eval().model
+    for values in own.values():
+        values.requires_grad_()
+
+    def norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(values, weight.shape, weight, config["rms_norm_eps"])
+
+    samples, weights = _samples()
+    loss, tokens = torch.zeros(()), 0
+    for sample, of_sample in zip(samples, weights, strict=True):
+        if len(sample) < 3:
+            continue
+        ids = torch.tensor([sample])
+        with torch.no_grad():
+            states = policy.model(ids).last_hidden_state[:, :-1]
+            embedded = policy.model.embed_tokens(ids)[:, 1:]
+        joined = torch.cat([norm(embedded, own["enorm"]), norm(states, own["hnorm"])], -1)
+        hidden = layer(inputs_embeds=joined @ own["eh_proj"].T).last_hidden_state[:, :-1]
+        logprobs = (hidden @ policy.lm_head.weight.detach().T / TEMPERATURE).log_softmax(-1)
+        learned = torch.tensor(of_sample[2:]) != 0
+        loss = loss - logprobs[0].gather(1, ids[0, 2:, None])[:, 0][learned].sum()
+        tokens += int(learned.sum())
+    loss = loss / tokens
+    loss.backward()
+    result = {f"{prefix}{name}.weight": values.grad for name, values in own.items()}
+    for name, parameter in layer.named_parameters():
+        if name == "norm.weight":
+            result[f"{prefix}shared_head.norm.weight"] = parameter.grad
+        elif name.endswith("experts.gate_up_proj"):
+            for expert, gradient in enumerate(parameter.grad):
+                for kind, half in zip(("gate_proj", "up_proj"), gradient.chunk(2), strict=True):
+                    result[f"{prefix}mlp.experts.{expert}.{kind}.weight"] = half
+        elif name.endswith("experts.down_proj"):
+            for expert, gradient in enumerate(parameter.grad):
+                result[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = gradient
+        elif name.startswith("layers.0."):
+            result[prefix + name.removeprefix("layers.0.")] = parameter.grad
+    assert len(result) == len(own) + len([name for name in stored if not name.endswith("bias") or "proj" in name])
+    return float(loss.detach()), result
+
+
+def _one_layer(directory: Path, config: dict[str, Any], stored: dict[str, torch.Tensor]) -> Path:
+    target = directory.parent / f"{directory.name}-one-layer"
+    if not target.exists():
+        target.mkdir()
+        one = config | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+        (target / "config.json").write_text(json.dumps(one))
+        hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+        tensors = {f"model.layers.0.{name}": values for name, values in stored.items() if "shared_head" not in name}
+        tensors["model.norm.weight"] = stored["shared_head.norm.weight"]
+        tensors |= {name: torch.zeros(vocabulary, hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
