@@ -26,7 +26,7 @@ from engine3d.checkpoint.manifest import (
     verify_hint,
     write_manifest,
 )
-from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
+from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata, stored_spec
 from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
@@ -114,12 +114,17 @@ def export_checkpoint(
     model = model_files(checkpoint, role)
     if not model.is_dir():
         model = checkpoint / MODEL
-    spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
+    spec = stored_spec(model, manifest.roles[role])
+    if precision is not None and spec.mtp:
+        raise UserError(
+            f"export: precision={precision} was not tried with a trained layer for multi-token prediction; expected none"
+        )
     if precision is not None:
         check_experts(spec)
         spec = fp8_settings(manifest, role).applied(spec)
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
+    spec = replace(spec, mtp=spec.mtp and multi_token)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
     kept = multi_token or has_vision_tower(spec)
     source = _source_of_kept(checkpoint, manifest, spec, base, model_of_run) if kept else None

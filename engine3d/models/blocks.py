@@ -295,9 +295,7 @@ def multi_token(sizes: Sizes, layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
         norm(MTP + "hnorm.weight", HF + "hnorm.weight", hidden),
         Rule(MTP + "eh_proj.weight", ColumnParallel(projection)),
         *(
-            replace(
-                rule, name=inner + rule.name.removeprefix(MEGATRON), transformer_engine=renamed(rule.transformer_engine)
-            )
+            replace(rule, name=rule.name.replace(MEGATRON, inner), transformer_engine=renamed(rule.transformer_engine))
             for rule in layer
         ),
         norm(MTP + "final_layernorm.weight", HF + "shared_head.norm.weight", hidden),

@@ -19,6 +19,8 @@ from engine3d.startup.lazy_imports import torch
 
 LAYERS_KEY = "num_nextn_predict_layers"
 """Key of a config for their number."""
+DRAFTING_FAMILIES = ("deepseek_v3", "glm4_moe")
+"""Families whose layer SGLang was seen to draft with, and that is trained."""
 VISION_TOWER = "model.visual."
 """Beginning of the names of a vision tower's tensors."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
