@@ -117,7 +117,8 @@ def export_checkpoint(
     spec = stored_spec(model, manifest.roles[role])
     if precision is not None and spec.mtp:
         raise UserError(
-            f"export: precision={precision} was not tried with a trained layer for multi-token prediction; expected none"
+            f"export: precision={precision} was not tried with a trained layer for multi-token prediction; expected "
+            "none"
         )
     if precision is not None:
         check_experts(spec)

@@ -305,6 +305,8 @@ class Recipe(Settings):
         for role, model in self.models.items():
             if model.train is not None and model.train.mtp is not None:
                 yield f"{role}.train.mtp is set, and the layer that drafts is of the actor alone; expected null"
+        if self.train.mtp is not None and self.actor is not None:
+            yield "train.mtp with several actors, which was not tried; expected null"
         if self.train.mtp is not None and not (self.algorithm.needs_engines and self.rollout.engine.draft_tokens):
             yield (
                 "train.mtp trains the layer with which engines draft, and none does; expected "

@@ -13,6 +13,7 @@ from engine3d.cleaning import cleaning
 from engine3d.errors import DamagedCheckpointError
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.spec import AdapterSpec
+from engine3d.training.config import TrainConfig
 from hybridflow.checkpoint.driver_state import Measurements
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
