@@ -44,7 +44,11 @@ def test_tokens_and_log_probs_are_those_of_transformers(name: str, settings: dic
     model = _model(sent)
     config = TINY_ROLLOUT.model_copy(update=settings)
     with warm_starts(), RolloutEngine(started, config) as engine:
-        transfer(engine, sent, version=1)
+        weights = engine.weight_bytes()
+        transfer(engine, sent, version=1, drafts=True)
+        assert engine.verify_weights(sent) == [[]] * config.tp
+        assert [bool(differing) for differing in engine.verify_weights(started)] == [True] * config.tp
+        assert engine.weight_bytes() == weights
         for sampling in (GREEDY, SAMPLED):
             first = [response for (response,) in responses_of(engine, PROMPTS, sampling)]
             # A second turn, of which all but the last tokens are in the cache.
