@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from engine3d.checkpoint.hf import copy_model_files, export_checkpoint
 from engine3d.checkpoint.manifest import RoleSummary, write_manifest
+from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models import load_model_spec, model_spec
+from engine3d.models.lora.config import LoraConfig
 from engine3d.models.rules import TensorSlice
 from engine3d.training.config import LayoutConfig, MtpConfig, OptimizerConfig, TrainConfig
+from engine3d.training.megatron.settings import check_options
 from engine3d.training.passes.sequences import Sequences
 from tests.engine3d.checkpoint.writing.test_save import save
 from tests.support import tiny_families
@@ -176,11 +181,7 @@ def _saved_and_loaded(directory: Path, root: Path) -> tuple[RoleSummary, bool]:
     EngineCheckpoint(resumed).load(root / "checkpoint" / "actor")
     (again,) = _updates(resumed, 1)
     alike = all(torch.equal(one, other) for one, other in zip(expected, resumed.weighted.parameters(), strict=True))
-    alike = alike and (again.mtp, again.grad_norm, again.learning_rate) == (
-        last.mtp,
-        last.grad_norm,
-        last.learning_rate,
-    )
+    alike = alike and (again.mtp, again.grad_norm) == (last.mtp, last.grad_norm)
     resumed.close()
     other = _engine(directory, {"tp": 2}, 2, load=False, mtp=MTP)
     EngineCheckpoint(other).load(root / "checkpoint" / "actor")
@@ -206,12 +207,10 @@ def test_a_checkpoint_has_the_layer_and_its_optimizer(directory: Path, tmp_path:
         other = _tensors(tmp_path / name)
         assert other.keys() == exported.keys() == stored.keys()
         assert all(torch.equal(other[key], exported[key]) for key in exported), name
-    changed = [
-        key for key in stored if key.startswith("model.layers.4.") and not torch.equal(stored[key], exported[key])
-    ]
-    assert len(changed) == len([key for key in stored if key.startswith("model.layers.4.") and "bias" not in key])
+    of_layer = {key for key in stored if key.startswith("model.layers.4.")}
+    assert all(torch.equal(stored[key], exported[key]) == key.endswith("correction_bias") for key in of_layer)
     export_checkpoint(checkpoint, tmp_path / "without", multi_token=False)
-    assert _tensors(tmp_path / "without").keys() == {key for key in stored if not key.startswith("model.layers.4.")}
+    assert _tensors(tmp_path / "without").keys() == stored.keys() - of_layer
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -287,3 +286,50 @@ def _one_layer(directory: Path, config: dict[str, Any], stored: dict[str, torch.
         tensors |= {name: torch.zeros(vocabulary, hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+# What is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "line"),
+    [
+        ({"lora": LoraConfig()}, Layout(), "mtp was not tried with lora; expected null, or mtp=null"),
+        ({"precision": "fp8"}, Layout(), "mtp was not tried with precision; expected null, or mtp=null"),
+        ({"logits_tokens": 8}, Layout(), "mtp was not tried with logits_tokens; expected null, or mtp=null"),
+        ({"routing_replay": "update"}, Layout(), "mtp was not tried with routing_replay; expected none, or mtp=null"),
+        (
+            {"optimizer": OptimizerConfig(offload=True)},
+            Layout(),
+            "mtp was not tried with optimizer.offload; expected false, or mtp=null",
+        ),
+        (
+            {"megatron": {"moe_aux_loss_coeff": 0.1}},
+            Layout(),
+            "mtp was not tried with megatron.moe_aux_loss_coeff; expected no such option, or mtp=null",
+        ),
+        ({}, Layout(pp=2), "mtp was not tried with layout.pp=2; expected 1, or mtp=null"),
+        ({}, Layout(cp=2), "mtp was not tried with layout.cp=2; expected 1, or mtp=null"),
+    ],
+)
+def test_a_layer_is_trained_with_what_was_tried_alone(settings: dict[str, Any], layout: Layout, line: str) -> None:
+    spec = replace(model_spec(tiny_families.CONFIGS["glm4_moe"]), directory=Path())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr("engine3d.training.megatron.settings.check_drafting_layer", lambda spec: None)
+        check_options(TrainConfig(dtype="float32", mtp=MTP, **settings), spec, layout, transformer_engine=False)
+    assert str(error.value) == line
+
+
+def test_a_layer_that_is_none_is_not_trained(tmp_path: Path) -> None:
+    config = TrainConfig(dtype="float32", mtp=MTP)
+    tiny_families.make("glm4_moe", tmp_path / "glm")
+    language = load_model_spec(tmp_path / "glm")
+    for spec, transformer_engine, line in (
+        (language, False, "mtp: model: num_nextn_predict_layers="),
+        (language, True, "mtp was not tried on GPUs; expected null, or placement on a CPU"),
+        (replace(language, value_head=True), False, "mtp with a scalar head: expected null"),
+        (model_spec(tiny_families.CONFIGS["qwen3_moe"]), False, "mtp was not tried with Qwen3MoeForCausalLM; expected"),
+    ):
+        with pytest.raises(UserError) as error:
+            check_options(config, spec, Layout(), transformer_engine=transformer_engine)
+        assert str(error.value).startswith(line)
