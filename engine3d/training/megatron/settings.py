@@ -86,6 +86,8 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
             f"{spec.family.architecture} has gated delta nets, which run on CPUs alone here: kernels of "
             "flash-linear-attention were not tried; expected another model, or placement on a CPU"
         )
+    if config.mtp is not None:
+        _check_mtp(config, spec, layout, transformer_engine=transformer_engine)
     if config.precision is not None:
         check_trained_blocks(spec, layout, transformer_engine=transformer_engine)
         if config.fp8.given and transformer_engine:
@@ -100,8 +102,6 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         if transformer_engine:
             check_lora_on_gpus(spec, layout)
         _check_lora(config, config.lora, spec)
-    if config.mtp is not None:
-        _check_mtp(config, spec, layout, transformer_engine=transformer_engine)
     options = config.megatron
     if config.routing_replay != "none" and options.get("moe_router_fusion"):
         raise UserError(

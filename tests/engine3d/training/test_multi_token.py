@@ -312,11 +312,12 @@ def _one_layer(directory: Path, config: dict[str, Any], stored: dict[str, torch.
         ({}, Layout(cp=2), "mtp was not tried with layout.cp=2; expected 1, or mtp=null"),
     ],
 )
-def test_a_layer_is_trained_with_what_was_tried_alone(settings: dict[str, Any], layout: Layout, line: str) -> None:
-    spec = replace(model_spec(tiny_families.CONFIGS["glm4_moe"]), directory=Path())
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
-        patch.setattr("engine3d.training.megatron.settings.check_drafting_layer", lambda spec: None)
-        check_options(TrainConfig(dtype="float32", mtp=MTP, **settings), spec, layout, transformer_engine=False)
+def test_a_layer_is_trained_with_what_was_tried_alone(
+    directory: Path, settings: dict[str, Any], layout: Layout, line: str
+) -> None:
+    spec, config = load_model_spec(directory), TrainConfig(dtype="float32", mtp=MTP, **settings)
+    with pytest.raises(UserError) as error:
+        check_options(config, spec, layout, transformer_engine=False)
     assert str(error.value) == line
 
 
