@@ -78,7 +78,7 @@ class MultiTokenTraining:
 
     @contextmanager
     def update(self, batches: Sequence[MicroBatch], temperature: float) -> Iterator[None]:
-        """Let the layer learn from the micro-batches of an update that pass through the model in the block.
+        """Train the layer on the micro-batches of an update that pass through the model in the block.
 
         Args:
             batches: of the update.
@@ -148,9 +148,10 @@ class MultiTokenTraining:
         all_reduce(self._loss, dist.ReduceOp.SUM, self._dp_group)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
+        update = MtpUpdate(float(self._loss) if self._tokens else math.nan, norm)
         if not math.isfinite(norm):  # a step without a gradient: the optimizers make their steps together
             self.reset()
-        return MtpUpdate(float(self._loss) if self._tokens else math.nan, norm)
+        return update
 
     def step(self) -> None:
         """Apply the gradient to the layer's weights."""

@@ -137,7 +137,9 @@ def test_a_layer_is_trained_on_samples_of_a_stream(tmp_path: Path) -> None:
 def _assert_learned(steps: Sequence[dict[str, Any]]) -> None:
     """The layer's loss falls, and engines accept more of its drafts."""
     losses = [step[metrics.TRAIN_MTP_LOSS] for step in steps]
-    accepted = [step[metrics.ROLLOUT_ACCEPTANCE_LENGTH] for step in steps]
+    # A stream may have drawn the samples of the last step before it.
+    name = metrics.ROLLOUT_ACCEPTANCE_LENGTH
+    accepted = [step[name] for step in steps if name in step]
     assert all(step[metrics.TRAIN_MTP_GRADIENT_NORM] > 0 for step in steps)
     assert max(losses[9:]) < 0.7 * losses[0], losses
-    assert accepted[0] < 1.05 and min(accepted[9:]) > 1.1, accepted
+    assert len(accepted) > 9 and accepted[0] < 1.05 and min(accepted[9:]) > 1.1, accepted

@@ -41,7 +41,7 @@ FAMILIES = ("deepseek_v3", "glm4_moe")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a layer for multi-token prediction that is like none of its own."""
+    """A model with a layer for multi-token prediction unlike the layers of the model."""
     directory = tmp_path_factory.mktemp("model") / str(request.param)
     tiny_families.make(request.param, directory)
     tiny_families.add_drafting_layer(directory)
@@ -163,6 +163,32 @@ def test_the_layer_learns_as_in_plain_pytorch_and_the_policy_as_without_it(
         assert all(bool(values.all()) for values in compared.values()), sizes
 
 
+def _broken(directory: Path) -> tuple[list[bool], bool, float, bool]:
+    """Updates of a policy next to a layer whose first gradient is not finite, and the layer's weights after these."""
+    policies, applied = [], []
+    for mtp in (None, MTP):
+        engine = _engine(directory, {}, 1, mtp=mtp)
+        if engine.mtp is not None:
+            weight = engine.mtp.enorm.weight.data
+            stored, weight[:] = weight.clone(), torch.inf
+        first = _updates(engine, 1)[0]
+        if engine.mtp is not None:
+            weight[:] = stored
+            assert first.mtp.loss != first.mtp.loss and first.mtp.grad_norm != first.mtp.grad_norm
+        later = _updates(engine, 2)
+        applied += [update.applied for update in (first, *later)]
+        policies.append([parameter.detach().clone() for parameter in engine.module.parameters()])
+        if engine.mtp is not None:
+            loss, finite = later[-1].mtp.loss, all(bool(p.isfinite().all()) for p in engine.mtp.parameters())
+        engine.close()
+    return applied, all(map(torch.equal, *policies)), loss, finite
+
+
+def test_a_gradient_of_the_layer_that_is_not_finite_counts_as_none(directory: Path) -> None:
+    [(applied, alike, loss, finite)] = run_distributed(_broken, 1, directory, timeout_s=300)
+    assert all(applied) and alike and finite and 0 < loss < 10
+
+
 def _saved_and_loaded(directory: Path, root: Path) -> tuple[RoleSummary, bool]:
     """An update after a checkpoint, in the engine that wrote it and in one that read it. True if they are alike."""
     from engine3d.checkpoint.writing.save import EngineCheckpoint
@@ -232,9 +258,9 @@ def _reference(directory: Path) -> tuple[float, dict[str, torch.Tensor]]:
     stored = {
         name.removeprefix(prefix): values for name, values in load_file(directory / "multi_token.safetensors").items()
     }
-    own = {name: stored.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
+    inputs = {name: stored.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
     layer: Any = AutoModelForCausalLM.from_pretrained(_one_layer(directory, config, stored), **options).eval().model
-    for values in own.values():
+    for values in inputs.values():
         values.requires_grad_()
 
     def norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -249,15 +275,15 @@ def _reference(directory: Path) -> tuple[float, dict[str, torch.Tensor]]:
         with torch.no_grad():
             states = policy.model(ids).last_hidden_state[:, :-1]
             embedded = policy.model.embed_tokens(ids)[:, 1:]
-        joined = torch.cat([norm(embedded, own["enorm"]), norm(states, own["hnorm"])], -1)
-        hidden = layer(inputs_embeds=joined @ own["eh_proj"].T).last_hidden_state[:, :-1]
+        joined = torch.cat([norm(embedded, inputs["enorm"]), norm(states, inputs["hnorm"])], -1)
+        hidden = layer(inputs_embeds=joined @ inputs["eh_proj"].T).last_hidden_state[:, :-1]
         logprobs = (hidden @ policy.lm_head.weight.detach().T / TEMPERATURE).log_softmax(-1)
         learned = torch.tensor(of_sample[2:]) != 0
         loss = loss - logprobs[0].gather(1, ids[0, 2:, None])[:, 0][learned].sum()
         tokens += int(learned.sum())
     loss = loss / tokens
     loss.backward()
-    result = {f"{prefix}{name}.weight": values.grad for name, values in own.items()}
+    result = {f"{prefix}{name}.weight": values.grad for name, values in inputs.items()}
     for name, parameter in layer.named_parameters():
         if name == "norm.weight":
             result[f"{prefix}shared_head.norm.weight"] = parameter.grad
@@ -270,7 +296,7 @@ def _reference(directory: Path) -> tuple[float, dict[str, torch.Tensor]]:
                 result[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = gradient
         elif name.startswith("layers.0."):
             result[prefix + name.removeprefix("layers.0.")] = parameter.grad
-    assert len(result) == len(own) + len([name for name in stored if not name.endswith("bias") or "proj" in name])
+    assert len(result) == len(inputs) + len([name for name in stored if not name.endswith("bias") or "proj" in name])
     return float(loss.detach()), result
 
 
