@@ -110,12 +110,8 @@ class RoleSpec:
     judge: AskedJudge | None = None
 
 
-def role_specs(
-    recipe: Recipe, run: Run, devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]
-) -> list[RoleSpec]:
-    """Every role of a run, in the order in which their processes are started.
-
-    The engine first, since it takes longest; the functions last, since they are needed last.
+class RoleSpecs:
+    """The spec of each kind of role.
 
     Args:
         recipe: of the run.
@@ -123,16 +119,6 @@ def role_specs(
         devices: of each role.
         nodes: of the cluster.
     """
-    made = _Specs(recipe, run, devices, nodes)
-    models = [made.model(role) for role in (*(("actor",) if recipe.trains else ()), *recipe.models)]
-    engines = [made.rollout()] if recipe.starts_engines else []
-    engines += [made.teacher_engine()] if recipe.teacher_engine is not None else []
-    engines += [made.judge()] if recipe.asked_judge is not None else []
-    return [*engines, *models, *([made.functions()] if recipe.all_functions else [])]
-
-
-class _Specs:
-    """The spec of each kind of role."""
 
     def __init__(
         self, recipe: Recipe, run: Run, devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]
@@ -143,6 +129,18 @@ class _Specs:
         judge = recipe.asked_judge
         self._judge = AskedJudge(judge_identity(judge), secrets.token_urlsafe(32)) if judge is not None else None
         self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe.offloaded_roles, devices))}
+
+    def all(self) -> list[RoleSpec]:
+        """Every role of the run, in the order in which their processes are started.
+
+        The engine first, since it takes longest; the functions last, since they are needed last.
+        """
+        recipe = self._recipe
+        models = [self.model(role) for role in (*(("actor",) if recipe.trains else ()), *recipe.models)]
+        engines = [self.rollout()] if recipe.starts_engines else []
+        engines += [self.teacher_engine()] if recipe.teacher_engine is not None else []
+        engines += [self.judge()] if recipe.asked_judge is not None else []
+        return [*engines, *models, *([self.functions()] if recipe.all_functions else [])]
 
     def model(self, role: str) -> RoleSpec:
         """A Megatron-Core model: a language model, or one with a scalar head."""

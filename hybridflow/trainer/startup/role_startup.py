@@ -41,7 +41,7 @@ from hybridflow.roles.judge import KEY_VARIABLE
 from hybridflow.roles.model import CheckpointFailure
 from hybridflow.rollout.engine_handles import DeviceLease, EngineHandles
 from hybridflow.rundir.status.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
-from hybridflow.trainer.startup.role_specs import RoleGroup, RoleSpec, role_specs
+from hybridflow.trainer.startup.role_specs import RoleGroup, RoleSpec, RoleSpecs
 from hybridflow.trainer.startup.run_setup import Run
 from hybridflow.workers.call import end_of_standstill
 from hybridflow.workers.failure_diagnosis import GRACE_S
@@ -306,7 +306,7 @@ class _Start:
     ) -> None:
         self._recipe, self._run, self._stack, self._waiters = recipe, run, stack, waiters
         self._log, self.devices, self._resources = log, devices, resources
-        self._specs = role_specs(recipe, run, devices, nodes)
+        self._specs = RoleSpecs(recipe, run, devices, nodes).all()
         self._entering = threading.Lock()
         self._one_by_one = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="start"))
         self._starting: dict[str, Future[Any]] = {}

@@ -22,7 +22,7 @@ from hybridflow.planning.memory.estimate import foresee, recipe_specs
 from hybridflow.roles.groups import TeacherEngineGroup, TeacherGroup
 from hybridflow.roles.judge_identity import judge_identity
 from hybridflow.roles.teacher import TeacherWorker
-from hybridflow.trainer.startup.role_specs import role_specs
+from hybridflow.trainer.startup.role_specs import RoleSpecs
 from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.judge_model import ENGINE, make_judge
 from tests.support.published_fp8 import publish
@@ -123,7 +123,7 @@ def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path) -> None:
     with run.lock:
         devices = pool_devices(recipe.device_maps, {}, nodes)
         devices["reward"] = devices["rollout"][:1]
-        specs = {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}
+        specs = {spec.role: spec for spec in RoleSpecs(recipe, run, devices, nodes).all()}
     teacher = specs["teacher"]
     assert (teacher.group, teacher.worker, teacher.layout) == (TeacherGroup, TeacherWorker, Layout(tp=2))
     assert teacher.arguments[0] == path and not teacher.settings["trainable"] and not teacher.settings["publish"]
@@ -188,7 +188,7 @@ def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) 
     with run.lock:
         devices = pool_devices(recipe.device_maps, {}, nodes)
         devices["reward"] = devices["rollout"][:1]
-        specs = {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}
+        specs = {spec.role: spec for spec in RoleSpecs(recipe, run, devices, nodes).all()}
     assert list(specs) == ["rollout", "teacher", "actor", "reward"]
     teacher = specs["teacher"]
     assert (teacher.group, teacher.layout) == (TeacherEngineGroup, Layout(dp=2))

@@ -16,7 +16,7 @@ from hybridflow.data.tasks import Example
 from hybridflow.roles.groups import FunctionRewardGroup, PolicyGroup, RolloutGroup, ValueGroup
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.value import ValueWorker
-from hybridflow.trainer.startup.role_specs import RoleSpec, role_specs
+from hybridflow.trainer.startup.role_specs import RoleSpec, RoleSpecs
 from hybridflow.trainer.startup.run_setup import Run, prepare
 
 DEMO = "launch/recipes/demo.yaml"
@@ -35,7 +35,7 @@ def specs_of(recipe: Recipe, run: Run, nodes: Sequence[Node] = NODES) -> dict[st
     roles = recipe.device_maps
     devices = pool_devices(roles, recipe.placement.pools, nodes)
     devices.setdefault("reward", devices["rollout"][:1])
-    return {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}
+    return {spec.role: spec for spec in RoleSpecs(recipe, run, devices, nodes).all()}
 
 
 def test_every_role_of_a_recipe_has_one_spec_in_the_order_of_its_start(run: Run) -> None:
