@@ -182,7 +182,9 @@ def quantised_as_stored(spec: ModelSpec, in_fp8: Collection[str]) -> ModelSpec:
             for expert in range(spec.sizes.experts if rule.per_expert else 1):
                 names = [tensor.at(layer, expert).name for tensor in tensors]
                 if names:
-                    joined.setdefault(module_of(names[0]), []).extend(names)
+                    # SGLang computes both of these as `fused_qkv_a_proj_with_mqa`.
+                    module = module_of(names[0]).replace(".q_a_proj", ".kv_a_proj_with_mqa")
+                    joined.setdefault(module, []).extend(names)
     kept: set[str] = set()
     for names in joined.values():
         others = [name for name in names if name not in in_fp8]

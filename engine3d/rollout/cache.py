@@ -7,9 +7,7 @@ from collections.abc import Mapping
 PAGE_TOKENS: Mapping[str, int] = {"cpu": 1, "cuda": 64}
 """Tokens of a page by kind of device: on GPUs the attention backend decides, and most have pages of 1 or of 64."""
 
-# SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked
-# for, so that prompt and response together can really have `context_length` tokens.
-RESERVED_TOKENS = 8
+_RESERVED_TOKENS = 8
 
 # SGLang counts a prompt that it computes in parts twice: it then runs one request less than it may
 # (managers/scheduler.py, `get_num_allocatable_reqs`), and the last would wait until the first has ended.
@@ -19,6 +17,19 @@ SPARE_REQUESTS = 1
 STATES_OF_A_REQUEST = 4
 """States of gated delta nets for each request that may run: SGLang needs three of them, one for its prefix, to run as
 many requests as it was asked for."""
+
+
+def reserved_tokens(draft_tokens: int) -> int:
+    """Positions of a context that SGLang keeps for itself (managers/tp_worker.py, scheduler.py, tokenizer_manager.py).
+
+    This many more are asked for, so that prompt and response together can really have `context_length` tokens.
+    """
+    return max(_RESERVED_TOKENS, draft_tokens + 1)
+
+
+def tokens_beyond(draft_tokens: int) -> int:
+    """Tokens that a cache has beyond the longest sequence that SGLang completes in it."""
+    return reserved_tokens(draft_tokens) + slots_of_drafts(draft_tokens)
 
 
 def slots_of_drafts(draft_tokens: int) -> int:
@@ -50,4 +61,4 @@ def tokens_needed(*, requests: int, sequence_tokens: int, page_tokens: int, draf
         draft_tokens: that are drafted ahead.
     """
     pages = -(-(sequence_tokens + slots_of_drafts(draft_tokens)) // page_tokens) + 1
-    return (requests + SPARE_REQUESTS) * pages * page_tokens + page_tokens + RESERVED_TOKENS
+    return (requests + SPARE_REQUESTS) * pages * page_tokens + page_tokens + reserved_tokens(draft_tokens)

@@ -10,7 +10,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import NOTHING_LEFT_OUT, Fp8Settings
 from engine3d.rollout import launch
-from engine3d.rollout.cache import RESERVED_TOKENS
+from engine3d.rollout.cache import tokens_beyond
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.messages import GivenLogprobs
 from engine3d.rollout.host.process import HostOwner, HostProcess
@@ -97,7 +97,7 @@ class RolloutEngine(HostOwner):
         assert limits is not None
         self._cache_tokens = limits.max_total_tokens
         of_a_group = limits.max_total_tokens // self.config.attention_dp
-        self._context_length = min(self._context_length, of_a_group - RESERVED_TOKENS)
+        self._context_length = min(self._context_length, of_a_group - tokens_beyond(self.config.draft_tokens))
         return self
 
     def submit(self, requests: Sequence[Request], *, together: bool = False, timeout_s: float | None = None) -> None:

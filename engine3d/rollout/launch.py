@@ -32,8 +32,8 @@ from engine3d.models.quantisation.stored import QUANTISATION_KEY, fp8_tensors
 from engine3d.platform import platform
 from engine3d.rollout.cache import (
     PAGE_TOKENS,
-    RESERVED_TOKENS,
     STATES_OF_A_REQUEST,
+    reserved_tokens,
     tokens_needed,
 )
 from engine3d.rollout.config import ADAPTER_SLOTS, RolloutConfig
@@ -158,7 +158,7 @@ def server_arguments(config: RolloutConfig, model: ModelDirectory, shard: Engine
         "tp_size": config.tp,
         "ep_size": config.ep,
         "dtype": config.dtype,
-        "context_length": context_length(config, model) + RESERVED_TOKENS,
+        "context_length": context_length(config, model) + reserved_tokens(config.draft_tokens),
         "mem_fraction_static": config.mem_fraction_static,
         "max_running_requests": requests * groups,  # which SGLang distributes
         "random_seed": config.seed,
@@ -318,7 +318,7 @@ def environment(
     if _WITH_DELTA_NETS.intersection(model.architectures):
         # SGLang keeps the tokens before the next one, which the convolution sees, in bfloat16 whatever the model has.
         variables["SGLANG_MAMBA_CONV_DTYPE"] = config.dtype
-    # For RESERVED_TOKENS: no position beyond the model's is used.
+    # For `reserved_tokens`: no position beyond the model's is used.
     return variables | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 

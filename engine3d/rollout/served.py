@@ -36,8 +36,8 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
         UserError: names the setting or the key of the model's config, its value, and what would be accepted.
     """
     _check_architecture(spec)
-    loads = config.server_args.get("load_format", "dummy") != "dummy" or config.draft_tokens > 0
-    if spec.directory is not None and loads:
+    loads = config.server_args.get("load_format", "dummy") != "dummy"
+    if spec.directory is not None and loads and not config.draft_tokens:
         check_files(spec.directory, config.precision)
     sizes, tp = spec.sizes, config.tp
     if config.attention_dp > 1 and not sizes.experts:

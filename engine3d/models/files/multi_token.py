@@ -14,6 +14,7 @@ from engine3d.errors import UserError
 from engine3d.models.family import ModelSpec
 from engine3d.models.files.safetensors_files import DTYPES, FP8, TensorFiles
 from engine3d.models.precision import Precision, scale_name
+from engine3d.models.quantisation.stored import fp8_tensors
 from engine3d.models.rules import Box
 from engine3d.startup.lazy_imports import torch
 
@@ -53,6 +54,7 @@ def check_drafting_layer(spec: ModelSpec) -> None:
     """Check that a model has one layer for multi-token prediction, complete in its files, numbered after its own.
 
     It has the tensors of a model's last layer, and those with which it takes a token and the hidden state before it.
+    All are in 16 bits, or 32.
 
     Raises:
         UserError: names the key of the config, or the tensor.
@@ -72,6 +74,11 @@ def check_drafting_layer(spec: ModelSpec) -> None:
     expected |= {f"{drafting}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     expected[f"{drafting}eh_proj.weight"] = hidden, 2 * hidden
     with TensorFiles(spec.directory) as files:
+        if in_fp8 := fp8_tensors(files.tensors):
+            raise UserError(
+                f"model: {spec.directory} has {min(in_fp8)} in fp8, and the layer that drafts is read in 16 bits; "
+                "expected 0, or files in bfloat16"
+            )
         for name, shape in expected.items():
             if name not in files.tensors:
                 raise UserError(f"model: {spec.directory} has no tensor {name}, with which drafts are made")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -96,8 +96,12 @@ def _alias(
     (source_buffer,) = source_buffers
     if source.buffers[source_buffer].dtype != buffer.dtype:
         return None
-    affine = _affine(buffer.shape, tuple(copies))
-    return None if affine is None else Alias(number, source.rank, source_buffer, *affine)
+    first = min(copy.source for copy in copies)
+    affine = _affine(buffer.shape, tuple(replace(copy, source=copy.source - first) for copy in copies))
+    if affine is None:
+        return None
+    offset, strides = affine
+    return Alias(number, source.rank, source_buffer, first + offset, strides)
 
 
 def _copy(mine: Holding, theirs: Holding) -> _Copy | None:
@@ -116,7 +120,7 @@ def _copy(mine: Holding, theirs: Holding) -> _Copy | None:
     return _Copy(source, target, tuple(sorted(dimensions, key=lambda dimension: -dimension[2])))
 
 
-@lru_cache(maxsize=64)  # those of a layer, since layers are mostly alike
+@lru_cache(maxsize=64)  # those of a layer, since layers are mostly alike but for where they begin in the source
 def _affine(shape: tuple[int, ...], copies: tuple[_Copy, ...]) -> tuple[int, tuple[int, ...]] | None:
     """Offset and strides in the source of a contiguous target that the copies fill, if there are such."""
     dense = contiguous_strides(shape)

@@ -118,11 +118,12 @@ class ClientConnection:
         try:
             while True:
                 call = self._connection.recv()
-                if self.deliver is None:  # the client waits for the first reply before it calls anything
-                    raise RuntimeError(f"call of {call.method} came before the engine was up")
+                if self.deliver is None:  # before the first reply the client calls nothing but `shutdown`
+                    break
                 self.deliver(call)
         except (EOFError, OSError):
-            self.die()
+            pass
+        self.die()
 
     def _watch_parent(self) -> None:
         # Not prctl(PR_SET_PDEATHSIG), which fires when the client's *thread* that started us ends. And not the

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
-from engine3d.rollout.cache import RESERVED_TOKENS
+from engine3d.rollout.cache import tokens_beyond
 from engine3d.rollout.config import RolloutConfig
 from hybridflow.config.fit.algorithm import pretraining_misfits
 from hybridflow.config.initial_model import initial_tokenizer
@@ -134,12 +134,14 @@ def _all_tokens(prompts: RecipePrompts) -> dict[str, Sequence[Sequence[int]]]:
 def _check_cache(engine: RolloutConfig, lengths: Lengths) -> None:
     """Refuse a KV cache without room for one sequence."""
     given = engine.max_total_tokens
-    longest = (lengths.longest_sequence + RESERVED_TOKENS) * engine.attention_dp
+    beyond = tokens_beyond(engine.draft_tokens)
+    longest = (lengths.longest_sequence + beyond) * engine.attention_dp
     if given is not None and given < longest:
         groups = ", for each of attention_dp" if engine.attention_dp > 1 else ""
+        drafts = f" with draft_tokens={engine.draft_tokens}" if engine.draft_tokens else ""
         raise UserError(
             f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "
-            f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
+            f"response and the {beyond} that SGLang keeps{drafts}{groups}; or null for as many as the requests need"
         )
 
 

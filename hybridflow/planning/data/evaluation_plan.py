@@ -41,8 +41,8 @@ from hybridflow.rundir.kept_recipe import saved_to
 
 FOLDER = "evaluate"
 """Folder of a run's directory for the results of evaluations without training."""
-_BEST = ("checkpoint.keep_best=null",)
-_OWN = ("resume=none", "checkpoint.accept=[]", *_BEST)
+_OF_TRAINING = ("checkpoint.keep_best=null", "rollout.engine.draft_tokens=0")
+_OWN = ("resume=none", "checkpoint.accept=[]", *_OF_TRAINING)
 """Settings of a run that say nothing of an evaluation."""
 
 
@@ -133,7 +133,7 @@ def _target(target: Path, overrides: Sequence[str], recipe: Path | None) -> tupl
     if target.is_file():
         if recipe is not None:
             raise UserError(f"--recipe {recipe} with {target}, which is a recipe itself; expected one of them")
-        loaded = load_one_recipe(target, [*_BEST, *overrides])
+        loaded = load_one_recipe(target, [*_OF_TRAINING, *overrides])
         return loaded, loaded.checkpoint_directory, loaded.model.path
     if not target.is_dir():
         raise UserError(f"{target}: no such file or directory; expected a recipe, a run, or a HuggingFace directory")
@@ -153,7 +153,7 @@ def _target(target: Path, overrides: Sequence[str], recipe: Path | None) -> tupl
     if recipe is None:
         raise UserError(f"{target} is a HuggingFace directory, expected --recipe RECIPE, which has the sets")
     model = json.dumps({"path": str(target.absolute())})
-    return load_one_recipe(recipe, [*_BEST, *overrides, f"model={model}"]), None, target
+    return load_one_recipe(recipe, [*_OF_TRAINING, *overrides, f"model={model}"]), None, target
 
 
 def _checkpoint(target: Path, root: Path | None, requested: str) -> Path:

@@ -544,6 +544,20 @@ def test_experts_of_a_layer_are_in_fp8_together(kept: str) -> None:
         quantised_as_stored(spec, in_fp8 - {f"model.layers.0.mlp.experts.1.{kept}.weight"})
 
 
+def test_latent_projections_that_engines_join_are_in_fp8_together() -> None:
+    spec = model_spec(FP8_CONFIGS["deepseek_v3"])
+    in_fp8 = {name for name, tensor in spec.hf_tensors.items() if tensor.fp8}
+    attention = "model.layers.0.self_attn."
+    both = {f"{attention}{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+    assert quantised_as_stored(spec, in_fp8 - both).unquantised == {
+        f"{attention}q_a_proj",
+        f"{attention}kv_a_proj_with_mqa",
+    }
+    for kept in both:
+        with pytest.raises(UserError, match=rf"is in fp8 and {kept} is not, which engines join"):
+            quantised_as_stored(spec, in_fp8 - {kept})
+
+
 def test_kv_b_proj_may_be_in_fp8_in_files_alone() -> None:
     spec = model_spec(FP8_CONFIGS["deepseek_v3"])
     in_fp8 = {name for name, tensor in spec.hf_tensors.items() if tensor.fp8 or "kv_b_proj" in name}

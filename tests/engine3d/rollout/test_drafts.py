@@ -17,6 +17,8 @@ from engine3d.memory.serving import serving_by_rank
 from engine3d.models import load_model_spec
 from engine3d.reshard.describe.shards import Location
 from engine3d.rollout import Request, Response, RolloutEngine, SamplingConfig
+from engine3d.rollout.cache import tokens_beyond
+from engine3d.rollout.config import MOST_DRAFT_TOKENS
 from engine3d.rollout.host.stream import InFlightPolicy
 from tests.support import tiny_families
 from tests.support.checkpoint_sender import CheckpointSender, transfer
@@ -178,6 +180,19 @@ def test_each_token_has_the_version_that_drew_it(
             assert policy != "wait" or all(set(response.versions) == {0} for response in ended)
             return
     pytest.fail("weights never changed in the middle of all responses")
+
+
+def test_a_response_fills_the_context_and_the_cache_with_the_most_drafts(directories: tuple[Path, Path]) -> None:
+    context = 64
+    settings = {"draft_tokens": MOST_DRAFT_TOKENS, "max_total_tokens": context + tokens_beyond(MOST_DRAFT_TOKENS)}
+    full = TINY_ROLLOUT.model_copy(update={"context_length": context, **settings})
+    with warm_starts(), RolloutEngine(directories[0], full) as engine:
+        for prompt in ([5] * 4, [5] * 60):
+            sampling = GREEDY.model_copy(update={"max_new_tokens": context - len(prompt)})
+            for (response,) in responses_of(engine, [prompt, prompt], sampling):
+                assert (len(response.token_ids), response.finish_reason) == (context - len(prompt), "length")
+        with pytest.raises(UserError, match="64"):
+            responses_of(engine, [[5] * 60], GREEDY.model_copy(update={"max_new_tokens": 5}))
 
 
 def test_other_distributions_are_refused(engine: RolloutEngine) -> None:

@@ -157,6 +157,24 @@ def test_a_host_killed_during_start_is_seen_at_once(tiny_model_dirs: tuple[Path,
     assert_nothing_left(engine._host.log_path, engine._host._run_directory)
 
 
+def test_an_engine_that_is_shut_down_while_it_starts_ends_at_once(
+    tiny_model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = TINY_ROLLOUT.model_copy(update={"shutdown_timeout_s": 3600})  # which the test would not wait for
+    engine = RolloutEngine(tiny_model_dirs[0], config, log_path=tmp_path / "rollout.log")
+
+    def shut_down() -> None:
+        wait_until(lambda: engine._host is not None, "the host")
+        time.sleep(1)
+        engine.shutdown()
+
+    threading.Thread(target=shut_down, daemon=True).start()
+    with pytest.raises(EngineError, match="during start"):
+        engine.start()
+    assert engine._host is not None
+    assert_nothing_left(engine._host.log_path, engine._host._run_directory)
+
+
 def test_a_start_that_takes_too_long_is_ended(tiny_model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     config = TINY_ROLLOUT.model_copy(update={"start_timeout_s": 1})
     engine = RolloutEngine(tiny_model_dirs[0], config, log_path=tmp_path / "rollout.log")

@@ -303,6 +303,9 @@ def test_an_engine_that_is_told_nothing_has_room_for_all_its_requests(tmp_path: 
     arguments = launch.server_arguments(RolloutConfig(max_running_requests=3, context_length=50), model)
     assert arguments["max_total_tokens"] == 4 * 51 + 1 + 8
     assert launch.server_arguments(RolloutConfig(max_total_tokens=77), model)["max_total_tokens"] == 77
+    drafts = RolloutConfig(max_running_requests=3, context_length=50, draft_tokens=8)
+    arguments = launch.server_arguments(drafts, model)
+    assert (arguments["context_length"], arguments["max_total_tokens"]) == (50 + 9, 4 * (51 + 18) + 1 + 9)
 
 
 @pytest.mark.parametrize(("prompts", "samples", "running"), [(5, 4, 8), (3, 1, 100), (4, 8, 4), (7, 3, 1000)])
@@ -468,6 +471,10 @@ def test_drafts_need_one_complete_layer_of_a_family_that_was_tried(tmp_path: Pat
     for changed, error in (
         ({name: values for name, values in layer.items() if name != missing}, f"has no tensor {missing}, with which"),
         (layer | {missing: torch.zeros(2, 2)}, r"down_proj\.weight in .* expected shape \[32, 24\], found \[2, 2\]"),
+        (
+            layer | {missing: layer[missing].to(torch.float8_e4m3fn)},
+            rf"has {missing} in fp8, and the layer that drafts",
+        ),
     ):
         save_file(changed, directory / "multi_token.safetensors", metadata={"format": "pt"})
         index = json.loads((directory / "model.safetensors.index.json").read_text())

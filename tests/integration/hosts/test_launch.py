@@ -13,6 +13,7 @@ import pytest
 
 from hybridflow.rundir.status.first_failure import read_failure
 from tests.support.hosts import hosts_or_skip
+from tests.support.hosts.host import Host
 from tests.support.hosts.launching import (
     Launch,
     agent_command,
@@ -96,6 +97,14 @@ def test_hosts_have_roles(tmp_path: Path) -> None:
         assert "placement.actor: cpu 0 of host-1, whose role is rollout" in launch.output(0)
 
 
+def status_of_ray(host: Host, directory: Path) -> str:
+    """What `ray status` prints, asked as docs/multi_node.md says."""
+    lines = [line.strip() for line in (ROOT / "docs/multi_node.md").read_text().splitlines()]
+    words = [line for line in lines if line.startswith("cd /tmp/hf-ray-") or "ray status --address" in line]
+    command = ["bash", "-c", " && ".join(words).replace("XXXXXXXX", "*")]
+    return host.run(command, env=environment(directory), check=True).stdout
+
+
 def ends_with(launch: Launch, *, codes: list[int], lines_said: str) -> None:
     assert launch.wait() == codes, launch.outputs()
     said = (line for line in launch.output(0).splitlines() if line.startswith("hybridflow: "))
@@ -158,6 +167,8 @@ def test_a_signal_on_any_host_ends_the_run_on_all(tmp_path: Path, host: int, num
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS)
         launch.until_in("update")
+        active = status_of_ray(hosts[0], tmp_path).partition("Active:")[2].partition("Pending:")[0]
+        assert len(re.findall(r"1 node_\w+", active)) == 3, active
         launch.processes[host].send_signal(number)
         code = 128 + number
         assert launch.wait() == [code, code, code], launch.outputs()

@@ -80,6 +80,18 @@ def test_an_evaluation_may_lack_the_figure_by_which_its_run_chose_the_best(tmp_p
     assert planned.step == 2 and planned.recipe.sets["sums"].settings.samples == 1
 
 
+def test_an_evaluation_without_training_may_draw_as_drafts_cannot(tmp_path: Path) -> None:
+    rows = rows_of_sums(tmp_path)
+    drafts, top_p = "rollout.engine.draft_tokens=2", "evaluation.sums.sampling={top_p: 0.9}"
+    drawn = ["evaluation.sums.temperature=1", top_p]
+    with pytest.raises(
+        UserError, match=r"evaluation\.sums\.sampling\.top_p was not tried with rollout\.engine\.draft_to"
+    ):
+        a_recipe(tmp_path, f"evaluation.sums.data.path={rows}", drafts, *drawn)
+    planned = plan_evaluation(a_run(tmp_path, drafts).directory, ["sums"], drawn)
+    assert planned.recipe.rollout.engine.draft_tokens == 0
+
+
 def test_the_recipe_of_a_run_of_another_version_is_named(tmp_path: Path) -> None:
     recipe = a_run(tmp_path)
     kept = recipe.directory / "recipe.yaml"
