@@ -130,7 +130,7 @@ def export_checkpoint(
     kept = multi_token or has_vision_tower(spec)
     source = _source_of_kept(checkpoint, manifest, spec, base, model_of_run) if kept else None
     further = KeptTensors(spec, source, written, precision, multi_token=multi_token)
-    if base is not None and not further.tensors:
+    if base is not None and not further.tensors and not spec.mtp:
         raise UserError(
             f"export: --base {base} has no layers for multi-token prediction; expected --no-multi-token in its place"
         )
@@ -142,7 +142,8 @@ def export_checkpoint(
         begin_export(out, partial)
         files.create()
         for name, box, values in saved.chunks(spec.hf_tensors.keys() - quantised):
-            files.write(name, box, values)
+            for stored in further.with_copies(name, box, values):
+                files.write(*stored)
         for name in sorted(quantised):
             for stored in stored_tensors(*saved.complete(spec.hf_tensors[name]), written, precision):
                 files.write(*stored)
@@ -173,7 +174,7 @@ def _source_of_kept(
 ) -> Path | None:
     """Check the directory with a vision tower or layers for multi-token prediction of a checkpoint's model.
 
-    None without any.
+    None without any, and where the run's model is gone whose layer the checkpoint has.
 
     Raises:
         UserError: there is no such directory, or it has another model; none is known, and the model has such tensors;
@@ -203,6 +204,8 @@ def _source_of_kept(
             )
         return None
     given = Path(known)
+    if spec.mtp and base is None and not given.is_dir():  # the checkpoint has the layer
+        return None
     if not given.is_dir():
         raise UserError(
             f"export: no directory {given}, the model of {checkpoint} with the {kept}, which exports have; "

@@ -226,5 +226,5 @@ class TrainEngine(TrainedModel):
         gc.unfreeze()
         if self._host_state is not None:
             self._host_state.release()
-        forget_pass(self.module)
+        forget_pass(self.weighted)
         parallel.release()

@@ -257,7 +257,8 @@ def export_weights(
             for name, box, slices in joined_slices(local.slices if local.owner else ()):
                 values = joined_values(parameter.data if merged is None else merged(parameter), box, slices)
                 for stored in stored_tensors(spec.hf_tensors[name], box, values, dtype, precision):
-                    files.write(*stored)
+                    for one in further.with_copies(*stored):
+                        files.write(*one)
         for stored in further.read() if leader else ():
             files.write(*stored)
         files.close()

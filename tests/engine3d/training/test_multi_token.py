@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -219,24 +220,45 @@ def _saved_and_loaded(directory: Path, root: Path) -> tuple[RoleSummary, bool]:
 @proves("deepseek_v3", "ep dp packing checkpoints mtp")
 @proves("glm4_moe", "ep dp packing checkpoints mtp")
 def test_a_checkpoint_has_the_layer_and_its_optimizer(directory: Path, tmp_path: Path) -> None:
-    ranks = run_distributed(_saved_and_loaded, 2, directory, tmp_path, timeout_s=300)
+    repeated = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    model = _with_copies(directory, tmp_path / "model", repeated)
+    ranks = run_distributed(_saved_and_loaded, 2, model, tmp_path, timeout_s=300)
     assert all(alike for _, alike in ranks)
     summary = ranks[0][0]
     assert summary.mtp
     checkpoint = tmp_path / "checkpoint"
-    copy_model_files(directory, checkpoint)
-    recipe = {"model": {"path": str(directory)}}
+    copy_model_files(model, checkpoint)
+    recipe = {"model": {"path": str(model)}}
     write_manifest(checkpoint, describe(checkpoint, roles={"actor": summary}, recipe=recipe))
     export_checkpoint(checkpoint, tmp_path / "from-checkpoint")
-    stored, exported = _tensors(directory), _tensors(tmp_path / "exported")
+    stored, exported = _tensors(model), _tensors(tmp_path / "exported")
     for name in ("exported-by-other", "from-checkpoint"):
         other = _tensors(tmp_path / name)
         assert other.keys() == exported.keys() == stored.keys()
         assert all(torch.equal(other[key], exported[key]) for key in exported), name
     of_layer = {key for key in stored if key.startswith("model.layers.4.")}
     assert all(torch.equal(stored[key], exported[key]) == key.endswith("correction_bias") for key in of_layer)
+    copies = {f"model.layers.4.{name}": of_model for name, of_model in repeated.items()}
+    assert all(torch.equal(exported[name], exported[of_model]) for name, of_model in copies.items())
     export_checkpoint(checkpoint, tmp_path / "without", multi_token=False)
     assert _tensors(tmp_path / "without").keys() == stored.keys() - of_layer
+    export_checkpoint(checkpoint, tmp_path / "by-base", base=directory)
+    model.rename(tmp_path / "moved")
+    export_checkpoint(checkpoint, tmp_path / "by-itself")
+    for name in ("by-base", "by-itself"):
+        assert _tensors(tmp_path / name).keys() == stored.keys() - copies.keys()
+
+
+def _with_copies(directory: Path, target: Path, repeated: dict[str, str]) -> Path:
+    """The same model, with files that repeat some of its tensors within the layer."""
+    copytree(directory, target)
+    tensors = _tensors(directory)
+    copies = {f"model.layers.4.{name}": tensors[of_model] for name, of_model in repeated.items()}
+    save_file(copies, target / "copies.safetensors", metadata={"format": "pt"})
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(copies, "copies.safetensors")
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    return target
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
