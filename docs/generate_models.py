@@ -39,7 +39,7 @@ _NAMES = {
 }
 _OF_EXPERTS = ("ep", "etp", "routing_replay")
 _OF_ROLES = (
-    *product(("fp8", "episodes", "drafts"), ("critic", "offload")),
+    *product(("fp8", "episodes", "drafts", "mtp"), ("critic", "offload")),
     ("routing_replay", "critic"),
     ("lora", "critic"),
 )
@@ -126,6 +126,7 @@ only other models the other, and a run may have both.
 | `checkpoints` | `checkpoint.save_interval`: what is resumed is what was saved |
 | `resharding` | weights in rollout engines, compared with those that SGLang loads of an export |
 | `drafts` | `rollout.engine.draft_tokens`: [speculative decoding](speculative_decoding.md) |
+| `mtp` | `train.mtp`: the layer that drafts is [trained](speculative_decoding.md#training-the-layer) |
 | `fp8` | `rollout.engine.precision=fp8`: the same, of weights that the trainer quantises |
 | `fp8_training` | `train.precision=fp8`: GEMMs of quantised operands |
 | `fp8_exceptions` | `train.fp8`: layers and shared experts that stay in `dtype` where the model is in fp8 |
@@ -135,7 +136,7 @@ only other models the other, and a run may have both.
 Gated delta nets (Qwen3-Next, Qwen3.5) are linear attention with a state that passes from token to token. They run in
 PyTorch on CPUs, on packed sequences too, where nothing passes from one sequence to the next. SGLang's kernels for them
 are replaced on CPUs. Their layers for multi-token prediction (`mtp.*`) are not trained, and exports have them. Those of
-DeepSeek-V3 and GLM-4.5 may [draft](speculative_decoding.md).
+DeepSeek-V3 and GLM-4.5 may [draft, and be trained](speculative_decoding.md).
 
 Qwen3.5 is a language model next to a vision tower, in one directory (`Qwen3_5MoeForConditionalGeneration`,
 `Qwen3_5ForConditionalGeneration`). The language model is trained and served, on text alone: prompts with pictures are

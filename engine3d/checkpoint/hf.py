@@ -26,7 +26,7 @@ from engine3d.checkpoint.manifest import (
     verify_hint,
     write_manifest,
 )
-from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata
+from engine3d.checkpoint.metadata import StoredChunk, difference, read_metadata, stored_spec
 from engine3d.checkpoint.reading.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
@@ -114,17 +114,23 @@ def export_checkpoint(
     model = model_files(checkpoint, role)
     if not model.is_dir():
         model = checkpoint / MODEL
-    spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
+    spec = stored_spec(model, manifest.roles[role])
+    if precision is not None and spec.mtp:
+        raise UserError(
+            f"export: precision={precision} was not tried with a trained layer for multi-token prediction; expected "
+            "none"
+        )
     if precision is not None:
         check_experts(spec)
         spec = fp8_settings(manifest, role).applied(spec)
     saved = RoleWeights(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
+    spec = replace(spec, mtp=spec.mtp and multi_token)
     written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
     kept = multi_token or has_vision_tower(spec)
     source = _source_of_kept(checkpoint, manifest, spec, base, model_of_run) if kept else None
     further = KeptTensors(spec, source, written, precision, multi_token=multi_token)
-    if base is not None and not further.tensors:
+    if base is not None and not further.tensors and not spec.mtp:
         raise UserError(
             f"export: --base {base} has no layers for multi-token prediction; expected --no-multi-token in its place"
         )
@@ -136,7 +142,8 @@ def export_checkpoint(
         begin_export(out, partial)
         files.create()
         for name, box, values in saved.chunks(spec.hf_tensors.keys() - quantised):
-            files.write(name, box, values)
+            for stored in further.with_copies(name, box, values):
+                files.write(*stored)
         for name in sorted(quantised):
             for stored in stored_tensors(*saved.complete(spec.hf_tensors[name]), written, precision):
                 files.write(*stored)
@@ -167,7 +174,7 @@ def _source_of_kept(
 ) -> Path | None:
     """Check the directory with a vision tower or layers for multi-token prediction of a checkpoint's model.
 
-    None without any.
+    None without any, and where the run's model is gone whose layer the checkpoint has.
 
     Raises:
         UserError: there is no such directory, or it has another model; none is known, and the model has such tensors;
@@ -197,6 +204,8 @@ def _source_of_kept(
             )
         return None
     given = Path(known)
+    if spec.mtp and base is None and not given.is_dir():  # the checkpoint has the layer
+        return None
     if not given.is_dir():
         raise UserError(
             f"export: no directory {given}, the model of {checkpoint} with the {kept}, which exports have; "

@@ -119,6 +119,7 @@ class RoleSummary:
         parameters: elements of the complete model, or of its adapters.
         optimizer_step: None if there is no state of an optimizer.
         adapters: None where the weights of the model are stored.
+        mtp: True if the layer for multi-token prediction is stored with them.
     """
 
     __pydantic_config__ = _STRICT
@@ -130,6 +131,7 @@ class RoleSummary:
     parameters: Annotated[int, Field(ge=0)]
     optimizer_step: Annotated[int, Field(ge=0)] | None
     adapters: StoredAdapters | None = None
+    mtp: bool = False
 
 
 @dataclass(frozen=True)

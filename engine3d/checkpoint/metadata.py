@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,7 @@ def stored_spec(model: Path, summary: RoleSummary) -> ModelSpec:
     Raises:
         UserError: as `load_model_spec`; or the adapters do not fit the model.
     """
-    spec = load_model_spec(model, value_head=summary.value_head)
+    spec = replace(load_model_spec(model, value_head=summary.value_head), mtp=summary.mtp)
     if (adapters := summary.adapters) is None:
         return spec
     return AdapterSpec.of(spec, LoraConfig(rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets))

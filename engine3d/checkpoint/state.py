@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -167,7 +168,7 @@ def parameter_shards(engine: TrainEngine) -> list[ParameterShard]:
     for optimizer in _optimizers(engine):
         owners |= dict.fromkeys(optimizer.model_param_gbuf_map, optimizer)
     shards = []
-    for local, parameter in rank_parameters(engine.module, engine.trained, engine.layout, engine.coordinates):
+    for local, parameter in rank_parameters(engine.weighted, engine.trained, engine.layout, engine.coordinates):
         optimizer = owners.get(parameter)
         if optimizer is not None:
             owned = optimizer._get_model_param_range_map(parameter)["param"]
@@ -183,7 +184,7 @@ def writes(shard: ParameterShard) -> bool:
 
 
 def _optimizers(engine: TrainEngine) -> Iterator[Any]:
-    return iter(buffer_optimizers(engine.optimizer) if engine.optimizer is not None else ())
+    return chain.from_iterable(map(buffer_optimizers, engine.optimizers))
 
 
 def optimizer_step(engine: TrainEngine) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from engine3d.dtypes import ITEMSIZES
@@ -81,6 +81,7 @@ def serving_by_rank(
     from engine3d.reshard.describe.simulate import trace_engine_layout
 
     dtype = getattr(torch, config.dtype)
+    spec = replace(spec, mtp=False)  # SGLang has the layer that drafts as a model of its own
     traces = trace_engine_layout(
         spec.hf_config,
         served_tensors(spec, dtype, config.precision),

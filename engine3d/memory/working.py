@@ -81,9 +81,10 @@ def update_peak(
     of_experts = 0
     if has_experts and config.lora is None:  # which freezes them
         of_experts = gradients_of_experts(spec.sizes, layout, ITEMSIZES[config.dtype])
+    head = _head(spec, layout, at, config, rank_tokens, backward=True)
     return WorkingBytes(
         activations=round(kept * rank_tokens),
-        logits=_head(spec, layout, at, config, rank_tokens, backward=True),
+        logits=head + (_multi_token(spec, layout, at, config, rank_tokens) if spec.mtp else 0),
         layer=round(max(chunk.layer_peak for chunk in chunks) * rank_tokens) + of_experts,
     )
 
@@ -181,6 +182,17 @@ def _capacity_factor(spec: ModelSpec, layout: Layout, config: TrainConfig) -> fl
     from engine3d.models.experts.row_capacity import SLACK  # imports torch
 
     return 1 + SLACK
+
+
+def _multi_token(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, tokens: int) -> int:
+    """Bytes of a layer for multi-token prediction, whose passes are done while the model's logits wait."""
+    sizes, itemsize, cut = spec.sizes, ITEMSIZES[config.dtype], {"sequence_parallel": config.sequence_parallel}
+    how = cut | {"fused_experts": config.has_fused_experts(sizes, layout)}
+    of_layer = saved_by_layer(sizes, layout, sizes.layers - 1, itemsize, **how, fused_query_key=False, capacity=1.0)
+    of_layer += gradients_of_layer(sizes, layout, sizes.layers - 1, itemsize, **how, capacity=1.0)
+    states = 4 * hidden_state(sizes, layout, itemsize, **cut)  # normed, and joined
+    head = _head(spec, layout, at, config, tokens, backward=False)
+    return round((of_layer + states) * tokens) + head + gradients_of_experts(sizes, layout, itemsize)
 
 
 def _head(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, tokens: int, *, backward: bool) -> int:

@@ -6,6 +6,7 @@ and `{expert}` the expert's number in the HuggingFace model on one side and on t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from engine3d.models.rules import (
@@ -24,6 +25,7 @@ from engine3d.models.rules import (
 from engine3d.models.sizes import Delta, Latent, Sizes
 
 MEGATRON = "decoder.layers.{layer}."
+MTP = "mtp."
 HF = "model.layers.{layer}."
 DELTA_NET = HF + "linear_attn."
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
@@ -273,6 +275,31 @@ def shared_expert(sizes: Sizes, name: str = "shared_experts") -> tuple[Rule, ...
         return rules
     gate = HFTensor(f"{hf}{name}_gate.weight", (1, sizes.hidden))
     return (*rules, Rule(megatron + "gate_weight", Replicated(gate)))
+
+
+def multi_token(sizes: Sizes, layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """A layer for multi-token prediction: a projection of a token's embedding and a hidden state, and a decoder layer.
+
+    Args:
+        sizes: of the model.
+        layer: the rules of the model's last layer, which the decoder layer is like.
+    """
+    hidden, inner = sizes.hidden, MTP + "mtp_model_layer."
+
+    def renamed(name: str | None) -> str | None:
+        return None if name is None else name.replace(MEGATRON, inner)
+
+    projection = HFTensor(HF + "eh_proj.weight", (hidden, 2 * hidden))
+    return (
+        norm(MTP + "enorm.weight", HF + "enorm.weight", hidden),
+        norm(MTP + "hnorm.weight", HF + "hnorm.weight", hidden),
+        Rule(MTP + "eh_proj.weight", ColumnParallel(projection)),
+        *(
+            replace(rule, name=rule.name.replace(MEGATRON, inner), transformer_engine=renamed(rule.transformer_engine))
+            for rule in layer
+        ),
+        norm(MTP + "final_layernorm.weight", HF + "shared_head.norm.weight", hidden),
+    )
 
 
 def norm(name: str, hf_name: str, length: int, transformer_engine: str | None = None, *, centred: bool = False) -> Rule:

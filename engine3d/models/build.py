@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import ValueHead
-from engine3d.models.megatron_config import layer_spec, transformer_config
+from engine3d.models.megatron_config import layer_spec, mtp_spec, transformer_config
 from engine3d.models.precision import Precision
 
 # It warns at every build that GPTModel will give way to HybridModel; the version is pinned.
@@ -78,6 +79,40 @@ def build_model(
         for chunk in range(layout.vpp)
     ]
     return torch.nn.ModuleList(chunks) if layout.vpp > 1 else chunks[0]
+
+
+def build_mtp(
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: torch.dtype,
+    trunk: GPTModel,
+    overrides: Mapping[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Build this rank's part of the layer for multi-token prediction, which is no part of the model that it is next to.
+
+    Its inputs are cut off from the gradient (`mtp_detach_heads`). Its activations are kept: they are few.
+
+    Args:
+        spec: of the model with the layer.
+        layout: without pipeline stages.
+        dtype: of the parameters.
+        trunk: the rank's part of the model.
+        overrides: arguments of Megatron's TransformerConfig.
+    """
+    detached = {"mtp_num_layers": 1, "mtp_detach_heads": True, "recompute_granularity": None}
+    config = transformer_config(spec, layout, dtype, **{**(overrides or {}), **detached})
+    layer = build_module(mtp_spec(spec, config), config=config, pg_collection=trunk.pg_collection)
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(torch.cuda.current_device())
+    return layer  # type: ignore[no-any-return]
+
+
+def with_mtp(trunk: GPTModel, layer: torch.nn.Module) -> torch.nn.Module:
+    """Join the modules of a model and of its layer for multi-token prediction, as the rules name their parameters."""
+    joined = torch.nn.Module()
+    for name, module in (*trunk.named_children(), ("mtp", layer)):
+        joined.add_module(name, module)
+    return joined
 
 
 def model_chunks(model: torch.nn.Module) -> list[Any]:

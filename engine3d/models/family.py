@@ -95,6 +95,7 @@ class ModelSpec:
         value_head: whether a scalar head takes the place of the output layer, as in a critic or a reward model.
         expert_order: how the experts of one rank are numbered.
         unquantised: modules (`rules.module_of`) that the model in fp8 leaves in its dtype (`Fp8Settings.applied`).
+        mtp: True if the layer for multi-token prediction is part of the model, because it is trained.
     """
 
     family: Family
@@ -105,6 +106,7 @@ class ModelSpec:
     value_head: bool = False
     expert_order: ExpertOrder = "ascending"
     unquantised: frozenset[str] = frozenset()
+    mtp: bool = False
     adapters: ClassVar[bool] = False
     """True of a specification of a model's adapters."""
 
@@ -131,6 +133,7 @@ class ModelSpec:
             experts=self.sizes.experts,
             layer_costs=tuple(multiplications(rules, per_token) for rules in layers),
             head_cost=multiplications(last, per_token),
+            mtp=blocks.multi_token(self.sizes, self._layer(self.sizes.layers - 1)) if self.mtp else (),
         )
 
     def _layer(self, number: int) -> tuple[Rule, ...]:
@@ -244,7 +247,7 @@ class ModelSpec:
         expert = 3 * sizes.hidden * sizes.expert_ffn
         if sizes.expert_biases:
             expert += 2 * sizes.expert_ffn + sizes.hidden
-        return total - sum(sizes.sparse) * (sizes.experts - sizes.experts_per_token) * expert
+        return total - (sum(sizes.sparse) + self.mtp) * (sizes.experts - sizes.experts_per_token) * expert
 
 
 def _elements(tensor: HFTensor) -> int:

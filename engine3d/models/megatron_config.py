@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec_for_backend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -252,6 +254,13 @@ def layer_spec(
             for number, layer in enumerate(layers, first)
         ]
     return replace(block, layer_specs=layers)
+
+
+def mtp_spec(spec: ModelSpec, config: TransformerConfig) -> ModuleSpec:
+    """Megatron's layer for multi-token prediction, with the modules of the model's last layer."""
+    layers = layer_spec(spec, config).layer_specs
+    mtp = get_mtp_layer_spec_for_backend(layers[-1], LocalSpecProvider())
+    return replace(mtp, submodules=replace(mtp.submodules, enorm=RMSNorm, hnorm=RMSNorm, layer_norm=RMSNorm))
 
 
 def _with_delta_net(layer: ModuleSpec, delta: Delta) -> ModuleSpec:

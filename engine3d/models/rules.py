@@ -410,6 +410,8 @@ class ModelRules:
         experts: of a layer that has experts.
         layer_costs: `multiplications` of each layer. They balance pipeline stages, also of some of the rules.
         head_cost: the same of the output layer.
+        mtp: the rules of a trained layer for multi-token prediction, which files number after the others. It has the
+            memory of a model chunk of its own.
     """
 
     first: tuple[Rule, ...]
@@ -418,12 +420,18 @@ class ModelRules:
     experts: int = 0
     layer_costs: tuple[int, ...] = ()
     head_cost: int = 0
+    mtp: tuple[Rule, ...] = ()
 
     @cached_property
     def hf_tensors(self) -> dict[str, HFTensor]:
         """Every tensor of the HuggingFace model by name."""
         tensors: dict[str, HFTensor] = {}
-        for layer, rules in [(0, self.first), *enumerate(self.layers), (0, self.last)]:
+        for layer, rules in [
+            (0, self.first),
+            *enumerate(self.layers),
+            (0, self.last),
+            (len(self.layers), self.mtp),
+        ]:
             for rule in rules:
                 for expert in range(self.experts if rule.per_expert else 1):
                     for template in rule.cut.tensors:
@@ -542,6 +550,8 @@ def local_parameters(
     for rule in rules.last if coordinates.pp == layout.pp - 1 else ():
         if not (rule.shared and layout.pp == 1):
             add(rule, layout.vpp - 1)
+    for rule in rules.mtp if coordinates.pp == layout.pp - 1 else ():
+        add(rule, layout.vpp, len(rules.layers))
     return parameters
 
 

@@ -238,15 +238,25 @@ class RolloutEngine(HostOwner):
         return result
 
     def share_weights(
-        self, name: str = "engine", first_rank: int = 0, locations: Sequence[Location] | None = None
+        self,
+        name: str = "engine",
+        first_rank: int = 0,
+        locations: Sequence[Location] | None = None,
+        *,
+        drafts: bool = False,
     ) -> list[SharedShards]:
         """Share each rank's memory: the elements of the model in it, and handles by which trainers can map it.
 
         `name`: how errors call the engine. `first_rank`: of its ranks among those of all engines. `locations`: of each
-        rank's memory, where the platform cannot know.
+        rank's memory, where the platform cannot know. `drafts`: True if transfers bring the layer that drafts, too.
+
+        Raises:
+            UserError: nothing drafts here.
         """
+        if drafts and not self.config.draft_tokens:
+            raise UserError("transfers that bring the layer that drafts need draft_tokens, found 0")
         return self._call_ranks(
-            "description of weights", "share", name=name, first_rank=first_rank, locations=locations
+            "description of weights", "share", name=name, first_rank=first_rank, locations=locations, drafts=drafts
         )
 
     def weight_bytes(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
-from engine3d.models.files.multi_token import check_drafting_layer
+from engine3d.models.files.multi_token import DRAFTING_FAMILIES, check_drafting_layer
 from engine3d.models.files.safetensors_files import StoredTensor, TensorFiles
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.spec import target_names
@@ -23,9 +23,6 @@ _WITH_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3")
 _WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe")
 _WITH_ADAPTED_ATTENTION = ("gpt_oss", "minimax_m2", "mixtral")
 """Families whose adapters SGLang was seen to add: of all layers, of experts too, of attention alone."""
-
-_WITH_DRAFTS = ("deepseek_v3", "glm4_moe")
-"""Families whose layer for multi-token prediction SGLang was seen to draft with."""
 
 _DETERMINISTIC = ("fa3", "flashinfer", "triton")
 _DETERMINISTIC_LATENT = ("fa3", "triton")
@@ -110,7 +107,7 @@ def _check_routes(spec: ModelSpec) -> None:
 def _check_drafts(spec: ModelSpec, config: RolloutConfig) -> None:
     """Refuse drafts of a model whose layers for multi-token prediction were not tried, or that has none."""
     setting = f"rollout.engine.draft_tokens={config.draft_tokens}"
-    if spec.family.name not in _WITH_DRAFTS:
+    if spec.family.name not in DRAFTING_FAMILIES:
         raise UserError(f"{setting} was not tried with {spec.family.architecture}; expected 0")
     if not spec.sizes.is_sparse(spec.sizes.layers - 1):
         raise UserError(f"{setting} was not tried with a model whose last layer has no experts; expected 0")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.family import ModelSpec
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.precision import Fp8Settings, SetPrecision
 from engine3d.models.sizes import ROW_ELEMENTS, Sizes
@@ -117,6 +119,25 @@ class OptimizerConfig(Settings):
         return self
 
 
+class MtpConfig(Settings):
+    """Training of a model's layer for multi-token prediction, with an optimizer of its own.
+
+    It learns the tokens that the policy learns, from states of the policy, which it leaves alone: the policy's gradient
+    is bit for bit the same with and without. Schedule and further settings are those of `optimizer`.
+    """
+
+    lr: float | None = Field(
+        None, gt=0, le=10, description="learning rate after the warm-up; null: that of the model's optimizer"
+    )
+    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm of the layer; 0 for no clipping")
+
+    def optimizer(self, of_model: OptimizerConfig) -> OptimizerConfig:
+        """Settings of the layer's optimizer, from those of the model's."""
+        lr = self.lr or of_model.lr
+        changed = {"lr": lr, "min_lr": of_model.min_lr * lr / of_model.lr, "clip_grad": self.clip_grad}
+        return of_model.model_copy(update=changed)
+
+
 class TrainConfig(Settings):
     """One model's training: layout, precision and optimizer."""
 
@@ -131,6 +152,11 @@ class TrainConfig(Settings):
     )
     fp8: Fp8Settings = Fp8Settings()
     optimizer: OptimizerConfig = OptimizerConfig()
+    mtp: MtpConfig | None = Field(
+        None,
+        description="train the layer for multi-token prediction with which engines draft, apart from the model; null: "
+        "leave it as it is in the model's files",
+    )
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters and leave the model as it is; null: train all weights"
     )
@@ -202,6 +228,10 @@ class TrainConfig(Settings):
         description="further fields of Megatron-Core's TransformerConfig, as they are named there: those of "
         "docs/megatron_options.md",
     )
+
+    def with_mtp(self, spec: ModelSpec) -> ModelSpec:
+        """The model, with its layer for multi-token prediction if that is trained."""
+        return spec if self.mtp is None else replace(spec, mtp=True)
 
     def gathers_tokens(self, layout: Layout) -> bool:
         """True if ranks that share experts gather each other's tokens, and so need as many each."""

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ class TrainEngine(TrainedModel):
         left on the device only begins; its memory is free with `onload`.
         """
         if self.optimizer is not None:
-            for chunk in self.chunks:
+            for chunk in self.gradient_chunks:
                 chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         if self._offload is not None:
             if self._host_state is not None:
@@ -103,9 +104,9 @@ class TrainEngine(TrainedModel):
 
     def _resident(self) -> Iterator[Tensor]:
         """Tensors that the device has between updates."""
-        yield from self.module.parameters()
-        yield from self.module.buffers()
-        for of_buffer in buffer_optimizers(self.optimizer) if self.optimizer is not None else ():
+        yield from self.weighted.parameters()
+        yield from self.weighted.buffers()
+        for of_buffer in chain.from_iterable(map(buffer_optimizers, self.optimizers)):
             for group in of_buffer.optimizer.param_groups:
                 yield from group["params"]
             for state in of_buffer.optimizer.state.values():
@@ -134,9 +135,9 @@ class TrainEngine(TrainedModel):
                 self._offload.forget()
             if self.adapters is not None:
                 raise UserError(f"load of {directory}: adapters belong to the model that they were trained on")
-            load_weights(self.module, self.spec, self.layout, self.coordinates, directory)
-            if self.optimizer is not None:
-                self.optimizer.reload_model_params()
+            load_weights(self.weighted, self.spec, self.layout, self.coordinates, directory)
+            for optimizer in self.optimizers:
+                optimizer.reload_model_params()
 
     def export(
         self,
@@ -156,7 +157,7 @@ class TrainEngine(TrainedModel):
         with self._onloaded():
             for spec, path in [(self.spec, directory), *([(self.trained, directory / ADAPTERS)] if apart else [])]:
                 export_weights(
-                    self.module,
+                    self.weighted,
                     spec,
                     self.layout,
                     self.coordinates,
@@ -199,10 +200,10 @@ class TrainEngine(TrainedModel):
         from engine3d.reshard.describe.source import model_shards
         from engine3d.reshard.transport.sender import WeightSender
 
-        parameters = rank_parameters(self.module, self.spec, self.layout, self.coordinates)
+        parameters = rank_parameters(self.weighted, self.spec, self.layout, self.coordinates)
         updates: list[Callable[[], None]] = []
         if self._sends_adapters:
-            parameters += rank_parameters(self.module, self.trained, self.layout, self.coordinates)
+            parameters += rank_parameters(self.weighted, self.trained, self.layout, self.coordinates)
         elif self.adapters is not None:
             from engine3d.reshard.transport.merged import MergedWeights
 
@@ -225,5 +226,5 @@ class TrainEngine(TrainedModel):
         gc.unfreeze()
         if self._host_state is not None:
             self._host_state.release()
-        forget_pass(self.module)
+        forget_pass(self.weighted)
         parallel.release()

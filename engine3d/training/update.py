@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from engine3d.models.experts.routing_replay import ReplayStats
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.host_state import HostState
+from engine3d.training.multi_token import MtpUpdate, MultiTokenTraining
 from engine3d.training.optimizer import buffer_optimizers, build_optimizer, element_bytes, wrap_for_training
 from engine3d.training.passes.forward import ForwardModel, LossFunction
 from engine3d.training.passes.sequences import MicroBatch, Sequences
@@ -51,6 +53,7 @@ class UpdateResult:
             ranks; None without such ranks.
         recomputed: how often all micro-batches were computed again, because rows of experts exceeded their capacity;
             None where capacity is not predicted.
+        mtp: update of the layer for multi-token prediction; None where none is trained.
     """
 
     loss_outputs: list[Any]
@@ -68,6 +71,7 @@ class UpdateResult:
     replay: ReplayStats | None = None
     bubble: float | None = None
     split_share: float | None = None
+    mtp: MtpUpdate | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class TrainedModel(ForwardModel):
         self._settled = False
         self._host_state: HostState | None = None
         self._bias_rate = 0.0
+        self._mtp: MultiTokenTraining | None = None
         if trainable:
             if self.spec.sizes.experts:
                 from engine3d.models.experts.router import load_balance
@@ -101,6 +106,15 @@ class TrainedModel(ForwardModel):
                     self._bias_rate = self.megatron.moe_router_bias_update_rate
             with platform.shareable_memory():
                 self.chunks = wrap_for_training(self.module, self.config, self.adapters)
+                if self.mtp is not None:
+                    self._mtp = MultiTokenTraining(
+                        self.mtp,
+                        self.module,
+                        self.config,
+                        vocabulary=self.spec.vocab_size,
+                        tp_group=self._tp_group,
+                        dp_group=self._dp_group,
+                    )
             self._start_optimizer()
         else:
             self.module.eval().requires_grad_(False)
@@ -141,8 +155,10 @@ class TrainedModel(ForwardModel):
         predicted = self._predicted
         recomputed_before = 0 if predicted is None else predicted.recomputed
         run = partial(self._run, batches, partial(self._loss, loss_function, temperature, with_entropy))
-        with self._routed(sequences, batches, forward_only=False):
+        learning = nullcontext() if self._mtp is None else self._mtp.update(batches, temperature)
+        with self._routed(sequences, batches, forward_only=False), learning:
             loss_outputs, routing = self._run_with_routing(sequences, batches, partial(run, forward_only=False))
+        mtp = None if self._mtp is None else self._mtp.finish()
         replay = self._replay.finish() if self._replay is not None and sequences.routes is not None else None
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         # Looked at before `step`, which would write a gradient that is not finite into the weights.
@@ -173,6 +189,7 @@ class TrainedModel(ForwardModel):
             replay,
             self.layout.bubble(len(batches)) if self.layout.pp > 1 else None,
             sum(batch.split for batch in batches) / len(batches) if self.layout.cp > 1 else None,
+            mtp,
         )
 
     def _step(self) -> None:
@@ -180,6 +197,8 @@ class TrainedModel(ForwardModel):
         assert self.optimizer is not None
         self.optimizer.step()
         self.scheduler.step(1)
+        if self._mtp is not None:
+            self._mtp.step()
         if self._balance is not None and self._bias_rate > 0:
             self._balance.move_biases(self._bias_rate)
         if not self._settled:
@@ -222,6 +241,12 @@ class TrainedModel(ForwardModel):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            if self._mtp is not None:
+                self._mtp.reset()
+
+    def _after_forward(self, batch: MicroBatch) -> None:
+        if self._mtp is not None:
+            self._mtp.learn(batch)
 
     def trace_next_update(self, path: Path, micro_batches: int) -> None:
         """Write a trace of some micro-batches of the next update on this rank; see `UpdateTrace`."""
@@ -250,6 +275,23 @@ class TrainedModel(ForwardModel):
             self._host_state.release()
         self.optimizer = self.scheduler = self._host_state = None
         self._start_optimizer()
+        if self._mtp is not None:
+            self._mtp.start_optimizer(self.config)
+
+    @property
+    def gradient_chunks(self) -> list[Any]:
+        """Everything wrapped for training: the model's chunks, and its layer for multi-token prediction."""
+        return [*self.chunks, *([] if self._mtp is None else [self._mtp.chunk])]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Megatron-Core's optimizers of these; none of a model that is not trained."""
+        return [trained.optimizer for trained in (self, self._mtp) if trained is not None and trained.optimizer]
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """Learning-rate schedules of these."""
+        return [trained.scheduler for trained in (self, self._mtp) if trained is not None and trained.scheduler]
 
     @property
     def host_state(self) -> HostState | None:
@@ -265,11 +307,13 @@ class TrainedModel(ForwardModel):
         if self._host_state is not None:
             self._host_state.make(initialise)
             return
-        for of_buffer in buffer_optimizers(self.optimizer):
-            for group in of_buffer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    initialise(of_buffer.optimizer, parameter)
+        for optimizer in self.optimizers:
+            for of_buffer in buffer_optimizers(optimizer):
+                for group in of_buffer.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        initialise(of_buffer.optimizer, parameter)
 
     def restart_schedule(self) -> None:
         """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""
-        self.scheduler.step(-self.scheduler.num_steps)
+        for scheduler in self.schedulers:
+            scheduler.step(-scheduler.num_steps)

@@ -43,9 +43,13 @@ _ADAPTERS = "train.lora"
 """Settings by which a checkpoint holds adapters, but for how engines get these."""
 _ADAPTERS_OF_ENGINES = "train.lora.engine"
 
+_MTP = "train.mtp"
+"""Setting by which a checkpoint holds the layer for multi-token prediction."""
+
 _SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
     "train.lora": None,
+    _MTP: None,
     _ADAPTERS_OF_ENGINES: "merged",
     **{f"train.fp8.{name}": value for name, value in NOTHING_LEFT_OUT.model_dump().items()},
     "data.files": None,
@@ -234,9 +238,11 @@ def _files_checksums(files: FilesConfig) -> dict[str, str]:
 
 def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint."""
-    return {
+    flat = _SINCE | _flat(settings)
+    trained = any(name.startswith(f"{_MTP}.") for name in flat)
+    return {_MTP: "trained" if trained else None} | {
         name: _without_paths(value) if name in _SOURCES else value
-        for name, value in (_SINCE | _flat(settings)).items()
+        for name, value in flat.items()
         if name in _MADE_BY
         or (name.startswith(_ADAPTERS) and name != _ADAPTERS_OF_ENGINES)
         or (name.startswith("data.") and name not in _FILES_OF_DATA)

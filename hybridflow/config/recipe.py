@@ -125,6 +125,7 @@ class Recipe(Settings):
             *self._of_episodes(),
             *self._of_sets(),
             *self._of_adapters(),
+            *self._of_mtp(),
         ]
         if errors := [*self._missing(), *fitting, *self._unused()]:
             raise ValueError("; ".join(errors))
@@ -299,6 +300,19 @@ class Recipe(Settings):
                 "expected warmup=null, or a reference.path"
             )
 
+    def _of_mtp(self) -> Iterator[str]:
+        """Yield what does not go with training of the layer for multi-token prediction."""
+        for role, model in self.models.items():
+            if model.train is not None and model.train.mtp is not None:
+                yield f"{role}.train.mtp is set, and the layer that drafts is of the actor alone; expected null"
+        if self.train.mtp is not None and self.actor is not None:
+            yield "train.mtp with several actors, which was not tried; expected null"
+        if self.train.mtp is not None and not (self.algorithm.needs_engines and self.rollout.engine.draft_tokens):
+            yield (
+                "train.mtp trains the layer with which engines draft, and none does; expected "
+                "rollout.engine.draft_tokens above 0, or train.mtp=null"
+            )
+
     @property
     def served_adapters(self) -> LoraConfig | None:
         """Adapters that engines get apart from the model; None where there are none, or they are merged.
@@ -466,7 +480,7 @@ class Recipe(Settings):
         if role == "actor":
             return self.train
         # Routes are of the actor's samples and weights, adapters of the actor, and what engines leave in bf16 too.
-        others: dict[str, Any] = {"routing_replay": "none", "older_routes": "keep", "lora": None}
+        others: dict[str, Any] = {"routing_replay": "none", "older_routes": "keep", "lora": None, "mtp": None}
         if self.train.precision is None:
             others["fp8"] = NOTHING_LEFT_OUT
         return self.models[role].train or self.train.model_copy(update=others)

@@ -204,6 +204,14 @@ GENERATION = (
         (metrics.STREAM_BUSY, r"stream/cache_use_\w+", metrics.STREAM_PREFIX_HITS, metrics.STREAM_WAIT_SHARE),
         from_zero=True,
     ),
+    MetricPlot("mtp-loss", "Loss of the layer that drafts, of a token", "nats", (metrics.TRAIN_MTP_LOSS,)),
+    MetricPlot(
+        "mtp-gradient-norm",
+        "Gradient norm of the layer that drafts",
+        "norm",
+        (metrics.TRAIN_MTP_GRADIENT_NORM,),
+        from_zero=True,
+    ),
     MetricPlot(
         "drafts",
         "Tokens of a forward pass that verifies drafts, mean of a request",

@@ -179,6 +179,7 @@ def _recipe(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Placement", _pairs({name: text for name, text in _mapping(run, "placement").items() if name != "pools"})
     yield "Pools", _pairs(run.setting("placement.pools"))
     yield "Adapters", _adapters(run)
+    yield "Training of the layer that drafts", _drafting(run)
     for name, setting in _SETTINGS:
         yield name, _text(run.setting(setting))
 
@@ -190,6 +191,15 @@ def _adapters(run: RunData) -> str:
         return ""
     targets = ", ".join(lora.get("targets") or ("attention, MLP and experts",))
     return f"rank {lora.get('rank')}, alpha {lora.get('alpha'):g}, of {targets}"
+
+
+def _drafting(run: RunData) -> str:
+    """Learning rate and clipping of the layer that drafts; empty where it is not trained."""
+    mtp = _mapping(run, "train.mtp")
+    if not mtp:
+        return ""
+    rate = "that of the actor" if mtp.get("lr") is None else f"{mtp['lr']:g}"
+    return f"learning rate {rate}, gradient norm up to {mtp.get('clip_grad')}"
 
 
 def _engine(run: RunData) -> dict[str, Any]:

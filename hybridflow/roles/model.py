@@ -38,6 +38,7 @@ from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
     from engine3d.checkpoint.writing.save import SaveStart
+    from engine3d.training.multi_token import MtpUpdate
     from engine3d.training.passes.forward import LossFunction
     from engine3d.training.update import UpdateGuard
 
@@ -77,6 +78,8 @@ class Update:
     """Idle time of a rank over its computing time by the pipeline's schedule; None without pipeline stages."""
     split_share: float | None = None
     """Share of its micro-batches with split sequences; None without context-parallel ranks."""
+    mtp: MtpUpdate | None = None
+    """Update of the layer for multi-token prediction; None where none is trained."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ class ModelWorker:
             again=result.recomputed,
             bubble=result.bubble,
             split_share=result.split_share,
+            mtp=result.mtp,
         )
 
     @register(ONE_TO_ALL)
@@ -340,6 +344,9 @@ def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACT
         values[names.pipeline_bubble] = sum(ranks[0].bubble or 0.0 for ranks in updates) / len(updates)
     if every[0].split_share is not None:
         values[names.split_share] = sum(update.split_share or 0.0 for update in every) / len(every)
+    if learned := [ranks[0].mtp for ranks in updates if ranks[0].mtp is not None]:
+        values[metrics.TRAIN_MTP_LOSS] = sum(update.loss for update in learned) / len(learned)
+        values[metrics.TRAIN_MTP_GRADIENT_NORM] = sum(update.grad_norm for update in learned) / len(learned)
     values |= replay_metrics([ranks[0].replay for ranks in updates])
     device_seconds = sum(max(update.seconds for update in ranks) * _devices(ranks) for ranks in updates)
     values[names.device_throughput] = sum(update.tokens for update in every) / device_seconds

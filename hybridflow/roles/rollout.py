@@ -331,11 +331,16 @@ class RolloutWorker:
 
     @register(ONE_TO_ALL)
     @on_first_host(list[SharedShards]())
-    def share_weights(self) -> list[SharedShards]:
-        """Describe the elements of the model in the memory of each of this engine's ranks, and how to reach them."""
+    def share_weights(self, *, drafts: bool = False) -> list[SharedShards]:
+        """Describe the elements of the model in the memory of each of this engine's ranks, and how to reach them.
+
+        Args:
+            drafts: True if transfers bring the layer that drafts, too.
+        """
         if self._engine.config.release_weights:
             self._weight_bytes = self._engine.weight_bytes()
-        return self._engine.share_weights(f"rollout engine {self._number}", self._ranks.start, self._locations)
+        name = f"rollout engine {self._number}"
+        return self._engine.share_weights(name, self._ranks.start, self._locations, drafts=drafts)
 
     @register(ALL_TO_ALL)
     @on_first_host(None)

@@ -13,7 +13,7 @@ from engine3d.cleaning import cleaning
 from engine3d.errors import DamagedCheckpointError
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.spec import AdapterSpec
-from engine3d.models.precision import Fp8Settings
+from engine3d.training.config import TrainConfig
 from hybridflow.checkpoint.driver_state import Measurements
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
@@ -128,7 +128,7 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
             recipe.metrics.device_interval_s,
             run.directory / DEVICES,
         ) as devices,
-        _weight_sync(recipe.model, recipe.train.fp8, recipe.rollout, recipe.served_adapters, run, roles) as weights,
+        _weight_sync(recipe.model, recipe.train, recipe.rollout, recipe.served_adapters, run, roles) as weights,
         SampleStore(recipe.samples, run.directory / SAMPLE_STORE, run.steps_done) as samples,
         EventLog(run.directory / EVENTS, run.steps_done, enabled=recipe.samples.events) as events,
     ):
@@ -144,11 +144,11 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
 
 
 def _weight_sync(
-    model: ModelConfig, fp8: Fp8Settings, rollout: RolloutRole, adapters: LoraConfig | None, run: Run, roles: Roles
+    model: ModelConfig, train: TrainConfig, rollout: RolloutRole, adapters: LoraConfig | None, run: Run, roles: Roles
 ) -> WeightSync | NoEngines:
     if roles.rollout is None:
         return NoEngines()
-    spec = fp8.applied(initial_spec(model))
+    spec = train.with_mtp(train.fp8.applied(initial_spec(model)))
     apart = AdapterSpec.of(spec, adapters) if adapters is not None else None
     return WeightSync(roles.actor, roles.rollout, spec, rollout, run.directory / WEIGHTS, roles.leased, apart)
 

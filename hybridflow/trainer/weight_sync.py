@@ -337,7 +337,7 @@ class WeightSync:
             return ()
         sources = self._sources = self._sources or self._actor.share_weights().result()
         if new := [engine for engine in present if engine not in self._shared]:
-            shards = self._rollout.engines(new).share_weights().result()[:: self._hosts]
+            shards = self._rollout.engines(new).share_weights(drafts=self._spec.mtp).result()[:: self._hosts]
             self._shared |= zip(new, shards, strict=True)
         shared = self._shared
         self._connections += 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks import logprobs
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
@@ -21,12 +24,34 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 STEPS, DRAFTS, TOKENS = 4, 2, 12
 
 
-def _run(name: str, directory: Path, *settings: str) -> list[dict[str, Any]]:
-    """Run with drafts of a model that knows only the last token, as the layer does until the model is trained."""
+def _run(name: str, directory: Path, *settings: str, knows: bool = True) -> list[dict[str, Any]]:
+    """Run with drafts of a model that knows only the last token, as the layer does until the model is trained.
+
+    Without `knows` the layer has a random projection.
+    """
     make(name, directory / "model", changes={"bos_token_id": 1, "eos_token_id": 2})
     add_drafting_layer(directory / "model", follows_token=True)
+    if not knows:
+        file = directory / "model" / "multi_token.safetensors"
+        tensors = load_file(file)
+        (projection,) = (name for name in tensors if name.endswith("eh_proj.weight"))
+        tensors[projection] = torch.randn(tensors[projection].shape, generator=torch.Generator().manual_seed(0)) * 0.1
+        save_file(tensors, file, metadata={"format": "pt"})
     make_character_tokenizer(ARITHMETIC_CHARACTERS, directory / "model")
-    settings = (
+    done = run_recipe(DEMO, directory, *_settings(directory, *settings))
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = records(directory / "small", "train")
+    assert all(step[metrics.TRAIN_GRADIENT_NORM] > 0 for step in steps)
+    if not knows:
+        return steps
+    assert len(steps) == STEPS
+    # A stream may have drawn the samples of the last step before it.
+    assert 1.1 < steps[0][metrics.ROLLOUT_ACCEPTANCE_LENGTH] < 1 + DRAFTS
+    return steps
+
+
+def _settings(directory: Path, *settings: str) -> tuple[str, ...]:
+    return (
         "warmup=null",
         f"trainer.steps={STEPS}",
         "model.create=null",
@@ -40,14 +65,6 @@ def _run(name: str, directory: Path, *settings: str) -> list[dict[str, Any]]:
         *settings,
         rewarded_by_length(directory),
     )
-    done = run_recipe(DEMO, directory, *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps = records(directory / "small", "train")
-    assert len(steps) == STEPS
-    assert all(step[metrics.TRAIN_GRADIENT_NORM] > 0 for step in steps)
-    # A stream may have drawn the samples of the last step before it.
-    assert 1.1 < steps[0][metrics.ROLLOUT_ACCEPTANCE_LENGTH] < 1 + DRAFTS
-    return steps
 
 
 @proves("glm4_moe", "tp ep packing streams checkpoints resharding drafts")
@@ -87,3 +104,42 @@ def test_engines_have_the_log_probs_of_a_pipeline(tmp_path: Path) -> None:
         "train.optimizer.offload=true",
     )
     assert all(step[metrics.MISMATCH_LOGPROB_MAX] < 1e-4 for step in steps)
+
+
+TRAINED = (
+    "rollout.verify_weights=true",
+    "placement.rollout=cpu:2",
+    "train.optimizer={lr: 1.0e-5, warmup_steps: 0}",
+    "train.mtp={lr: 1.0e-2}",
+)
+
+
+@proves("glm4_moe", "tp ep packing checkpoints resharding drafts mtp")
+def test_a_layer_that_is_trained_drafts_better_also_after_a_restart(tmp_path: Path) -> None:
+    layout = f"train.layout={json.dumps({'tp': 2, 'ep': 2})}"
+    steps = _run("glm4_moe", tmp_path, layout, *TRAINED, "trainer.steps=12", knows=False)
+    _assert_learned(steps)
+    done = run_recipe(DEMO, tmp_path, *_settings(tmp_path, layout, *TRAINED, "trainer.steps=14"), "resume=auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    resumed = records(tmp_path / "small", "train")
+    assert resumed[:12] == steps and len(resumed) == 14
+    _assert_learned(resumed)
+    assert max(step[metrics.TRAIN_MTP_LOSS] for step in resumed[12:]) < 0.7 * steps[0][metrics.TRAIN_MTP_LOSS]
+
+
+@proves("deepseek_v3", "dp packing streams checkpoints resharding drafts mtp")
+@pytest.mark.release
+def test_a_layer_is_trained_on_samples_of_a_stream(tmp_path: Path) -> None:
+    stream = ("rollout.stream={}", "trainer.max_staleness=1", "train.layout={}", "train.packing=true")
+    _assert_learned(_run("deepseek_v3", tmp_path, *TRAINED, *stream, "trainer.steps=12", knows=False))
+
+
+def _assert_learned(steps: Sequence[dict[str, Any]]) -> None:
+    """The layer's loss falls, and engines accept more of its drafts."""
+    losses = [step[metrics.TRAIN_MTP_LOSS] for step in steps]
+    # A stream may have drawn the samples of the last step before it.
+    name = metrics.ROLLOUT_ACCEPTANCE_LENGTH
+    accepted = [step[name] for step in steps if name in step]
+    assert all(step[metrics.TRAIN_MTP_GRADIENT_NORM] > 0 for step in steps)
+    assert max(losses[9:]) < 0.7 * losses[0], losses
+    assert len(accepted) > 9 and accepted[0] < 1.05 and min(accepted[9:]) > 1.1, accepted

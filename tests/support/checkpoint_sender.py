@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -24,11 +25,13 @@ class CheckpointSender:
     Args:
         engine: that gets the weights. It is started, and shares no memory with another trainer.
         model: a directory of its model.
+        drafts: True to send the layer that drafts, too.
     """
 
-    def __init__(self, engine: RolloutEngine, model: Path) -> None:
+    def __init__(self, engine: RolloutEngine, model: Path, *, drafts: bool = False) -> None:
         self._engine = engine
-        tensors = {name: tensor.shape for name, tensor in load_model_spec(model).hf_tensors.items()}
+        spec = replace(load_model_spec(model), mtp=drafts)
+        tensors = {name: tensor.shape for name, tensor in spec.hf_tensors.items()}
         holdings, elements = [], 0
         for name, shape in tensors.items():
             box = tuple((0, size) for size in shape)
@@ -38,7 +41,7 @@ class CheckpointSender:
         location = Location(platform.node, platform.device_name(0))
         shards = RankShards("checkpoint", 0, location, (Buffer("tensors", "float32", (elements,)),), tuple(holdings))
         self._sender = WeightSender(shards, [self._memory.untyped_storage()])
-        orders = coordinate([self._sender.share()], engine.share_weights(), tensors)
+        orders = coordinate([self._sender.share()], engine.share_weights(drafts=drafts), tensors)
         self._engine_reads = orders.engines_receive
         self._sender.connect(*orders.send)
         if self._engine_reads:
@@ -65,6 +68,6 @@ class CheckpointSender:
                 self._memory.as_strided(sizes, holding.strides, holding.offset).copy_(values)
 
 
-def transfer(engine: RolloutEngine, directory: Path, version: int) -> None:
-    """Bring an engine the weights of a directory as `version`."""
-    CheckpointSender(engine, directory).transfer(directory, version)
+def transfer(engine: RolloutEngine, directory: Path, version: int, *, drafts: bool = False) -> None:
+    """Bring an engine the weights of a directory as `version`. `drafts`: those of the layer that drafts, too."""
+    CheckpointSender(engine, directory, drafts=drafts).transfer(directory, version)

@@ -13,12 +13,14 @@ from engine3d.models.rules import Box, TensorSlice
 
 def gradients(engine: Any) -> list[tuple[TensorSlice, Tensor]]:
     """Gradients of the last update, summed over data-parallel ranks, each with its slice of a HuggingFace tensor."""
-    for buffer in (buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+    for buffer in (
+        buffer for chunk in engine.gradient_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    parameters: Any = rank_parameters(engine.module, engine.trained, engine.layout, engine.coordinates)
+    parameters: Any = rank_parameters(engine.weighted, engine.trained, engine.layout, engine.coordinates)
     return [
         (tensor_slice, parameter.main_grad[slices(tensor_slice.local_box)].clone())
         for local, parameter in parameters

@@ -72,12 +72,13 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
         raise
     _agree(directory, None)
     if engine.optimizer is not None:
-        for chunk in engine.chunks:
+        for chunk in engine.gradient_chunks:
             chunk.start_param_sync(force_sync=True)
         if has_moments:
             set_optimizer_step(engine, common["optimizer_step"])
-        engine.scheduler.num_steps = common["scheduler_steps"]
-        engine.scheduler.step(0)
+        for scheduler in engine.schedulers:
+            scheduler.num_steps = common["scheduler_steps"]
+            scheduler.step(0)
     same_layout = common["layout"] == str(engine.layout)
     if same_layout and common["device"] == engine.device.type:
         set_random_states(_object(reader, RANDOM_KEY, dist.get_world_size(), dist.get_rank()))

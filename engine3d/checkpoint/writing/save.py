@@ -109,6 +109,7 @@ class EngineCheckpoint:
             parameters=engine.trained.parameter_count(),
             optimizer_step=self._agreed_step() if engine.optimizer is not None else None,
             adapters=self._adapters,
+            mtp=engine.trained.mtp,
         )
 
     @cached_property

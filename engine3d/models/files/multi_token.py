@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine3d.errors import UserError
+from engine3d.models.blocks import EMBEDDING, OUTPUT_LAYER
 from engine3d.models.family import ModelSpec
 from engine3d.models.files.safetensors_files import DTYPES, FP8, TensorFiles
 from engine3d.models.precision import Precision, scale_name
@@ -20,8 +21,12 @@ from engine3d.startup.lazy_imports import torch
 
 LAYERS_KEY = "num_nextn_predict_layers"
 """Key of a config for their number."""
+DRAFTING_FAMILIES = ("deepseek_v3", "glm4_moe")
+"""Families whose layer SGLang was seen to draft with, and that is trained."""
 VISION_TOWER = "model.visual."
 """Beginning of the names of a vision tower's tensors."""
+_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": OUTPUT_LAYER}
+"""Tensors that published files repeat within the layer."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -87,7 +92,7 @@ class KeptTensors:
     """Tensors that are not trained, as an export writes them.
 
     Those in 16 or 32 bits keep their dtypes and bits. Those in fp8 do too in an export in fp8, and are dequantised in
-    another.
+    another. Of a trained layer the files may repeat the model's embedding and output layer: an export repeats its own.
 
     Args:
         spec: of the model.
@@ -98,6 +103,7 @@ class KeptTensors:
 
     Attributes:
         tensors: shape and dtype in the export, by name.
+        copies: tensors of a trained layer that repeat one of the model, and the name of that.
 
     Raises:
         UserError: a tensor is of a dtype that cannot be read; or the export is in fp8, and the tensors are not.
@@ -114,6 +120,7 @@ class KeptTensors:
     ) -> None:
         self._directory, self._as_stored = directory, precision is not None
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.copies: dict[str, str] = {}
         tower = has_vision_tower(spec)
         if tower and precision is not None:
             raise UserError(
@@ -125,8 +132,14 @@ class KeptTensors:
             stored = {
                 name: tensor
                 for name, tensor in files.tensors.items()
-                if is_kept(spec, name) and (multi_token or not is_multi_token(spec, name))
+                if is_kept(spec, name)
+                and name not in spec.hf_tensors
+                and (multi_token or not is_multi_token(spec, name))
             }
+            for name, of_model in _copies(spec).items() if spec.mtp else ():
+                if stored.pop(name, None) is not None:
+                    self.copies[name] = of_model
+                    self.tensors[name] = spec.hf_shape(of_model), dtype
             in_fp8 = {name for name, tensor in stored.items() if tensor.dtype == FP8}
             if stored and self._as_stored and not in_fp8:
                 raise UserError(
@@ -143,15 +156,30 @@ class KeptTensors:
                         files.check(name, tensor.shape)
                     self.tensors[name] = tensor.shape, _torch_dtype(tensor.dtype)
 
+    def with_copies(self, name: str, box: Box, values: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Values of the model's tensor, and the same of each tensor that repeats it."""
+        yield name, box, values
+        for copy, of_model in self.copies.items():
+            if of_model == name:
+                yield copy, box, values
+
     def read(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Read one tensor after another: name, complete box and values."""
-        if not self.tensors:
+        """Read one tensor after another, copies aside: name, complete box and values."""
+        own = {name: shape for name, (shape, _) in self.tensors.items() if name not in self.copies}
+        if not own:
             return
         assert self._directory is not None
         with TensorFiles(self._directory) as files:
-            for name, (shape, _) in self.tensors.items():
+            for name, shape in own.items():
                 box = tuple((0, size) for size in shape)
                 yield name, box, files.stored(name, box) if self._as_stored else files.read(name, box)
+
+
+def _copies(spec: ModelSpec) -> dict[str, str]:
+    return {
+        f"model.layers.{spec.sizes.layers}.{name}": of_model if of_model in spec.hf_tensors else EMBEDDING
+        for name, of_model in _COPIES.items()
+    }
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -257,7 +257,8 @@ def export_weights(
             for name, box, slices in joined_slices(local.slices if local.owner else ()):
                 values = joined_values(parameter.data if merged is None else merged(parameter), box, slices)
                 for stored in stored_tensors(spec.hf_tensors[name], box, values, dtype, precision):
-                    files.write(*stored)
+                    for one in further.with_copies(*stored):
+                        files.write(*one)
         for stored in further.read() if leader else ():
             files.write(*stored)
         files.close()
@@ -341,7 +342,7 @@ def finish_export(
         if spec.directory is not None and (spec.directory / name).is_file():
             shutil.copyfile(spec.directory / name, partial / name)
     config = exported_config(spec, str(dtype).removeprefix("torch."))
-    if further is not None and further.tensors and LAYERS_KEY in spec.hf_config:
+    if (spec.mtp or (further is not None and further.tensors)) and LAYERS_KEY in spec.hf_config:
         config[LAYERS_KEY] = spec.hf_config[LAYERS_KEY]
     if precision is not None:
         config[QUANTISATION_KEY] = quantisation_config(spec)

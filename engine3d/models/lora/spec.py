@@ -58,7 +58,7 @@ class AdapterSpec(ModelSpec):
         layers = tuple(
             tuple(adapter for rule in layer for adapter in _adapter_rules(rule, self.lora)) for layer in base.layers
         )
-        return replace(base, first=(), layers=layers, last=())
+        return replace(base, first=(), layers=layers, last=(), mtp=())
 
 
 def linear_layers(rules: ModelRules) -> Iterator[tuple[Rule, HFTensor]]:

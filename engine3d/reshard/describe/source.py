@@ -33,6 +33,11 @@ _REGISTERED = (
     "lora_B",
     "embedding",
     "word_embeddings",
+    "mtp",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "mtp_model_layer",
     "decoder",
     "layers",
     "input_layernorm",
@@ -197,9 +202,12 @@ def buffer_rules(rules: ModelRules, layout: Layout) -> tuple[ModelRules, ModelRu
     """The rules of each of the two buffers: of dense layers, and of experts where these are cut over other ranks."""
     if layout.ep == 1 and layout.etp == layout.tp:
         return rules, None
-    dense = tuple(tuple(rule for rule in layer if not rule.per_expert) for layer in rules.layers)
-    experts = tuple(tuple(rule for rule in layer if rule.per_expert) for layer in rules.layers)
-    return replace(rules, layers=dense), replace(rules, first=(), layers=experts, last=())
+    *dense, dense_mtp = (tuple(rule for rule in layer if not rule.per_expert) for layer in (*rules.layers, rules.mtp))
+    *experts, mtp_experts = (tuple(rule for rule in layer if rule.per_expert) for layer in (*rules.layers, rules.mtp))
+    return (
+        replace(rules, layers=tuple(dense), mtp=dense_mtp),
+        replace(rules, first=(), layers=tuple(experts), last=(), mtp=mtp_experts),
+    )
 
 
 def tied_stages(spec: ModelSpec, layout: Layout) -> bool:

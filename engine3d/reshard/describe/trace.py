@@ -8,7 +8,7 @@ fills padding are really written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -48,11 +48,16 @@ class LoadTrace:
     tensors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
 
 
-def trace_load(model: nn.Module, tensors: Tensors) -> LoadTrace:
+def trace_load(model: nn.Module, tensors: Tensors, left_out: Collection[str] = ()) -> LoadTrace:
     """Trace what the model's `load_weights` makes of a checkpoint with these tensors, without changing the model.
 
     Zeros that the loader writes into padding are really written. The model may be on any device, meta included. What
     a family computes after loading is not computed: see `refresh_derived`.
+
+    Args:
+        model: of SGLang.
+        tensors: of the checkpoint.
+        left_out: names of parameters that none of them is loaded into, because they are another model's.
 
     Raises:
         UserError: the loader refuses a tensor, such as one of another shape than the model's.
@@ -60,7 +65,7 @@ def trace_load(model: nn.Module, tensors: Tensors) -> LoadTrace:
             keeps the parameters in another form than its loader leaves them in.
     """
     _check_as_loaded(model)
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, left_out)
     with torch.no_grad(), _without_post_load(model), _PlainWrites(recorder):
         try:
             cast(Any, model).load_weights(recorder.stand_ins(tensors))
@@ -210,7 +215,7 @@ class _Write:
 class _Recorder:
     """Record of a loader's writes, in order."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, left_out: Collection[str]) -> None:
         self._targets: list[_Target] = []
         self._by_storage: dict[int, list[int]] = {}
         self._lock = threading.Lock()
@@ -220,7 +225,7 @@ class _Recorder:
             for name, tensor in named:
                 # SGLang marks the scales of a quantised KV cache, which have a default.
                 is_loaded = is_parameter and not getattr(tensor, "_skip_weight_check", False)
-                is_loaded = is_loaded and not name.startswith(_VISION_TOWER)
+                is_loaded = is_loaded and not name.startswith(_VISION_TOWER) and name not in left_out
                 self._add_target(_Target(name, tensor.detach(), is_parameter, is_loaded))
 
     def _add_target(self, target: _Target) -> None:

@@ -93,6 +93,8 @@ class EngineRank:
         self._aliased: dict[int, Any] = {}
         self._trace: LoadTrace | None = None
         self._adapter: LoadTrace | None = None
+        self._drafting: LoadTrace | None = None
+        """Trace of the layer that drafts, if transfers bring it."""
         self._base: str | None = None
         """Fingerprint of the model that a transfer brought, under adapters."""
         self._shards: RankShards | None = None
@@ -151,17 +153,21 @@ class EngineRank:
 
     # What a Call may name
 
-    def share(self, name: str, first_rank: int, locations: Sequence[Location] | None) -> SharedShards:
+    def share(
+        self, name: str, first_rank: int, locations: Sequence[Location] | None, *, drafts: bool = False
+    ) -> SharedShards:
         """The rank's shards, with handles by which other processes of the node can map their memory.
 
         Args:
             name: how errors call the engine.
             first_rank: number of the engine's first rank among the ranks of all engines.
             locations: where each rank of the engine is, where the platform cannot know.
+            drafts: True if transfers bring the layer that drafts, too.
         """
         from engine3d.reshard.describe.memory import SharedShards
         from engine3d.reshard.describe.shards import Location, RankShards
 
+        self._drafting = self._trace_drafting() if drafts else None
         trace, pulls = self._described(), self._releases
         aliases = tuple(self._aliased.values())
         location = (
@@ -281,20 +287,21 @@ class EngineRank:
 
         platform.synchronize()
         refresh_derived(self._runner.model)
+        if self._drafting is not None:
+            refresh_derived(self._drafting_model)
         if self._adapter is not None:
             scale_experts(self._runner.lora_manager)
         platform.synchronize()
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters in this rank's own memory, those that draft included."""
-        memory = self._memory()
+        memory = self._memory(with_drafting=False)
         of_model = sum(tensor.nbytes for index, tensor in enumerate(memory) if index not in self._aliased)
         if DRAFT_VARIABLE not in os.environ:
             return of_model
-        served = {parameter.data_ptr() for parameter in self._runner.model.parameters()}
-        drafting = self._scheduler.draft_worker.draft_worker.draft_runner.model
+        shared = self._shared_parameters()
         return of_model + sum(
-            parameter.nbytes for parameter in drafting.parameters() if parameter.data_ptr() not in served
+            parameter.nbytes for name, parameter in self._drafting_model.named_parameters() if name not in shared
         )
 
     def verify(self, directory: str) -> list[BufferDifference]:
@@ -303,6 +310,8 @@ class EngineRank:
 
         weights, path = self._traced(), Path(directory)
         differing = differences(self._runner.model, weights, path)
+        if self._drafting is not None:
+            differing += differences(self._drafting_model, self._drafting, path)
         if self._adapter is not None:
             differing += adapter_differences(self._runner.lora_manager, self._adapter, path)
         return differing
@@ -339,27 +348,51 @@ class EngineRank:
             self._participant.close()
             self._participant = None
 
-    def _memory(self) -> list[torch.Tensor]:
+    def _memory(self, *, with_drafting: bool = True) -> list[torch.Tensor]:
         """The memory of each buffer of the trace, as it is now."""
         from engine3d.reshard.verify import loadable_memory
 
         memory = loadable_memory(self._runner.model)
         adapter = self._adapter.tensors if self._adapter is not None else ()
-        return [*(memory[buffer.name] for buffer in self._traced().buffers), *adapter]
+        drafting: list[torch.Tensor] = []
+        if with_drafting and self._drafting is not None:
+            of_layer = loadable_memory(self._drafting_model)
+            drafting = [of_layer[buffer.name] for buffer in self._drafting.buffers]
+        return [*(memory[buffer.name] for buffer in self._traced().buffers), *adapter, *drafting]
 
     def _described(self) -> LoadTrace:
-        """The trace of the weights, with the adapter's after it."""
+        """The trace of the weights, with that of the adapter or of the layer that drafts after it."""
         from engine3d.reshard.describe.adapter import adapter_trace, show_experts
-        from engine3d.reshard.describe.trace import LoadTrace
 
+        if self._drafting is not None:
+            return _joined(self._traced(), self._drafting)
         if ADAPTER_VARIABLE not in os.environ:
             return self._traced()
         show_experts(self._runner.lora_manager)
         weights = self._traced()
         adapter = self._adapter = adapter_trace(self._runner.lora_manager, weights)
-        first = len(weights.buffers)
-        moved = tuple(replace(holding, buffer=first + holding.buffer) for holding in adapter.holdings)
-        return LoadTrace(weights.buffers + adapter.buffers, weights.holdings + moved)
+        return _joined(weights, adapter)
+
+    @property
+    def _drafting_model(self) -> Any:
+        """SGLang's model of the layer that drafts."""
+        return self._scheduler.draft_worker.draft_worker.draft_runner.model
+
+    def _shared_parameters(self) -> list[str]:
+        """Names of parameters of the layer that drafts which are the model's own memory: embedding and output layer."""
+        served = {parameter.data_ptr() for parameter in self._runner.model.parameters()}
+        named = self._drafting_model.named_parameters()
+        return [name for name, parameter in named if parameter.data_ptr() in served]
+
+    def _trace_drafting(self) -> LoadTrace:
+        from engine3d.models import load_model_spec
+        from engine3d.models.precision import served_tensors
+        from engine3d.reshard.describe.trace import trace_load
+
+        spec = load_model_spec(self._runner.model_config.model_path)
+        tensors = served_tensors(replace(spec, mtp=True), self._runner.dtype, None)
+        of_layer = {name: tensor for name, tensor in tensors.items() if name not in spec.hf_tensors}
+        return replace(trace_load(self._drafting_model, of_layer, self._shared_parameters()), tensors=())
 
     def _traced(self) -> LoadTrace:
         if self._trace is None:
@@ -383,6 +416,14 @@ class EngineRank:
     def _releases(self) -> bool:
         """True if the weights lie in memory that SGLang's memory saver releases."""
         return RELEASE_VARIABLE in os.environ
+
+
+def _joined(weights: LoadTrace, further: LoadTrace) -> LoadTrace:
+    from engine3d.reshard.describe.trace import LoadTrace
+
+    first = len(weights.buffers)
+    moved = tuple(replace(holding, buffer=first + holding.buffer) for holding in further.holdings)
+    return LoadTrace(weights.buffers + further.buffers, weights.holdings + moved)
 
 
 def weight_source(rank: int) -> SharedShards | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine3d.layout import Layout
 from engine3d.models import build_model, load_model_spec, load_weights
-from engine3d.models.build import model_chunks
+from engine3d.models.build import build_mtp, model_chunks, with_mtp
 from engine3d.models.family import ModelSpec
 from engine3d.models.lora.spec import AdapterSpec
 from engine3d.platform import platform
@@ -40,6 +40,8 @@ class BuiltModel:
     ) -> None:
         self.config, self.layout, self.value_head = config, layout, value_head
         spec = config.fp8.applied(load_model_spec(model_directory, value_head=value_head))
+        if trainable:
+            spec = config.with_mtp(spec)
         spec.check_layout(layout)
         check_options(config, spec, layout, transformer_engine=platform.has_transformer_engine)
         if trainable:
@@ -57,8 +59,12 @@ class BuiltModel:
         self._dp_group = parallel_state.get_data_parallel_group()
         self._cp_group = parallel_state.get_context_parallel_group()
         module = self._build(spec)
+        self.mtp: Any = self._build_mtp(module) if self.spec.mtp else None
+        """The rank's part of the layer for multi-token prediction, if that is trained."""
+        self.weighted: Any = module if self.mtp is None else with_mtp(module, self.mtp)
+        """The rank's part of the model with that layer."""
         if load or (config.lora is not None and trainable):  # no checkpoint has the weights under adapters
-            load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
+            load_weights(self.weighted, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
         self.trained: ModelSpec = self.spec
         """Specification of the weights that training changes and checkpoints hold: the model's, or its adapters'."""
         self.adapters: Adapters | None = None
@@ -94,6 +100,12 @@ class BuiltModel:
                 fused_query_key=config.fused_query_key,
                 precision=config.precision,
                 copy_engine_timeout_s=config.timeout_s if copies else None,
+            )
+
+    def _build_mtp(self, module: Any) -> Any:
+        with platform.shareable_memory():
+            return build_mtp(
+                self.spec, self.layout, self.dtype, module, megatron_settings(self.config, self.spec, self.layout)
             )
 
     def onload(self) -> None:

@@ -236,7 +236,7 @@ REFUSED = (
         ),
     ),
     Refused(
-        "it would be ignored: weights come from files, losses are our own, and there are no layers for several tokens",
+        "it would be ignored: weights come from files, losses are our own, and train.mtp is the setting for drafts",
         _fields(
             "mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads "
             "mtp_hybrid_override_pattern mtp_grad_scale_func mtp_standalone cross_entropy_loss_fusion "

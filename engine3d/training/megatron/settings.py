@@ -9,6 +9,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.attention.requirements import check_flash_attention, check_fused_query_key
 from engine3d.models.family import ModelSpec
+from engine3d.models.files.multi_token import DRAFTING_FAMILIES, check_drafting_layer
 from engine3d.models.lora.config import LoraConfig
 from engine3d.models.lora.peft_files import check_peft
 from engine3d.models.lora.spec import AdapterSpec
@@ -85,6 +86,8 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
             f"{spec.family.architecture} has gated delta nets, which run on CPUs alone here: kernels of "
             "flash-linear-attention were not tried; expected another model, or placement on a CPU"
         )
+    if config.mtp is not None:
+        _check_mtp(config, spec, layout, transformer_engine=transformer_engine)
     if config.precision is not None:
         check_trained_blocks(spec, layout, transformer_engine=transformer_engine)
         if config.fp8.given and transformer_engine:
@@ -214,6 +217,36 @@ def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None
         biased = spec.family.megatron(spec.sizes).get("moe_router_enable_expert_bias")
         if name == "moe_router_bias_update_rate" and value and not biased:
             raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no bias of experts")
+
+
+def _check_mtp(config: TrainConfig, spec: ModelSpec, layout: Layout, *, transformer_engine: bool) -> None:
+    """Refuse training of a layer for multi-token prediction that is none, or with what it was not tried with."""
+    if transformer_engine:
+        raise UserError("mtp was not tried on GPUs; expected null, or placement on a CPU")
+    if spec.value_head:
+        raise UserError("mtp with a scalar head: expected null, because values predict no tokens")
+    if spec.family.name not in DRAFTING_FAMILIES:
+        raise UserError(f"mtp was not tried with {spec.family.architecture}; expected null")
+    if not spec.sizes.is_sparse(spec.sizes.layers - 1):
+        raise UserError("mtp was not tried with a model whose last layer has no experts; expected null")
+    try:
+        check_drafting_layer(spec)
+    except UserError as error:
+        raise UserError(f"mtp: {error}") from None
+    for name, size in (("pp", layout.pp), ("cp", layout.cp)):
+        if size > 1:
+            raise UserError(f"mtp was not tried with layout.{name}={size}; expected 1, or mtp=null")
+    untried: dict[str, tuple[Any, str]] = {
+        "lora": (config.lora is not None, "null"),
+        "precision": (config.precision, "null"),
+        "logits_tokens": (config.logits_tokens, "null"),
+        "optimizer.offload": (config.optimizer.offload, "false"),
+        "routing_replay": (config.routing_replay != "none", "none"),
+        f"megatron.{min(config.megatron, default='')}": (config.megatron, "no such option"),
+    }
+    for setting, (is_set, expected) in untried.items():
+        if is_set:
+            raise UserError(f"mtp was not tried with {setting}; expected {expected}, or mtp=null")
 
 
 def check_lora_on_gpus(spec: ModelSpec, layout: Layout) -> None:

@@ -226,6 +226,7 @@ class ForwardModel(RoutedModel):
             if stage.post_process and self._in_chunks(batch):
                 arguments["output_processor"] = self._states
             output = model(batch.input_ids, batch.position_ids, None, **arguments)
+            self._after_forward(batch)
             if self._routes is not None and model is self.chunks[-1]:
                 self._routes.record(number)
             progress.batch_done()
@@ -250,6 +251,9 @@ class ForwardModel(RoutedModel):
 
             release_quantised_weights(self.module)
         return results
+
+    def _after_forward(self, batch: MicroBatch) -> None:
+        """Do nothing. A micro-batch has just passed through the model."""
 
     @property
     def _has_quantised_gemms(self) -> bool:

@@ -17,6 +17,10 @@ CHOSEN = "chosen_tokens"
 """Column (T, k) int64 of k further tokens at each position whose log-probs are requested. The model reads it, and the
 loss function gets it like any other column."""
 
+WEIGHTS = "weights"
+"""Column (T,) of each token's weight in the loss. Of a layer for multi-token prediction, which learns without weights,
+it says which tokens it learns: those whose weight is not 0, or all without the column."""
+
 
 @dataclass(frozen=True)
 class Sequences:

@@ -54,6 +54,7 @@ FEATURES = (
     "checkpoints",
     "resharding",
     "drafts",
+    "mtp",
     "fp8",
     "fp8_training",
     "fp8_exceptions",
@@ -162,6 +163,8 @@ def _of_training(config: TrainConfig, setting: str, save_interval: int | None) -
         items["optimizer_offload"] = f"{setting}.optimizer.offload=true"
     if (routes := getattr(config, "routing_replay", "none")) != "none":
         items["routing_replay"] = f"{setting}.routing_replay={routes}"
+    if config.mtp is not None:
+        items["mtp"] = f"{setting}.mtp"
     if config.lora is not None:
         items["lora"] = f"{setting}.lora"
     if save_interval is not None:

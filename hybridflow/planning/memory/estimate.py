@@ -186,7 +186,12 @@ def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:
     """Read the specification of the actor's model, and of that of each role next to it."""
     actor = initial_spec(recipe.model)
     specs = {"actor": actor} | {role: role_spec(model, role, actor) for role, model in recipe.models.items()}
-    return {role: recipe.train_config(role).fp8.applied(spec) for role, spec in specs.items() if spec is not None}
+    settings = {role: recipe.train_config(role) for role in specs}
+    return {
+        role: settings[role].with_mtp(settings[role].fp8.applied(spec))
+        for role, spec in specs.items()
+        if spec is not None
+    }
 
 
 @dataclass(frozen=True)

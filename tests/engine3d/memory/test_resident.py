@@ -27,7 +27,7 @@ from engine3d.models.rules import local_parameters
 from engine3d.reshard.describe.shards import Location
 from engine3d.reshard.describe.source import buffer_rules, parameter_buffers, planned_shards, unpadded_elements
 from engine3d.rollout.config import RolloutConfig
-from engine3d.training.config import OptimizerConfig, TrainConfig
+from engine3d.training.config import MtpConfig, OptimizerConfig, TrainConfig
 from tests.engine3d.checkpoint.writing.test_save import build_engine, update
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
@@ -36,18 +36,21 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def _measure_engine(
-    directory: Path, sizes: dict[str, int], lora: LoraConfig | None
+    directory: Path, sizes: dict[str, int], lora: LoraConfig | None, mtp: MtpConfig | None
 ) -> tuple[ResidentBytes, ResidentBytes]:
     """Resident and predicted memory of an engine's rank after an update."""
-    engine = build_engine(directory, sizes, lora=lora)
+    engine = build_engine(directory, sizes, lora=lora, mtp=mtp)
     update(engine, 1)
-    buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer for chunk in engine.gradient_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     parameters = {id(parameter) for buffer in buffers for parameter in buffer.params}
-    others = [weight for _, weight in engine.module.named_parameters() if id(weight) not in parameters]
-    others += [buffer for name, buffer in engine.module.named_buffers() if name.endswith("expert_bias")]
+    others = [weight for _, weight in engine.weighted.named_parameters() if id(weight) not in parameters]
+    others += [buffer for name, buffer in engine.weighted.named_buffers() if name.endswith("expert_bias")]
     state = [
         tensor
-        for inner in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+        for optimizer in engine.optimizers
+        for inner in getattr(optimizer, "chained_optimizers", [optimizer])
         for group in inner.optimizer.state.values()
         for tensor in group.values()
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
@@ -57,7 +60,7 @@ def _measure_engine(
         gradients=_nbytes([buffer.grad_data for buffer in buffers]),
         optimizer=_nbytes(state),
     )
-    config = TrainConfig(dtype="float32", lora=lora)
+    config = TrainConfig(dtype="float32", lora=lora, mtp=mtp)
     predicted = resident_by_rank(engine.spec, engine.layout, engine.coordinates, config, transformer_engine=False)
     engine.close()
     return resident, predicted
@@ -69,15 +72,25 @@ def _nbytes(tensors: list[torch.Tensor]) -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "lora"),
-    [("qwen2_moe", None), ("qwen2-tied", None), ("deepseek_v3", None), ("deepseek_v3", LoraConfig(rank=8))],
+    ("name", "lora", "mtp"),
+    [
+        ("qwen2_moe", None, None),
+        ("qwen2-tied", None, None),
+        ("deepseek_v3", None, None),
+        ("deepseek_v3", LoraConfig(rank=8), None),
+        ("deepseek_v3", None, MtpConfig()),
+    ],
 )
-def test_resident_bytes_of_an_engine_are_predicted(name: str, lora: LoraConfig | None, tmp_path: Path) -> None:
+def test_resident_bytes_of_an_engine_are_predicted(
+    name: str, lora: LoraConfig | None, mtp: MtpConfig | None, tmp_path: Path
+) -> None:
     directory = tmp_path / "model"
     tiny_families.make(name, directory)
+    if mtp is not None:
+        tiny_families.add_drafting_layer(directory)
     layouts: list[dict[str, int]] = [{"tp": 2, "pp": 2}] if name == "qwen2-tied" else [{"tp": 2, "ep": 4, "etp": 1}]
     for sizes in layouts:
-        for resident, predicted in run_distributed(_measure_engine, 4, directory, sizes, lora, timeout_s=200):
+        for resident, predicted in run_distributed(_measure_engine, 4, directory, sizes, lora, mtp, timeout_s=200):
             assert (resident.weights, resident.gradients) == (predicted.weights, predicted.gradients)
             # The optimizer's shard of a buffer has its share of the padding, which has no state.
             assert 0.95 * predicted.optimizer <= resident.optimizer <= predicted.optimizer

@@ -46,7 +46,11 @@ def test_tokens_and_log_probs_are_those_of_transformers(name: str, settings: dic
     model = _model(sent)
     config = TINY_ROLLOUT.model_copy(update=settings)
     with warm_starts(), RolloutEngine(started, config) as engine:
-        transfer(engine, sent, version=1)
+        weights = engine.weight_bytes()
+        transfer(engine, sent, version=1, drafts=True)
+        assert engine.verify_weights(sent) == [[]] * config.tp
+        assert [bool(differing) for differing in engine.verify_weights(started)] == [True] * config.tp
+        assert engine.weight_bytes() == weights
         for sampling in (GREEDY, SAMPLED):
             first = [response for (response,) in responses_of(engine, PROMPTS, sampling)]
             # A second turn, of which all but the last tokens are in the cache.
@@ -56,6 +60,10 @@ def test_tokens_and_log_probs_are_those_of_transformers(name: str, settings: dic
                 for prompt, response in zip(prompts, responses, strict=True):
                     _assert_drawn_from(model, prompt, response, sampling)
                     assert set(response.versions) == {1}
+        # Of a random layer's drafts hardly any are accepted.
+        for prompt, responses in zip(PROMPTS, responses_of(engine, PROMPTS, SAMPLED, 25), strict=True):
+            for response in responses:
+                _assert_drawn_from(model, prompt, response, SAMPLED)
         (read,) = engine.logprobs([[*PROMPTS[0], 7, 9]], [3])
         expected = _logprobs(model, PROMPTS[0], [7, 9], 1.0).gather(1, torch.tensor([[7], [9]]))[:, 0]
         torch.testing.assert_close(torch.tensor(read.logprobs), expected, atol=1e-4, rtol=0)

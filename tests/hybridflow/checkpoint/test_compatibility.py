@@ -90,6 +90,17 @@ def test_a_checkpoint_of_conversations_is_read_with_the_name_that_train_on_had_b
     assert f"data.{group}.chat.learn" not in saved
 
 
+def test_a_checkpoint_with_a_layer_that_drafts_is_of_runs_that_train_it() -> None:
+    def identity(*overrides: str) -> dict[str, object]:
+        engine = "rollout.engine={deterministic: false, draft_tokens: 1}"
+        return _identity(public_settings(load_recipe(DPO.parents[1] / "demo.yaml", [engine, *overrides])))
+
+    assert identity() != identity("train.mtp={}") == identity("train.mtp={lr: 0.1}")
+    without = public_settings(load_recipe(DPO.parents[1] / "demo.yaml"))
+    del without["train"]["mtp"]  # of a run before the layer could be trained
+    assert _identity(without) == identity()
+
+
 def test_a_checkpoint_of_adapters_is_of_their_settings_alone(tmp_path: Path) -> None:
     def identity(*overrides: str) -> dict[str, object]:
         recipe = load_recipe(DPO.parents[1] / "lora.yaml", [f"run_dir={tmp_path}", *overrides])

@@ -48,6 +48,26 @@ def test_a_run_has_one_length(overrides: list[str], line: str) -> None:
     assert line in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["train.mtp={}"], "train.mtp trains the layer with which engines draft, and none does; expected"),
+        (
+            ["train.mtp={}", "rollout.engine={deterministic: false, draft_tokens: 1}", "reference.train={mtp: {}}"],
+            "reference.train.mtp is set, and the layer that drafts is of the actor alone; expected null",
+        ),
+    ],
+)
+def test_a_layer_is_trained_where_an_actors_engines_draft(overrides: list[str], line: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_recipe(DEMO, ["algorithm.kl_coef=0.1", *overrides])
+    assert line in str(caught.value)
+    drafts = ["rollout.engine={deterministic: false, draft_tokens: 1}", "algorithm.kl_coef=0.1"]
+    recipe = load_recipe(DEMO, ["train.mtp={lr: 0.1}", *drafts])
+    assert recipe.train.mtp is not None and recipe.train_config("reference").mtp is None
+    assert recipe.train.mtp.optimizer(recipe.train.optimizer).lr == 0.1
+
+
 @pytest.mark.parametrize("setting", ["offload", "precision_aware"])
 def test_a_warm_up_has_no_other_place_for_the_optimizers_state(setting: str) -> None:
     of_warmup, of_training = (

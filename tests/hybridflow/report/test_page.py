@@ -159,7 +159,8 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
         "name: a\nseed: 7\nalgorithm: {name: grpo}\ntrainer: {steps: 20}\n"
         "model: {create: {config: {architectures: [Qwen3MoeForCausalLM], num_hidden_layers: 2}}}\n"
         'placement: {actor: "cpu:0-1", critic: null}\n'
-        "train: {layout: {tp: 1, ep: 2}, lora: {rank: 8, alpha: 16.0, targets: [q_proj, v_proj]}}\n"
+        "train:\n  layout: {tp: 1, ep: 2}\n  lora: {rank: 8, alpha: 16.0, targets: [q_proj, v_proj]}\n"
+        "  mtp: {lr: null, clip_grad: 1.0}\n"
     )
     page = report(directory)
     assert page.title == "a <run>: run report"
@@ -177,6 +178,7 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
         "Layout of the actor": "tp 1, ep 2",
         "Placement": "actor cpu:0-1",
         "Adapters": "rank 8, alpha 16, of q_proj, v_proj",
+        "Training of the layer that drafts": "learning rate that of the actor, gradient norm up to 1.0",
         "Seed": "7",
     }
     rewards = page.plots_by_name["rewards"]
