@@ -127,9 +127,12 @@ def test_a_model_in_fp8_is_that_of_transformers_with_quantised_operands(tmp_path
     given = [column[1:] for column in results[DENSE, "fp8"].split([len(sample) for sample in SAMPLES])]
     expected = torch.cat(logprobs).detach()
     plain = torch.cat([column[1:] for column in results[DENSE, "plain"].split([len(sample) for sample in SAMPLES])])
-    # An input between two values of fp8 may round to the other one, by the last bit of a sum.
-    assert 50 * (torch.cat(given) - expected).abs().mean() < (plain - expected).abs().mean()
-    assert 50 * abs(results[DENSE, "fp8", "norm"] - norm) < abs(results[DENSE, "plain", "norm"] - norm)
+    # An input between two values of fp8 may round to the other one, by the last bit of a sum, which processors compute
+    # in orders of their own: all tokens of that sample from there on differ. Others have the same values.
+    difference = (torch.cat(given) - expected).abs()
+    assert float((difference < 1e-5).float().mean()) > 0.4 and not ((plain - expected).abs() < 1e-5).any(), difference
+    assert 10 * difference.mean() < (plain - expected).abs().mean()
+    assert 5 * abs(results[DENSE, "fp8", "norm"] - norm) < abs(results[DENSE, "plain", "norm"] - norm)
     for name in (DENSE, SPARSE, SHARED):
         # The weights that engines hold are those of the forward pass: the export's own, bit for bit.
         assert torch.equal(results[name, "fp8"], results[name, "fp8", "of export"])
