@@ -165,12 +165,12 @@ class KeptTensors:
 
     def read(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Read one tensor after another, copies aside: name, complete box and values."""
-        own = {name: shape for name, (shape, _) in self.tensors.items() if name not in self.copies}
-        if not own:
+        stored = {name: shape for name, (shape, _) in self.tensors.items() if name not in self.copies}
+        if not stored:
             return
         assert self._directory is not None
         with TensorFiles(self._directory) as files:
-            for name, shape in own.items():
+            for name, shape in stored.items():
                 box = tuple((0, size) for size in shape)
                 yield name, box, files.stored(name, box) if self._as_stored else files.read(name, box)
 

@@ -41,7 +41,7 @@ from hybridflow.rundir.kept_recipe import saved_to
 
 FOLDER = "evaluate"
 """Folder of a run's directory for the results of evaluations without training."""
-_OF_TRAINING = ("checkpoint.keep_best=null", "rollout.engine.draft_tokens=0")
+_OF_TRAINING = ("checkpoint.keep_best=null", "rollout.engine.draft_tokens=0", "train.mtp=null")
 _OWN = ("resume=none", "checkpoint.accept=[]", *_OF_TRAINING)
 """Settings of a run that say nothing of an evaluation."""
 

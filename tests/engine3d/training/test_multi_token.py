@@ -305,7 +305,7 @@ def _reference(directory: Path) -> tuple[float, dict[str, torch.Tensor]]:
         tokens += int(learned.sum())
     loss = loss / tokens
     loss.backward()
-    result = {f"{prefix}{name}.weight": values.grad for name, values in inputs.items()}
+    result: dict[str, Any] = {f"{prefix}{name}.weight": values.grad for name, values in inputs.items()}
     for name, parameter in layer.named_parameters():
         if name == "norm.weight":
             result[f"{prefix}shared_head.norm.weight"] = parameter.grad

@@ -98,7 +98,7 @@ def test_hosts_have_roles(tmp_path: Path) -> None:
 
 
 def status_of_ray(host: Host, directory: Path) -> str:
-    """What `ray status` prints, asked as docs/multi_node.md says."""
+    """Output of `ray status`, asked as docs/multi_node.md says."""
     lines = [line.strip() for line in (ROOT / "docs/multi_node.md").read_text().splitlines()]
     words = [line for line in lines if line.startswith("cd /tmp/hf-ray-") or "ray status --address" in line]
     command = ["bash", "-c", " && ".join(words).replace("XXXXXXXX", "*")]

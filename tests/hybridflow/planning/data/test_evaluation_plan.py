@@ -88,7 +88,7 @@ def test_an_evaluation_without_training_may_draw_as_drafts_cannot(tmp_path: Path
         UserError, match=r"evaluation\.sums\.sampling\.top_p was not tried with rollout\.engine\.draft_to"
     ):
         a_recipe(tmp_path, f"evaluation.sums.data.path={rows}", drafts, *drawn)
-    planned = plan_evaluation(a_run(tmp_path, drafts).directory, ["sums"], drawn)
+    planned = plan_evaluation(a_run(tmp_path, drafts, "train.mtp={}").directory, ["sums"], drawn)
     assert planned.recipe.rollout.engine.draft_tokens == 0
 
 
