@@ -16,18 +16,19 @@ from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.metrics import names as metrics
 from tests.support.proves import proves
-from tests.support.runs import DEMO, records, rewarded_by_length, run_recipe
+from tests.support.runs import DEMO, ROOT, records, rewarded_by_length, run_recipe
 from tests.support.tiny_families import add_drafting_layer, make
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
+EXAMPLE = str(ROOT / "examples/drafts.yaml")
 STEPS, DRAFTS, TOKENS = 4, 2, 12
 
 
 def _run(name: str, directory: Path, *settings: str, knows: bool = True) -> list[dict[str, Any]]:
     """Run with drafts of a model that knows only the last token, as the layer does until the model is trained.
 
-    Without `knows` the layer has a random projection.
+    Without `knows` the layer has a random projection, and the example trains it.
     """
     make(name, directory / "model", changes={"bos_token_id": 1, "eos_token_id": 2})
     add_drafting_layer(directory / "model", follows_token=True)
@@ -38,7 +39,9 @@ def _run(name: str, directory: Path, *settings: str, knows: bool = True) -> list
         tensors[projection] = torch.randn(tensors[projection].shape, generator=torch.Generator().manual_seed(0)) * 0.1
         save_file(tensors, file, metadata={"format": "pt"})
     make_character_tokenizer(ARITHMETIC_CHARACTERS, directory / "model")
-    done = run_recipe(DEMO, directory, *_settings(directory, *settings))
+    if knows:
+        settings = ("train.optimizer={lr: 1.0e-3, warmup_steps: 0}", *settings)
+    done = run_recipe(DEMO if knows else EXAMPLE, directory, *_settings(directory, *settings))
     assert done.returncode == 0, done.stdout + done.stderr
     steps = records(directory / "small", "train")
     assert all(step[metrics.TRAIN_GRADIENT_NORM] > 0 for step in steps)
@@ -60,7 +63,6 @@ def _settings(directory: Path, *settings: str) -> tuple[str, ...]:
         f"rollout.engine.draft_tokens={DRAFTS}",
         f"rollout.sampling={{temperature: 0.5, max_new_tokens: {TOKENS}, ignore_eos: true}}",
         "checkpoint.save_interval=1",
-        "train.optimizer={lr: 1.0e-3, warmup_steps: 0}",
         "evaluation.eval=null",
         *settings,
         rewarded_by_length(directory),
@@ -109,8 +111,6 @@ def test_engines_have_the_log_probs_of_a_pipeline(tmp_path: Path) -> None:
 TRAINED = (
     "rollout.verify_weights=true",
     "placement.rollout=cpu:2",
-    "train.optimizer={lr: 1.0e-5, warmup_steps: 0}",
-    "train.mtp={lr: 1.0e-2}",
 )
 
 
@@ -119,7 +119,7 @@ def test_a_layer_that_is_trained_drafts_better_also_after_a_restart(tmp_path: Pa
     layout = f"train.layout={json.dumps({'tp': 2, 'ep': 2})}"
     steps = _run("glm4_moe", tmp_path, layout, *TRAINED, "trainer.steps=12", knows=False)
     _assert_learned(steps)
-    done = run_recipe(DEMO, tmp_path, *_settings(tmp_path, layout, *TRAINED, "trainer.steps=14"), "resume=auto")
+    done = run_recipe(EXAMPLE, tmp_path, *_settings(tmp_path, layout, *TRAINED, "trainer.steps=14"), "resume=auto")
     assert done.returncode == 0, done.stdout + done.stderr
     resumed = records(tmp_path / "small", "train")
     assert resumed[:12] == steps and len(resumed) == 14

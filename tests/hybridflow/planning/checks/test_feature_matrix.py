@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[4]
 RECIPES = sorted(
     path
     for path in [*(ROOT / "launch/recipes").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")]
-    if "create:" in path.read_text() or "base:" in path.read_text()
+    if ("create:" in path.read_text() or "base:" in path.read_text()) and "create: null" not in path.read_text()
 )
 
 
