@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 # process group that a run can have.
 APART = [
     "warmup=null",
-    "trainer.steps=3",
+    "trainer.steps=8",
     "placement.rollout=cpu:2-3",
     "rollout.engine.tp=2",
     "rollout.weights.transport=collective",
