@@ -165,7 +165,7 @@ def _before(file: int, offset: int) -> bytes:
 
 
 def request_recordings(run: Path) -> None:
-    """Ask ranks of this node for flight recordings of torch, as on the driver's."""
+    """Request flight recordings of torch from the ranks that see a run's directory here. Raises OSError."""
     directory = run / FLIGHT_RECORDER
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hybridflow.cluster.ray import rank_logs
 from hybridflow.rundir.file_names import FLIGHT_RECORDER
 from hybridflow.rundir.status.heartbeat import BEAT_S
 
@@ -58,11 +58,9 @@ class FlightRecorder:
 
 def request_recordings(log_dir: Path) -> Path | None:
     """Request recordings from the ranks that log into a directory. Return their directory; None if impossible."""
-    directory = _directory(log_dir)
     with contextlib.suppress(OSError):
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
-        return directory
+        rank_logs.request_recordings(log_dir.absolute().parent)
+        return _directory(log_dir)
     return None
 
 

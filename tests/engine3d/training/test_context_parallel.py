@@ -265,8 +265,10 @@ def check_outcomes(case: Case, outcomes: Sequence[Outcome], expected: Outcome) -
     for outcome in outcomes:
         assert outcome.losses == pytest.approx(expected.losses, rel=1e-5), case
         # tp ranks, without cp too, round sums of gated delta nets by up to 8e-5 of a gradient otherwise than one rank.
-        # So do cp ranks after an update, by up to 2e-5 on some processors.
-        tolerance = 1e-4 if case.family == "qwen3_next" else 1e-5
+        tolerance = 1e-4 if case.family == "qwen3_next" and "tp" in case.sizes else 1e-5
+        assert outcome.norms[:1] == pytest.approx(expected.norms[:1], rel=tolerance), case
+        if case.family == "qwen3_next":  # after an update cp ranks do so, too, by up to 2e-5 on some processors
+            tolerance = max(tolerance, 3e-5)
         assert outcome.norms == pytest.approx(expected.norms, rel=tolerance), case
         assert outcome.tokens == sum(len(samples()[index]) for index in outcome.mine) < outcome.positions
         assert outcome.split_share is not None
