@@ -36,7 +36,7 @@ from benchmarks.random_engine import leads, most, random_engine, random_sequence
 from benchmarks.reshard_plan import Parser, named_model, parse_layout, versions
 from engine3d.checkpoint.digests.digest import weights_digest
 from engine3d.errors import UserError
-from engine3d.memory import resident_by_rank, update_peak
+from engine3d.memory import copied_by_rank, resident_by_rank, update_peak
 from engine3d.models.experts.routes import TokenRoutes
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
@@ -250,12 +250,18 @@ def _bubble(
 def _foreseen(engine: TrainEngine) -> int:
     """Bytes of tensors of an update by the memory estimate."""
     at, config = engine.coordinates, engine.config
-    resident = resident_by_rank(
-        engine.spec, engine.layout, at, config, transformer_engine=platform.has_transformer_engine
+    built, tokens = platform.has_transformer_engine, config.micro_batch_tokens
+    resident = resident_by_rank(engine.spec, engine.layout, at, config, transformer_engine=built)
+    copies = copied_by_rank(
+        *(engine.spec, engine.layout, at, config),
+        tokens=tokens,
+        serves=False,
+        engine_precision=None,
+        transformer_engine=built,
     )
-    peak = update_peak(engine.spec, engine.layout, at, config, tokens=config.micro_batch_tokens).peak
+    peak = update_peak(engine.spec, engine.layout, at, config, tokens=tokens).peak
     # Parts of a state in host memory come to the device once the backward pass is over.
-    return resident.on_device + max(peak, resident.staged)
+    return resident.on_device + copies.total + max(peak, resident.staged)
 
 
 def _bare_step(engine: TrainEngine, tokens: Tensor, step_tokens: int) -> None:
