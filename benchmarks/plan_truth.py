@@ -327,8 +327,9 @@ _MISSES = (
     "- `one-gpu-8-layers`: 11.6 ms a decoding step, where its twin of one GPU (`deepseek-like`) has 7. Not explained.",
     "- `two-gpus-30b`, `1and1-one-step-apart`: experts in Megatron-Core's own operations, whose launches bound the",
     "  first and not the second. One rate stands for both.",
-    "- `five-steps-run`, `fused-run`, `overlap-run`: the rollout with cascade attention is predicted 8 to 14 % too",
-    "  long, that of `benchmarks/rollout.py` with the same settings 8 % too short: not explained.",
+    "- `beside-verl/fixed`, `beside-verl/second`, `h200-1gpu-30b`: the GPU waits for the scheduler of 512 or 1,024",
+    "  requests, whose processor has half its speed in some rollouts (`../beside-verl`). Predictions have a scheduler",
+    "  at full speed, as in `beside-verl/third` and `beside-verl/long-tail`. Since the second round it also does less.",
     "- Nothing was measured over the network, with pp above 2, with cp, vpp or etp above 1, or in fp8. Intervals are",
     "  wider there.",
 )

@@ -79,7 +79,6 @@ class Hardware:
         scoring_s: the same of a scoring pass.
         message_s: seconds until a message arrives, however short.
         decode_read: share of `memory_rate` at which decoding reads weights of experts, keys and values.
-        decode_cascade: the same of keys and values that requests share, with cascade attention.
         decode_linear: share of `memory_rate` at which it reads other weights.
         decode_layer_s: further seconds of a layer in a decoding step.
         decode_start_s: seconds of the scheduler to start a request.
@@ -118,7 +117,6 @@ class Hardware:
     scoring_s: float
     message_s: float
     decode_read: float
-    decode_cascade: float
     decode_linear: float
     decode_layer_s: float
     decode_start_s: float
