@@ -58,6 +58,9 @@ class PFPPOSettings(ppo.PPOSettings):
             return samples_per_prompt
         return min(self.filtration_n if self.filtration == "best-n" else 2, samples_per_prompt)
 
+    def most_trained(self, samples: int) -> int:
+        return samples + min(int(self.replay_ratio * samples), self.replay_buffer_size)
+
     @property
     def kept_samples(self) -> int:
         return self.replay_buffer_size

@@ -63,8 +63,10 @@ def with_advantages(step: Step[SafeRLHFSettings], experience: Experience) -> Exp
 
 
 def learn(step: Step[SafeRLHFSettings], experience: Experience) -> None:
-    """Take a step of the multiplier, and PPO's updates."""
-    step.multiplier.update(float(experience.batch.per_sample["costs"].double().mean()))
+    """Take a step of the multiplier, and PPO's updates. While the critics alone learn, the multiplier stays."""
+    if step.number > step.config.critic_warmup_steps:
+        # No multiplier could bring the costs of a policy that does not learn to their limit.
+        step.multiplier.update(float(experience.batch.per_sample["costs"].double().mean()))
     ppo.learn(step, experience)
 
 

@@ -189,6 +189,10 @@ class AlgorithmSettings(Settings):
         """Return the least samples of a prompt that are trained on, where all of them have a reward."""
         return samples_per_prompt
 
+    def most_trained(self, samples: int) -> int:
+        """Return the most samples that a step trains on, of which `samples` are its own."""
+        return samples
+
     @property
     def kept_samples(self) -> int:
         """The most samples that the driver keeps in its host's memory for later steps."""

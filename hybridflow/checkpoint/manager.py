@@ -225,7 +225,8 @@ class Checkpoints:
     def poll(self) -> None:
         """Complete the save in flight, if all of it is written. Raises as `save`."""
         if self._save is not None and self._is_written(self._save):
-            self._finish(self._save)
+            with termination.completing():  # ranks report the files of a save once
+                self._finish(self._save)
 
     def wait(self) -> None:
         """Wait until no save is in flight. Raises as `save`."""

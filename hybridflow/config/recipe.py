@@ -216,10 +216,11 @@ class Recipe(Settings):
                 f"trainer.prompts_per_step={self.trainer.prompts_per_step} times {responses} are {samples:,} samples a "
                 f"step, expected at most {MOST_SAMPLES:,}"
             )
-        if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= samples / 5:
+        trained = self.algorithm.most_trained(samples)
+        if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= trained / 5:
             yield (
-                f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {samples} samples a step, by which one step "
-                f"could bring the coefficient to 0; expected above {samples // 5}"
+                f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {trained} samples a step, by which one step "
+                f"could bring the coefficient to 0; expected above {trained // 5}"
             )
         if self.warmup is not None:
             optimizer, kept = self.warmup.optimizer, self.train.optimizer

@@ -99,6 +99,8 @@ class TrainerStep(Step[Any]):
     record: StepRecord = field(default_factory=StepRecord)
     updates: Reports = field(default_factory=list)
     """Reports of the actor's ranks on each optimizer step."""
+    _critic_updates: dict[str, Reports] = field(default_factory=dict)
+    """Reports of the critics' ranks, by role."""
 
     def __post_init__(self) -> None:
         self.values, roles, settings = self.record.values, self.roles, self.settings
@@ -318,17 +320,22 @@ class TrainerStep(Step[Any]):
         )
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             reports = self._models.run(plan, of_actor, value_clip)
-        self.updates = reports.pop("actor")
-        self.values |= refused_updates(self.updates, config.kl_guard, self.number)
-        by_number = dict(zip(plan.actor, self.updates, strict=True))
+        made = reports.pop("actor")
+        for name, refused in refused_updates(made, config.kl_guard, self.number).items():
+            self.values[name] = self.values.get(name, 0) + refused
+        by_number = dict(zip(plan.actor, made, strict=True))
         record.events.append(trained_event(batch, record.recalled, plan.split, by_number))
         if not critics_only:
             count = len(plan.mini_batches)
             log_empty(self, count - len(plan.actor), count)
+        # An algorithm may train on several experiences: metrics are of all updates of the step.
+        self.updates += made
         self.values |= update_metrics(self.updates) if self.updates else {}
         for role, updates in reports.items():
-            self.values |= update_metrics(updates, NAMES[CRITICS[role]])
-        record.add_expert_loads({"actor": self.updates, **reports})
+            all_updates = self._critic_updates.setdefault(role, [])
+            all_updates += updates
+            self.values |= update_metrics(all_updates, NAMES[CRITICS[role]])
+        record.add_expert_loads({"actor": self.updates, **self._critic_updates})
         self.values |= self.controllers.metrics(self.number)
         self.controllers.learn(self.values, len(batch))
 

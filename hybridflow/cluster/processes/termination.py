@@ -167,6 +167,18 @@ class Termination:
             self._abandonable = False
 
     @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """Let no wait of the block raise Abandoned, in an abandonable block too: what it has begun cannot be repeated.
+
+        The next wait after the block does.
+        """
+        before, self._abandonable = self._abandonable, False
+        try:
+            yield
+        finally:
+            self._abandonable = before
+
+    @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """The block changes nothing that its interruption could leave half changed. Raises Abandoned."""
         if not self._abandonable or threading.current_thread() is not threading.main_thread():

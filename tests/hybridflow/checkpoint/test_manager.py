@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engine3d.checkpoint.manifest import find_checkpoints, read_manifest
+from engine3d.checkpoint.manifest import RoleSummary, find_checkpoints, read_manifest
 from engine3d.checkpoint.reading.verify import verify_checkpoint
+from engine3d.checkpoint.writing.save import SaveStart
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.platform import platform
@@ -30,6 +32,7 @@ from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunSta
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.set_results import RESULTS, Best, MeasuredSet, read_best, value_of
 from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.processes.termination import Abandoned, Termination
 from hybridflow.cluster.ray.resource_pool import cluster_nodes, release, reserve
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.metrics.logger import Metrics
@@ -380,6 +383,65 @@ def test_a_run_that_ends_early_leaves_no_partial_checkpoint(stage: Stage, tmp_pa
         assert not (tmp_path / "checkpoints" / "step-00000002").exists()
         with pytest.raises(UserError, match=r"checkpoint\.dir: a run in .* is going on"):
             checkpoints(stage, tmp_path / "third", f"checkpoint.dir={tmp_path}/checkpoints").__enter__()
+
+
+class _Answers:
+    """Answers of one rank, for which the caller waits as for those of a group."""
+
+    def __init__(self, termination: Termination, answer: object) -> None:
+        self._termination, self._answer = termination, answer
+
+    def result(self) -> list[object]:
+        with self._termination.waiting():
+            return [self._answer]
+
+
+class _OneRank:
+    """A group whose rank ends a save once, as a worker does. A signal comes in the middle of that."""
+
+    def __init__(self, termination: Termination) -> None:
+        self._termination = termination
+        self._in_flight = False
+
+    def begin_checkpoint(self, directory: Path, *, background: bool) -> _Answers:
+        self._in_flight = True
+        summary = RoleSummary("tp1", 1, "float32", value_head=False, parameters=1, optimizer_step=1)
+        return _Answers(self._termination, CheckpointBegun(SaveStart(0.0, 0, 0), summary))
+
+    def checkpoint_written(self) -> _Answers:
+        return _Answers(self._termination, True)
+
+    def finish_checkpoint(self) -> _Answers:
+        ended: object = [] if self._in_flight else CheckpointFailure("no save is in flight")
+        if self._in_flight:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._in_flight = False
+        return _Answers(self._termination, ended)
+
+    def abandon_checkpoint(self) -> _Answers:
+        return _Answers(self._termination, None)
+
+
+def test_an_abandoned_step_completes_the_save_that_it_was_completing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = a_recipe(tmp_path / "runs", f"checkpoint.dir={tmp_path}/checkpoints")
+    run, termination = prepare(recipe), Termination()
+    monkeypatch.setattr("hybridflow.checkpoint.manager.termination", termination)
+    saving = Checkpoints(recipe, run.model_directory, Metrics(recipe.metrics, tmp_path / "metrics"))
+    with termination.handled(), saving:
+        termination.begin()
+        with termination.saves(20.0):
+            saving.save({"actor": _OneRank(termination)}, a_state(1))  # type: ignore[dict-item]
+            with pytest.raises(Abandoned), termination.abandonable():
+                saving.poll()
+                with termination.waiting():
+                    pass
+            assert termination.stop_requested
+            saving.wait()
+            assert saving.has(1)
+            termination.settle()
+    run.lock.close()
 
 
 def test_no_role_waits_for_another_to_begin(stage: Stage, tmp_path: Path) -> None:

@@ -193,3 +193,12 @@ def test_replay_of_the_engines_routes_makes_engines_return_them() -> None:
         assert load_recipe(DEMO, [setting]).has_routes
     with pytest.raises(SettingsError, match=r"rollout\.engine\.server_args\.chunked_prefill_size=-1 with routes=true"):
         load_recipe(DEMO, ["train.routing_replay=rollout", "rollout.engine.server_args={chunked_prefill_size: -1}"])
+
+
+def test_the_horizon_of_an_adaptive_penalty_covers_replayed_samples() -> None:
+    adaptive = ["algorithm.kl_controller=adaptive", "algorithm.kl_target=0.1"]
+    recipe = DEMO.parent / "algorithms" / "pf_ppo.yaml"  # trains on 1,024 samples and half as many of earlier steps
+    with pytest.raises(SettingsError, match=r"kl_horizon=307 with 1536 samples a step, .* expected above 307$"):
+        load_recipe(recipe, [*adaptive, "algorithm.kl_horizon=307"])
+    load_recipe(recipe, [*adaptive, "algorithm.kl_horizon=308"])
+    load_recipe(recipe, [*adaptive, "algorithm.kl_horizon=206", "algorithm.replay_buffer_size=1"])

@@ -14,12 +14,15 @@ from engine3d.layout import Layout
 from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.dpo import DPOSettings
 from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
+from hybridflow.metrics import names as metrics
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import RewardFailure, RewardResult
+from hybridflow.roles.model import Update
 from hybridflow.trainer.operations.model_columns import old_logprobs
 from hybridflow.trainer.operations.scoring import SampleScoring
 from hybridflow.trainer.operations.updates import ActorUpdate
@@ -223,3 +226,27 @@ def test_choices_at_random_are_those_of_run_step_and_name() -> None:
 
     assert drawn() == drawn()
     assert len({drawn(), drawn(seed=4), drawn(number=2), drawn("other")}) == 4
+
+
+def an_update(loss: float, *, applied: bool) -> list[Update]:
+    """The report of the only rank."""
+    statistics = Statistics({metrics.TRAIN_LOSS: torch.tensor(loss, dtype=torch.float64)})
+    memory: Any = {"peak_memory_bytes": 1, "peak_reserved_bytes": 1, "on_gpu": False, "peak_flops": None}
+    times: Any = {"devices": 1, "flops": 1.0, "seconds": 1.0, "optimizer_seconds": 0.1}
+    return [Update(statistics, 1.0, 1e-6, applied, tokens=4, positions=4, **times, **memory)]
+
+
+def test_a_step_reports_the_updates_of_all_experiences_that_it_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    step: Any = step_of()
+    step.weights = SimpleNamespace(before_update=lambda version: None)
+    step.controllers.metrics, step.controllers.learn = lambda step: {}, lambda values, samples: None
+    step.settings.rollout.sampling_table = SimpleNamespace(longest_response=8)
+    step.roles.learning = {}
+    monkeypatch.setattr(step, "_check", lambda batch: None)
+    for made in ([an_update(1.0, applied=True), an_update(3.0, applied=True)], [an_update(5.0, applied=False)]):
+        plan = SimpleNamespace(split=(), mini_batches=made, actor=range(len(made)))
+        monkeypatch.setattr("hybridflow.trainer.step.UpdatePlan", SimpleNamespace(of=lambda *_, plan=plan, **__: plan))
+        step._models = SimpleNamespace(trained=lambda plan: (), run=lambda plan, *_: {"actor": list(plan.mini_batches)})
+        step.update(Experience(RemoteBatch({"sample_ids": torch.tensor([1, 2])}, [])))
+    assert [ranks[0].applied for ranks in step.updates] == [True, True, False]
+    assert step.values[metrics.TRAIN_LOSS] == 3.0 and step.values[metrics.ACTOR.skipped_updates] == 1

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from hybridflow.algorithms import safe_rlhf
 from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.advantages.safe_rlhf import safe_advantages
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from hybridflow.algorithms.safe_rlhf import SafeRLHFSettings
+from hybridflow.batch.remote_batch import RemoteBatch
 from tests.support.columns import mask_with_holes
+from tests.support.steps import NumberedStep
 
 
 def test_safe_advantages_by_hand() -> None:
@@ -94,6 +98,32 @@ def test_the_multiplier_comes_back_from_a_batch_of_very_low_cost() -> None:
     for _ in range(steps):
         multiplier.update(1.0)
     assert multiplier.value == pytest.approx(1.0, rel=0.2)
+
+
+@dataclass
+class _CostlyStep(NumberedStep):
+    """A step whose samples cost 1 each."""
+
+    weight: LagrangeMultiplier | None = None
+
+    @property
+    def multiplier(self) -> LagrangeMultiplier:
+        assert self.weight is not None
+        return self.weight
+
+    def costs(self, batch: RemoteBatch) -> RemoteBatch:
+        return batch.with_per_sample(costs=torch.ones(len(batch)))
+
+
+def test_the_multiplier_stays_while_the_critics_alone_learn() -> None:
+    config = SafeRLHFSettings(critic_warmup_steps=2)
+    multiplier, values = Controllers(config).multiplier, []
+    assert multiplier is not None
+    for number in range(1, 5):
+        step = _CostlyStep(config, lambda group, sample: 0.5, number=number, weight=multiplier)
+        safe_rlhf.learn(step, safe_rlhf.make_experience(step))
+        values.append(multiplier.value)
+    assert values[:2] == [config.lagrange_initial] * 2 and values[3] > values[2] > values[1]
 
 
 def test_advantages_of_two_shapes_are_refused() -> None:
