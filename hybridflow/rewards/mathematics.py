@@ -21,7 +21,8 @@ from hybridflow.rewards.builtin import SAMPLE_TIMEOUT_S, TAGS
 
 Extract = Literal["boxed", "last_line", "tag", "anywhere"]
 """Place of the answer in a text: its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
-anywhere, the first of: the last \\boxed{}, the text after "answer is", the last formula in dollars, the last line."""
+anywhere, the first of: the last \\boxed{}, the text after "answer is", a last line after ####, the last formula in
+dollars, the last line."""
 
 _TAG, _END_OF_TAG = TAGS
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -48,6 +49,10 @@ _DISPLAYED = re.compile(r"\$\$\s*+([^$\n]*[^$\s])\s*+\$\$|(?<=\\\[)(\s++)|(?<!\s
 """A formula on lines of its own, between dollars, or the blanks inside of its brackets."""
 _BOLD = re.compile(r"(?<![\w*)])\*\*(?=\S)((?:[^*\n]|\*(?!\*))+)(?<=\S)\*\*(?!\w)")
 """Bold text of Markdown, which no power is: 2**3."""
+_CODE = re.compile(r"(?<!`)(`{1,3})(?!`)([^`\n]+)\1(?!`)|^[ \t]*(?:```+|~~~+)\w*[ \t]*$", re.MULTILINE)
+"""Code of Markdown within a line, or a line that begins or ends a block of it."""
+_MARKED_LINE = re.compile(r"(?:^|\n)#### [^\n]+\s*\Z")
+"""Last line of a text, with the mark of GSM8K."""
 _JOINED = re.compile(
     r"(?:[\s,;$&]|\\[()\[\]\\,; ]|\\q?quad|\\text\{ ?,? ?(?:and|or) ?\}|\b(?:and|or)\b"
     r"|(?:[A-Za-z](?:_\{?\w+\}?)?\s*=(?!\s*\w)))*"
@@ -323,9 +328,9 @@ def _last_line(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """A text without bold, whose formulas are on one line each."""
+    """A text without bold and the marks of code, whose formulas are on one line each."""
     text = _DISPLAYED.sub(lambda match: f"$${match[1]}$$" if match[1] else "", text)
-    return _BOLD.sub(r"\1", text)
+    return _CODE.sub(lambda match: match[2] or "", _BOLD.sub(r"\1", text))
 
 
 def _closing_formula(line: str) -> str | None:
@@ -344,6 +349,8 @@ def _anywhere(text: str) -> str | None:
     if phrases:
         sentence = re.split(r"\.(?:\s|$)", text[phrases[-1].end() :].split("\n")[0])[0].strip("* ")
         return _closing_formula("the " + sentence) or sentence
+    if _MARKED_LINE.search(text):
+        return _last_line(text)
     formulas = [(match.start(), match.end(), next(filter(None, match.groups()))) for match in _FORMULA.finditer(text)]
     return _joined(text, formulas) or _last_line(text)
 
