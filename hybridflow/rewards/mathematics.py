@@ -148,10 +148,11 @@ def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
     """Raises ValueError for invalid arguments."""
     if extract not in _EXTRACTIONS:
         raise ValueError(f"extract={extract!r}, expected one of {', '.join(_EXTRACTIONS)}")
-    if not isinstance(digits, int) or digits < 0 or not 0 < sample_timeout_s < math.inf:
+    seconds = isinstance(sample_timeout_s, int | float) and 0 < sample_timeout_s < math.inf
+    if not isinstance(digits, int) or digits < 0 or not seconds:
+        shown = f"{sample_timeout_s:g}" if isinstance(sample_timeout_s, int | float) else repr(sample_timeout_s)
         raise ValueError(
-            f"digits={digits}, sample_timeout_s={sample_timeout_s:g}, expected a whole number, at least 0, and seconds "
-            "above 0"
+            f"digits={digits!r}, sample_timeout_s={shown}, expected a whole number, at least 0, and seconds above 0"
         )
 
 

@@ -333,7 +333,7 @@ def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str, workers: i
         ({"digits": -1}, "digits=-1, sample_timeout_s=5, expected a whole number, at least 0, and seconds"),
         ({"digits": 2.5}, "digits=2.5, sample_timeout_s=5, expected a whole number"),
         ({"sample_timeout_s": math.nan}, "digits=6, sample_timeout_s=nan, expected a whole number"),
-        ({"boxed": True}, "unexpected keyword argument 'boxed'"),
+        ({"boxed": True}, "boxed: no such argument, expected of extract, digits"),
     ],
 )
 def test_arguments_that_it_does_not_take_are_refused(arguments: dict[str, Any], line: str) -> None:
