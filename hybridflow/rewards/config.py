@@ -34,6 +34,8 @@ FILES_OF_FUNCTIONS = (".py", ".pkl")
 ENVIRONMENT = "environment"
 """Name and path of the reward that environments give."""
 
+_OF_SAMPLES = ("generated_texts", "answers")
+"""Parameters of provided functions that no setting gives."""
 _PATIENCE = {"retries": 100, "longest_wait_s": 5.0}
 
 
@@ -206,9 +208,9 @@ class RewardFunctionConfig(Settings):
             return
         module, _, name = self.imported_from.rpartition(":")
         function = getattr(importlib.import_module(module), name)
-        given: dict[str, Any] = {} if isinstance(function, type) else {"generated_texts": []}
-        if "answers" in inspect.signature(function).parameters:
-            given["answers"] = []
+        parameters = inspect.signature(function).parameters
+        given: dict[str, Any] = {name: [] for name in _OF_SAMPLES if name in parameters}
+        _check_names(self.path, self.arguments, parameters)
         try:
             function(**given, **self.arguments)
         except (TypeError, ValueError) as error:
@@ -267,6 +269,18 @@ class RewardFunctionConfig(Settings):
         elif self.path == "matches":
             looked_for = str(self.arguments.get("pattern", "")).replace("\\", "")  # which escapes its bars
         return next((token for token in tokens if token in looked_for), None)
+
+
+def _check_names(path: str, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Raises ValueError for an argument that a provided function lacks, and for one that it requires."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # which checks them itself
+    names = [name for name in parameters if name not in _OF_SAMPLES]
+    if unknown := next((name for name in arguments if name not in names), None):
+        raise ValueError(f"arguments of {path!r}: {unknown}: no such argument, expected of {', '.join(names)}")
+    required = (name for name in names if parameters[name].default is inspect.Parameter.empty)
+    if missing := next((name for name in required if name not in arguments), None):
+        raise ValueError(f"arguments of {path!r}: {missing} is missing and has no default")
 
 
 class RewardConfig(Settings):

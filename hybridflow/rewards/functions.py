@@ -148,6 +148,24 @@ class RewardFunctions:
             if (function.path == "arithmetic" if function.builtin else processes[function.name].needs_answers)
         ]
 
+    def without_reward(self, name: str, answers: Sequence[Any]) -> dict[int, str]:
+        """Call a loaded function, which needs no fields, with empty texts.
+
+        Args:
+            name: of the function, which is no builtin.
+            answers: one for each text.
+
+        Returns:
+            The reason of each text without a number, in words that follow "it"; nothing if the call as a whole failed.
+        """
+        batch = RewardInputs([""] * len(answers), [""] * len(answers), answers)
+        with self._processes[name].taken() as process:
+            try:
+                values = process.call(batch, range(len(answers)), process.config.timeout_s).values
+            except CallError:
+                return {}
+        return {number: value for number, value in enumerate(values) if isinstance(value, str)}
+
     def evaluate(
         self,
         texts: Sequence[str],

@@ -21,7 +21,8 @@ from hybridflow.rewards.builtin import SAMPLE_TIMEOUT_S, TAGS
 
 Extract = Literal["boxed", "last_line", "tag", "anywhere"]
 """Place of the answer in a text: its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
-anywhere, the first of: the last \\boxed{}, the text after "answer is", the last formula in dollars, the last line."""
+anywhere, the first of: the last \\boxed{}, the text after "answer is", a last line after ####, the last formula in
+dollars, the last line."""
 
 _TAG, _END_OF_TAG = TAGS
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -48,6 +49,10 @@ _DISPLAYED = re.compile(r"\$\$\s*+([^$\n]*[^$\s])\s*+\$\$|(?<=\\\[)(\s++)|(?<!\s
 """A formula on lines of its own, between dollars, or the blanks inside of its brackets."""
 _BOLD = re.compile(r"(?<![\w*)])\*\*(?=\S)((?:[^*\n]|\*(?!\*))+)(?<=\S)\*\*(?!\w)")
 """Bold text of Markdown, which no power is: 2**3."""
+_CODE = re.compile(r"(?<!`)(`{1,3})(?!`)([^`\n]+)\1(?!`)|^[ \t]*(?:```+|~~~+)\w*[ \t]*$", re.MULTILINE)
+"""Code of Markdown within a line, or a line that begins or ends a block of it."""
+_MARKED_LINE = re.compile(r"(?:^|\n)#### [^\n]+\s*\Z")
+"""Last line of a text, with the mark of GSM8K."""
 _JOINED = re.compile(
     r"(?:[\s,;$&]|\\[()\[\]\\,; ]|\\q?quad|\\text\{ ?,? ?(?:and|or) ?\}|\b(?:and|or)\b"
     r"|(?:[A-Za-z](?:_\{?\w+\}?)?\s*=(?!\s*\w)))*"
@@ -143,10 +148,11 @@ def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
     """Raises ValueError for invalid arguments."""
     if extract not in _EXTRACTIONS:
         raise ValueError(f"extract={extract!r}, expected one of {', '.join(_EXTRACTIONS)}")
-    if not isinstance(digits, int) or digits < 0 or not 0 < sample_timeout_s < math.inf:
+    seconds = isinstance(sample_timeout_s, int | float) and 0 < sample_timeout_s < math.inf
+    if not isinstance(digits, int) or digits < 0 or not seconds:
+        shown = f"{sample_timeout_s:g}" if isinstance(sample_timeout_s, int | float) else repr(sample_timeout_s)
         raise ValueError(
-            f"digits={digits}, sample_timeout_s={sample_timeout_s:g}, expected a whole number, at least 0, and seconds "
-            "above 0"
+            f"digits={digits!r}, sample_timeout_s={shown}, expected a whole number, at least 0, and seconds above 0"
         )
 
 
@@ -323,9 +329,9 @@ def _last_line(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """A text without bold, whose formulas are on one line each."""
+    """A text without bold and the marks of code, whose formulas are on one line each."""
     text = _DISPLAYED.sub(lambda match: f"$${match[1]}$$" if match[1] else "", text)
-    return _BOLD.sub(r"\1", text)
+    return _CODE.sub(lambda match: match[2] or "", _BOLD.sub(r"\1", text))
 
 
 def _closing_formula(line: str) -> str | None:
@@ -344,6 +350,8 @@ def _anywhere(text: str) -> str | None:
     if phrases:
         sentence = re.split(r"\.(?:\s|$)", text[phrases[-1].end() :].split("\n")[0])[0].strip("* ")
         return _closing_formula("the " + sentence) or sentence
+    if _MARKED_LINE.search(text):
+        return _last_line(text)
     formulas = [(match.start(), match.end(), next(filter(None, match.groups()))) for match in _FORMULA.finditer(text)]
     return _joined(text, formulas) or _last_line(text)
 

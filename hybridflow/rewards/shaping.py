@@ -24,7 +24,7 @@ def matches(generated_texts: Sequence[str], *, pattern: str) -> list[float]:
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
     return [float(compiled.fullmatch(text) is not None) for text in generated_texts]
 
@@ -39,8 +39,8 @@ def length_limit(
     """
     if unit not in ("characters", "words"):
         raise ValueError(f"unit={unit!r}, expected characters or words")
-    if not 0 <= soft <= hard:
-        raise ValueError(f"soft={soft}, hard={hard}, expected 0 <= soft <= hard")
+    if not all(isinstance(limit, int | float) for limit in (soft, hard)) or not 0 <= soft <= hard:
+        raise ValueError(f"soft={soft!r}, hard={hard!r}, expected numbers, 0 <= soft <= hard")
     sizes = (len(text) if unit == "characters" else len(text.split()) for text in generated_texts)
     return [0.0 if size <= soft else -min(1.0, (size - soft) / max(1, hard - soft)) for size in sizes]
 
@@ -51,7 +51,7 @@ def repetition(generated_texts: Sequence[str], *, words: int = 3) -> list[float]
     Raises ValueError for fewer than one word.
     """
     if not isinstance(words, int) or words < 1:
-        raise ValueError(f"words={words}, expected a whole number, at least 1")
+        raise ValueError(f"words={words!r}, expected a whole number, at least 1")
     rewards = []
     for text in generated_texts:
         split = text.split()

@@ -37,7 +37,7 @@ from hybridflow.errors.log import log
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORM = 9
+_FORM = 10
 """Version of the files in the cache. A change of their contents increases it."""
 _LOG_INTERVAL_S = 10.0
 _NAMES = (TOKENS, ENDS, NUMBERS, HASHES)

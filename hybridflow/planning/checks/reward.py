@@ -21,6 +21,10 @@ OUTPUT_LINES = 10
 _MOST_REMARKS = 5
 _MOST_ROWS = 1000
 """Rows of a phase whose test cases are read."""
+_MOST_ANSWERS = 200
+"""Rows of a phase whose answers are read as mathematics, which takes milliseconds each."""
+_OF_ANSWER = "the right answer "
+"""Begin of the reasons of `math` that are about a reference answer."""
 
 
 def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> list[str]:
@@ -59,6 +63,7 @@ def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> 
             check_text_answers(list(prompts.answers()))
         for function in needing:
             notes += _lacking_cases(function, phase, prompts) if function.path == "code" else []
+            notes += _unreadable_answers(functions, function, phase, prompts) if function.path == "math" else []
         notes += [_remarks_line(count, phase, needing[0].name) for count in counts if count.remarks]
     return notes
 
@@ -84,7 +89,33 @@ def _lacking_cases(function: RewardFunctionConfig, phase: str, prompts: Prompts)
         f"reward {function.name!r} needs test cases, and {len(malformed):,} of the first {rows:,} {phase} rows have "
         f"none; the first is {malformed[0]}"
     )
-    if function.on_failure == "stop" or len(malformed) == rows:
+    return _provided_for(function, line, complete=len(malformed) == rows)
+
+
+def _unreadable_answers(
+    functions: RewardFunctions, function: RewardFunctionConfig, phase: str, prompts: Prompts
+) -> list[str]:
+    """A line on the first rows whose answers `math` cannot read, if there are such rows. Errors as `_lacking_cases`."""
+    examples = [prompts.examples[index] for index in range(min(len(prompts), _MOST_ANSWERS))]
+    given = [number for number, example in enumerate(examples) if not is_missing(example.answer)]
+    reasons = functions.without_reward(function.name, [examples[number].answer for number in given])
+    unreadable = [
+        f"{examples[given[index]].location or f'prompt {given[index]:,}'}: {reason.partition(': ')[2]}"
+        for index, reason in reasons.items()
+        if _OF_ANSWER in reason  # else it took too long
+    ]
+    if not unreadable:
+        return []
+    line = (
+        f"reward {function.name!r} cannot read the answers of {len(unreadable):,} of the first {len(examples):,} "
+        f"{phase} rows; the first is {unreadable[0]}"
+    )
+    return _provided_for(function, line, complete=len(unreadable) == len(examples))
+
+
+def _provided_for(function: RewardFunctionConfig, line: str, *, complete: bool) -> list[str]:
+    """The line with the treatment of its rows. Raises UserError if there is none, or all rows are so."""
+    if function.on_failure == "stop" or complete:
         raise UserError(line)
     return [f"{line}; on_failure is {function.on_failure}"]
 

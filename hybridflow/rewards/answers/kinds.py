@@ -474,8 +474,9 @@ def bracketed(text: str) -> Readings | None:
 
 
 def signs(text: str) -> Readings | None:
-    """Recognise two values: 3 \\pm 2."""
-    if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
+    """Recognise two values: 3 \\pm 2. In a set, and in a list behind a name, only some items are two values."""
+    is_set = text.startswith(r"\{") and enclosed(text) is not None
+    if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text) or is_set or split(text, _JOIN)[1]:
         return None
     both = (re.sub(r"\\pm(?![A-Za-z])", plus, re.sub(r"\\mp(?![A-Za-z])", minus, text)) for plus, minus in ("+-", "-+"))
     return read(", ".join(both))

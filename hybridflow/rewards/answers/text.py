@@ -37,6 +37,8 @@ _SPACE = re.compile(
     r"\\h?phantom\s*\{[^{}A-Za-z]*\}|\\[hv]space\*?\s*\{[^{}]*\}|(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])"
     r"|\\(?:thin|med|thick)?space(?![A-Za-z])|~|\\\\(?=\s*$)"
 )
+_OVER = re.compile(r" ?\\over(?![A-Za-z]) ?")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MOST_DEPTH = 24
 _SYSTEM = re.compile(
     r"\\left ?\\\{ ?\\begin ?\{(array|aligned|matrix)\}(?:\{[lcr]*\})?(.*?)\\end ?\{\1\} ?\\right ?\.?", re.DOTALL
@@ -89,9 +91,31 @@ def normalise(text: str) -> str:
     text = re.sub(r"\\text\s*\{\s*,?\s*(and|or|mod|to)\s*\}", r" \1 ", _FONT.sub("", _DRESS.sub("", text)))
     text = re.sub(r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty", text)
     text = _THOUSANDS.sub(lambda match: _grouped(match, text), text)
+    text = _with_fractions(text)
     text = re.sub(r"\s+", " ", _SPACE.sub(" ", text)).strip().rstrip(",;").strip()
     text = re.sub(rf"\\(?:{_TEXTS})\s*(?=\{{)", r"\\text", text)
     return _DOMAIN.sub(r", \1 \\in \\mathbb{Z}", _FOR_ALL.sub("", _LED_IN.sub("", text)))
+
+
+def _with_fractions(text: str) -> str:
+    """Write TeX's {1 \\over 2}, whose operands are the group around it, as \\frac{1}{2}."""
+    for _ in range(_MOST_DEPTH):
+        if not (over := _OVER.search(text)):
+            break
+        begin, end, depth = [0], len(text), 0
+        for brace in _BRACE.finditer(text, 0, over.start()):
+            if brace[0] == "{":
+                begin.append(brace.end())
+            elif brace[0] == "}" and len(begin) > 1:
+                begin.pop()
+        for brace in _BRACE.finditer(text, over.end()):
+            depth += (brace[0] == "{") - (brace[0] == "}")
+            if depth < 0:
+                end = brace.start()
+                break
+        top, bottom = text[begin[-1] : over.start()], text[over.end() : end]
+        text = f"{text[: begin[-1]]}\\frac{{{top}}}{{{bottom}}}{text[end:]}"
+    return text
 
 
 def _spelled(match: re.Match[str]) -> str:

@@ -106,8 +106,12 @@ _REWRITTEN = (
     ),
     (r"«? ?(Rs|USD|EUR)\.? ?»? ?\.? ?(\d.*)", r"\2 «\1»"),
     *(
-        (rf"(-?) ?\\?{sign} ?(.+)", rf"\1\2 «{name}»")
+        rewritten
         for sign, name in ((r"\$", "dollar"), ("€", "euro"), ("£", "sterling"), ("¥", "yen"), ("₹", "rupee"))
+        for rewritten in (
+            (rf"(-?) ?«? ?\\?{sign} ?»? ?(.+)", rf"\1\2 «{name}»"),
+            (rf"(.*[\d)}}]) ?«? ?\\?{sign} ?»?", rf"\1 «{name}»"),
+        )
     ),
     (r"(.*)\\frac ?\{ ?«? ?([A-Za-z]+) ?»? ?\} ?\{ ?«? ?([A-Za-z]+(?:\^\{?\d\}?)?) ?»? ?\}", r"\1«\2»/«\3»"),
     (r"(.*)\\mu ?(«?[A-Za-z]*»?)", r"\1μ\2"),

@@ -108,7 +108,7 @@ def choice(text: str) -> Readings | None:
 
 def labelled_choice(text: str) -> tuple[str, str] | None:
     """Return the letter of a choice and its text: (B) 12."""
-    text = re.sub(r"^\\(?:text) ?\{ ?(\(?[A-J]\)?[.:)]?) ?\}", r"\1 ", text)
+    text = re.sub(r"^(?:\\text ?)?\{ ?(\(?[A-J]\)?[.:)]?) ?\}", r"\1 ", text)
     match = _LABELLED.fullmatch(text)
     return (match[1] or match[2], match[3]) if match else None
 

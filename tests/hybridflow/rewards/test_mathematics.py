@@ -32,7 +32,7 @@ def _ended() -> Iterator[None]:
 
 
 def test_there_are_as_many_pairs_as_the_page_says() -> None:
-    assert len(PAIRS) == len(set(PAIRS)) == 1526
+    assert len(PAIRS) == len(set(PAIRS)) == 1553
     assert {verdict for *_, verdict in PAIRS} == {"=", "!", "?"}
 
 
@@ -94,6 +94,9 @@ def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
         ("last_line", "**Final Answer**: 2**3", "8"),
         ("last_line", "The total is $40 + 2 = 42$.", "42"),
         ("last_line", "It follows that\n$$\n42\n$$", "42"),
+        ("last_line", "I print it:\n```\n42\n```", "42"),
+        ("last_line", "Answer: `42`", "42"),
+        ("tag", "<answer>\n```python\n42\n```\n</answer>", "42"),
         ("tag", "<answer>1</answer> no <answer> 2/3 </answer>", r"\frac{2}{3}"),
         ("tag", r"<answer>\boxed{5}</answer>", "5"),
         ("tag", "<answer>\nThe answer is 5.\n</answer>", "5"),
@@ -116,6 +119,8 @@ def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
             r"\begin{pmatrix}9\\8\end{pmatrix}",
         ),
         ("anywhere", r"So \( 4 and then \( 9 \), as was asked for.", "9"),
+        ("anywhere", "The answer is `9`.", "9"),
+        ("anywhere", "Let $x$ be what she pays, so $x = 8 + 1$.\n#### 9", "9"),
         ("anywhere", "and so on " * 1_050 + r"\boxed{9}", "9"),  # however long the text before it
     ],
 )
@@ -328,7 +333,7 @@ def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str, workers: i
         ({"digits": -1}, "digits=-1, sample_timeout_s=5, expected a whole number, at least 0, and seconds"),
         ({"digits": 2.5}, "digits=2.5, sample_timeout_s=5, expected a whole number"),
         ({"sample_timeout_s": math.nan}, "digits=6, sample_timeout_s=nan, expected a whole number"),
-        ({"boxed": True}, "unexpected keyword argument 'boxed'"),
+        ({"boxed": True}, "boxed: no such argument, expected of extract, digits"),
     ],
 )
 def test_arguments_that_it_does_not_take_are_refused(arguments: dict[str, Any], line: str) -> None:

@@ -1,4 +1,4 @@
-"""Columns of Arrow as values of JSON: texts that are stored as bytes, names of class labels, times and decimals."""
+"""Columns of Arrow as values of JSON: texts stored as bytes, class labels, short floats, times and decimals."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class TableColumns:
         names: of columns that can be text.
         left_out: names of columns of bytes that are no text, such as pictures and sounds.
         features: of columns with class labels, as `datasets` describes them.
+        short_floats: types of columns with floats of less than 64 bits.
     """
 
     names: tuple[str, ...]
     left_out: tuple[str, ...]
     features: Mapping[str, Any]
+    short_floats: Mapping[str, pa.DataType]
 
     @classmethod
     def of(cls, schema: pa.Schema, sample: Callable[[str], pa.Array | pa.ChunkedArray]) -> TableColumns:
@@ -46,7 +48,12 @@ class TableColumns:
         ]
         names = tuple(name for name in schema.names if name not in left_out)
         features = _features(schema)
-        return cls(names, tuple(left_out), {name: features[name] for name in names if _has_labels(features.get(name))})
+        return cls(
+            names,
+            tuple(left_out),
+            {name: features[name] for name in names if _has_labels(features.get(name))},
+            {field.name: field.type for field in schema if any(map(_is_short_float, _leaves(field.type)))},
+        )
 
     def row(self, values: Mapping[str, Any], location: Callable[[], str]) -> dict[str, Any]:
         """Convert a row to JSON. Raises UserError for bytes that are no text."""
@@ -56,6 +63,8 @@ class TableColumns:
                 converted[name] = plain(value)
             except UnicodeDecodeError:
                 raise UserError(f"{location()}: column {name!r} has bytes that are no text in UTF-8") from None
+            if name in self.short_floats:
+                converted[name] = _with_decimals(converted[name], self.short_floats[name])
             if name in self.features:
                 converted[name] = _with_names(converted[name], self.features[name])
         return converted
@@ -69,7 +78,6 @@ def is_binary(kind: pa.DataType) -> bool:
 def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
     """Yield the types that a type is made of."""
     types = pa.types
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
     if isinstance(kind, pa.BaseExtensionType):
         yield kind
     elif types.is_struct(kind):
@@ -78,10 +86,20 @@ def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
     elif types.is_map(kind):
         yield from _leaves(kind.key_type)
         yield from _leaves(kind.item_type)
-    elif any(matches(kind) for matches in lists) or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+    elif _is_list(kind) or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         yield from _leaves(kind.value_type)
     else:
         yield kind
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    return any(matches(kind) for matches in lists)
+
+
+def _is_short_float(leaf: pa.DataType) -> bool:
+    return pa.types.is_float16(leaf) or pa.types.is_float32(leaf)
 
 
 def _are_bytes(leaf: pa.DataType) -> bool:
@@ -119,6 +137,23 @@ def plain(value: Any) -> Any:
     if isinstance(value, decimal.Decimal):
         return str(value)
     return str(value)
+
+
+def _with_decimals(value: Any, kind: pa.DataType) -> Any:
+    """Replace floats of less than 64 bits in a value by the shortest decimals that stand for them: 0.1, and not
+    0.10000000149."""
+    types = pa.types
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    if isinstance(value, float) and _is_short_float(kind):
+        return float(str(np.float16(value) if types.is_float16(kind) else np.float32(value)))
+    if isinstance(value, list) and _is_list(kind):
+        return [_with_decimals(element, kind.value_type) for element in value]
+    if isinstance(value, Mapping) and types.is_map(kind):
+        return {name: _with_decimals(element, kind.item_type) for name, element in value.items()}
+    if isinstance(value, Mapping) and types.is_struct(kind):
+        return {field.name: _with_decimals(value[field.name], field.type) for field in kind}
+    return value
 
 
 def _are_texts(kind: pa.DataType, values: pa.Array | pa.ChunkedArray) -> bool:

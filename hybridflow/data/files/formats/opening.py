@@ -213,9 +213,12 @@ def _call_filesystem[T](address: str, ask: Callable[[], T]) -> T:
     """Call a file system. Raises UserError for whatever its library raises."""
     try:
         return ask()
-    except FileNotFoundError:
-        raise UserError(f"{address}: no such file") from None
-    except Exception as error:
+    except Exception as raised:
+        error: BaseException = raised
+        if isinstance(raised, FileNotFoundError):
+            if raised.__cause__ is None or isinstance(raised.__cause__, FileNotFoundError):
+                raise UserError(f"{address}: no such file") from None
+            error = raised.__cause__  # such as a refused connection, or a status of HTTP
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{address}: cannot be read: {shortened(reason, 200)}") from None
 

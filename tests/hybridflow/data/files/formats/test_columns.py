@@ -118,3 +118,25 @@ def test_descriptions_that_are_none_are_passed_over(tmp_path: Path) -> None:
         table = pa.table({"a": [1]}).replace_schema_metadata({b"huggingface": described})
         pq.write_table(table, tmp_path / "a.parquet")
         assert opened(tmp_path / "a.parquet")[0] == {"a": 1}
+
+
+def test_floats_of_less_than_64_bits_are_their_shortest_decimals(tmp_path: Path) -> None:
+    columns = {
+        "answer": pa.array([1234.56, None], pa.float32()),
+        "rate": pa.array([0.1, float("nan")], pa.float16()),
+        "double": pa.array([0.1, 1234.56005859375]),
+        "of_list": pa.array([[0.1, None], None], pa.list_(pa.float32())),
+        "of_object": pa.array([{"a": 0.7, "b": 0.7}, None], pa.struct([("a", pa.float32()), ("b", pa.float64())])),
+        "of_map": pa.array([[("k", 0.3)], None], pa.map_(pa.string(), pa.float32())),
+        "of_dictionary": pa.array([2.2, 2.2], pa.float32()).dictionary_encode(),
+    }
+    first = {
+        **{"answer": 1234.56, "rate": 0.1, "double": 0.1, "of_list": [0.1, None], "of_object": {"a": 0.7, "b": 0.7}},
+        **{"of_map": {"k": 0.3}, "of_dictionary": 2.2},
+    }
+    second = {**dict.fromkeys(columns), "double": 1234.56005859375, "of_dictionary": 2.2}
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        table = pa.table(columns)
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    assert opened(tmp_path / "a.arrow").read(0, 2) == [first, second]

@@ -10,8 +10,10 @@ import lzma
 import os
 import pickle
 import random
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +458,25 @@ def test_files_of_another_file_system_are_copied_once(tmp_path: Path, monkeypatc
     memory.pipe_file("/rows/a.jsonl", b'{"a": 1}')
     assert all_rows("memory://rows/a.jsonl", cache) == [{"a": 1}]  # what is there now
     memory.rm("/rows", recursive=True)
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_a_server_that_gives_no_file_is_quoted(status: int, tmp_path: Path) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/a.jsonl"
+        assert refused(address, tmp_path / "cache").startswith(f"{address}: cannot be read: {status}, ")
+        server.shutdown()
+    assert refused(address, tmp_path / "cache").startswith(f"{address}: cannot be read: Cannot connect to host")
 
 
 def test_addresses_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
