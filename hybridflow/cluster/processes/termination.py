@@ -168,9 +168,9 @@ class Termination:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Let no wait of the block raise Abandoned, in an abandonable block too: what it has begun cannot be repeated.
+        """Keep waits of the block from raising Abandoned, in an abandonable block too: its work cannot be repeated.
 
-        The next wait after the block does.
+        The next wait after the block raises it.
         """
         before, self._abandonable = self._abandonable, False
         try:
