@@ -190,8 +190,8 @@ def test_requests_to_leave_may_be_many_and_come_before_a_signal(termination: Ter
     assert termination.finish() == 75
 
 
-def test_a_second_signal_after_a_request_to_leave_is_impatience(termination: Termination) -> None:
-    with pytest.raises(Terminated), termination.saves(120.0), presses(LEAVE, signal.SIGTERM):
+def test_a_second_sigterm_after_a_request_to_leave_is_impatience(termination: Termination) -> None:
+    with pytest.raises(Terminated), termination.saves(120.0), presses(LEAVE, signal.SIGTERM, signal.SIGTERM):
         threading.Event().wait(60)
     assert termination.finish() == 143
 
