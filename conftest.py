@@ -1,6 +1,7 @@
 """Order of the tests: files that start processes come last, so that a quick failure shows in the first seconds.
 
-Of these, whole runs come first: they take longest, and of two workers neither is left alone with them at the end.
+Of these, whole runs come first: they take longest, and no worker is left alone with them at the end. Those of `engine3d`
+come last: they compute, while others wait for limits and for processes, which takes no time beside them.
 """
 
 from __future__ import annotations
@@ -46,4 +47,9 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     starting = {item.path for item in items if item.get_closest_marker("processes") is not None}
-    items.sort(key=lambda item: (item.path in starting, item.path in starting and "integration" not in item.path.parts))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        parts = item.path.parts if item.path in starting else ()
+        return bool(parts), "integration" not in parts, "engine3d" in parts
+
+    items.sort(key=place)
