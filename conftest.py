@@ -1,7 +1,7 @@
 """Order of the tests: files that start processes come last, so that a quick failure shows in the first seconds.
 
-Of these, whole runs come first: they take longest, and no worker is left alone with them at the end. Those of `engine3d`
-come last: they compute, while others wait for limits and for processes, which takes no time beside them.
+Of these, whole runs come first: they take longest, and no worker is left alone with them at the end. Those of
+`engine3d` come last: they compute, while others wait for limits and for processes, which takes no time beside them.
 """
 
 from __future__ import annotations
