@@ -37,7 +37,7 @@ MTP = MtpConfig(lr=2e-2, clip_grad=0.1)
 TEMPERATURE = 0.7
 UPDATES = 3
 LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{}, {"tp": 2}, {"ep": 2}, {"etp": 2}], 4: [{"tp": 2, "ep": 2}]}
-FAMILIES = ("deepseek_v3", "glm4_moe")
+FAMILIES = ("deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.long))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
