@@ -155,8 +155,13 @@ def listen(marker: str, directory: str) -> tuple[str | None, str | None]:
             if pid == DIRECTORY:
                 run = name
                 continue
-            with contextlib.suppress(OSError, ValueError):  # it is gone already, or may not be watched
+            try:
                 descriptor = os.pidfd_open(int(pid))
+            except ProcessLookupError:  # it was alive when it was named
+                died = died or (int(pid), name)
+            except (OSError, ValueError):  # it may not be watched
+                pass
+            else:
                 names[descriptor] = int(pid), name
                 poll.register(descriptor, select.POLLIN)
         if not data:

@@ -109,7 +109,7 @@ def test_what_asks_all_processes_of_a_job_to_end_does_not_end_it(tmp_path: Path)
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("case", ["without a word", "with one", "without its directory"])
+@pytest.mark.parametrize("case", ["without a word", "before the watchdog looks", "with one", "without its directory"])
 def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
     case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,9 +118,13 @@ def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
         run.mkdir()
     server = subprocess.Popen(["sleep", "60"])
     end = f"{watchdog.END}\n" if case == "with one" else ""
+    if case == "before the watchdog looks":
+        server.kill()
+        server.wait()
     process = start_watchdog(tmp_path / "ray", f"{server.pid} A part\n{watchdog.DIRECTORY} {run}\n{end}")
     assert process.stdin is not None
-    wait_until(lambda: watches(process))
+    if server.poll() is None:
+        wait_until(lambda: watches(process))
     server.kill()
     server.wait()
     process.stdin.close()
