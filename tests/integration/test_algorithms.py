@@ -190,6 +190,7 @@ def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -
     for before, after in itertools.pairwise(steps):
         old = before["cost/multiplier"]
         expected = math.exp(min(math.log(old) + 0.3 * old * (before["cost/mean"] - 1.9), math.log(5)))
+        expected = old if before["step"] == 1 else expected  # in which the critics alone learn
         assert after["cost/multiplier"] == pytest.approx(expected, rel=1e-4)
     roles = {role for role, _, _, _ in spans(tmp_path / "small")}
     models = {"actor", "reference", "critic", "cost_critic", "reward_model", "cost_model"}
