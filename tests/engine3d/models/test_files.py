@@ -402,6 +402,7 @@ def values_of_ranks(directory: Path, tokens: torch.Tensor, export: Path, layout:
     return {"values": values, "gradients": gradients, "initialised": initialised}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

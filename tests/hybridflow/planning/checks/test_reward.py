@@ -111,6 +111,7 @@ def test_rows_without_test_cases_are_refused(tmp_path: Path, capsys: pytest.Capt
     ) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_answers_that_mathematics_cannot_read_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     function = {"name": "right", "path": "math"}
     unreadable: list[Any] = [True, "We see that there is no such $n$ (why?)."]
