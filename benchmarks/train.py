@@ -253,7 +253,10 @@ def _foreseen(engine: TrainEngine) -> int:
     built, tokens = platform.has_transformer_engine, config.micro_batch_tokens
     resident = resident_by_rank(engine.spec, engine.layout, at, config, transformer_engine=built)
     copies = copied_by_rank(
-        *(engine.spec, engine.layout, at, config),
+        engine.spec,
+        engine.layout,
+        at,
+        config,
         tokens=tokens,
         serves=False,
         engine_precision=None,

@@ -225,8 +225,7 @@ class Checkpoints:
     def poll(self) -> None:
         """Complete the save in flight, if all of it is written. Raises as `save`."""
         if self._save is not None and self._is_written(self._save):
-            with termination.completing():  # ranks report the files of a save once
-                self._finish(self._save)
+            self._finish(self._save)
 
     def wait(self) -> None:
         """Wait until no save is in flight. Raises as `save`."""
@@ -266,7 +265,8 @@ class Checkpoints:
 
     def _finish(self, save: _Save) -> None:
         try:
-            with Timer(save.values, metrics.CHECKPOINT_STALL):
+            # Ranks report the files of a save once.
+            with Timer(save.values, metrics.CHECKPOINT_STALL), termination.completing():
                 self._make_whole(save)
         except (_SaveError, EngineError, UserError, OSError) as error:
             self._fail(save, error)

@@ -97,10 +97,8 @@ class TrainerStep(Step[Any]):
     given_responses: GivenSource | None = None
     poll: Callable[[], None] = lambda: None
     record: StepRecord = field(default_factory=StepRecord)
-    updates: Reports = field(default_factory=list)
-    """Reports of the actor's ranks on each optimizer step."""
-    _critic_updates: dict[str, Reports] = field(default_factory=dict)
-    """Reports of the critics' ranks, by role."""
+    reports: dict[str, Reports] = field(default_factory=dict)
+    """Reports of the ranks of each role on all optimizer steps, of as many experiences as the step trains on."""
 
     def __post_init__(self) -> None:
         self.values, roles, settings = self.record.values, self.roles, self.settings
@@ -297,6 +295,11 @@ class TrainerStep(Step[Any]):
 
     # Training
 
+    @property
+    def updates(self) -> Reports:
+        """Reports of the actor's ranks on each optimizer step."""
+        return self.reports.get("actor", [])
+
     def update(self, experience: Experience, *, value_clip: float | None = None, critics_only: bool = False) -> None:
         self.wait_for_columns()
         record, batch, config = self.record, experience.batch, self.config
@@ -320,22 +323,19 @@ class TrainerStep(Step[Any]):
         )
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             reports = self._models.run(plan, of_actor, value_clip)
-        made = reports.pop("actor")
-        for name, refused in refused_updates(made, config.kl_guard, self.number).items():
+        for name, refused in refused_updates(reports["actor"], config.kl_guard, self.number).items():
             self.values[name] = self.values.get(name, 0) + refused
-        by_number = dict(zip(plan.actor, made, strict=True))
+        by_number = dict(zip(plan.actor, reports["actor"], strict=True))
         record.events.append(trained_event(batch, record.recalled, plan.split, by_number))
         if not critics_only:
             count = len(plan.mini_batches)
             log_empty(self, count - len(plan.actor), count)
-        # An algorithm may train on several experiences: metrics are of all updates of the step.
-        self.updates += made
-        self.values |= update_metrics(self.updates) if self.updates else {}
         for role, updates in reports.items():
-            all_updates = self._critic_updates.setdefault(role, [])
-            all_updates += updates
-            self.values |= update_metrics(all_updates, NAMES[CRITICS[role]])
-        record.add_expert_loads({"actor": self.updates, **self._critic_updates})
+            of_role = self.reports.setdefault(role, [])
+            of_role += updates
+            names = NAMES[CRITICS[role]] if role in CRITICS else metrics.ACTOR
+            self.values |= update_metrics(of_role, names) if of_role else {}
+        record.add_expert_loads(self.reports)
         self.values |= self.controllers.metrics(self.number)
         self.controllers.learn(self.values, len(batch))
 
