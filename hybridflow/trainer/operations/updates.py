@@ -156,14 +156,15 @@ class ModelUpdates:
             value_clip: how far a value moves before a critic's loss is clipped; None does not clip.
 
         Returns:
-            Reports by role.
+            Reports by role, the actor first.
         """
         calls: dict[str, Sequence[Future[list[Update]]]] = {}
         for role, critic in self._critics.items():
             kind = CRITICS[role]
             calls[role] = [critic.update_values(batch, clip=value_clip, kind=kind) for batch in plan.mini_batches]
         calls["actor"] = [self.update_actor(plan.mini_batches[n], of_actor) for n in plan.actor]
-        return {role: [future.result() for future in futures] for role, futures in calls.items()}
+        reports = {role: [future.result() for future in futures] for role, futures in calls.items()}
+        return {role: reports[role] for role in ("actor", *self._critics)}
 
     def update_actor(self, batch: RemoteBatch, arguments: ActorUpdate) -> Future[list[Update]]:
         """Begin one optimizer step of the actor."""
