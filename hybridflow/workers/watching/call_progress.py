@@ -195,6 +195,8 @@ def standstill(
     silent = [look for look in at_work if look.beat_age_s >= _limit_s(look, limits)]
     if silent:
         look = max(silent, key=lambda look: look.beat_age_s)
+        if look.location.pid in look.stopped:  # at the first look after a long pause of this process
+            return _stopped(look, [look.location.pid], silence_s)
         return _standing(look, "no heartbeat", look.beat_age_s)
     behind = min(at_work, key=lambda look: (_parts_done(look), -look.pause_s))
     done, most = _parts_done(behind), max(map(_parts_done, at_work))

@@ -188,6 +188,9 @@ def test_a_stopped_process_comes_before_those_that_wait_for_it() -> None:
 
 def test_a_process_that_is_stopped_for_a_moment_is_no_cause() -> None:
     assert verdict_of([look(pause_s=1.0), look(rank=1, stopped=(1001,))]) is None
+    # One whose heartbeat has been missing for as long is stopped, though nobody has looked before.
+    verdict = verdict_of([look(), look(rank=1, stopped=(1001,), beat_age_s=600.0)])
+    assert verdict is not None and verdict.reason.startswith("process 1001 is stopped since ")
 
 
 def test_a_stopped_rank_is_the_cause_also_before_it_has_begun_its_call() -> None:
