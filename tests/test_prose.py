@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parents[1]
 _SOURCE = ("hybridflow", "engine3d", "launch")
 _OTHER = ("tests", "benchmarks", "docs", "examples")
@@ -114,6 +116,7 @@ def _general_names(*folders: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_docstrings_begin_with_their_object_or_an_imperative() -> None:
     assert _openings(*_SOURCE, *_OTHER) == []
 

@@ -181,6 +181,7 @@ def test_every_package_has_its_place(top: str) -> None:
     assert folders <= LEVEL.keys()
 
 
+@pytest.mark.slow
 def test_imports_go_downwards(repository: list[Import]) -> None:
     assert list(map(str, upward(repository))) == []
 
@@ -258,6 +259,7 @@ def test_files_beside_the_modules_are_installed_with_their_package() -> None:
                 assert any(fnmatch(str(path.relative_to(package)), pattern) for pattern in patterns), path
 
 
+@pytest.mark.slow
 def test_a_program_runs_after_all_that_its_module_defines() -> None:
     early = [
         f"{module}:{statement.lineno}"

@@ -74,6 +74,7 @@ def _verls(**changed: float) -> list[dict[str, Any]]:
     return [{"step": 0, "data": {"val/loss": 1.0}}, *steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("variant", VARIANTS["ours"]["variants"])
 def test_every_variant_of_ours_is_a_recipe(workload: str, variant: str, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def _same_as_kept(name: str, sizes: dict[str, Any]) -> None:
     assert {key: value for key, value in sizes.items() if key != "plan_seconds"}.items() <= kept.items()
 
 
+@pytest.mark.slow
 def test_bf16_moments_take_two_thirds() -> None:
     spec, layout = named_model("llama-3-70b"), parse_layout(CASES["llama-3-70b"][0])
     usual, aware = _planned("llama-3-70b"), plan_figures(spec, layout, precision_aware=True)

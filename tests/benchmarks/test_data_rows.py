@@ -38,6 +38,7 @@ def test_rows_are_what_they_are_said_to_be(made: Path) -> None:
         assert Way("list", made, ROWS, texts, 1).prompt("x") == ("x" if texts == "raw" else template)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", ["raw", "user"])
 def test_all_ways_have_the_same_token_ids(made: Path, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["jsonl", "parquet", "datasets", *(["list"] if texts == "raw" else [])]

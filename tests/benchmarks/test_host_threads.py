@@ -25,6 +25,7 @@ def busy_process() -> Iterator[int]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_busy_thread_is_sampled_with_its_processor(busy_process: int) -> None:
     record = next(samples(0.5))
     (thread,) = [thread for thread in record["threads"] if thread["pid"] == busy_process]

@@ -133,6 +133,7 @@ ONE_SEED = ("code.code", "context-parallel", "four-ranks", "fp8", "fp8-training"
 """Recipes that learn at all, which is what their curves show."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.glob("*") if path.is_dir()))
 def test_what_is_kept_is_of_a_recipe_that_is_there_and_of_three_seeds(folder: str) -> None:
     runs = read(RESULTS, folder)

@@ -8,6 +8,7 @@ from benchmarks.plan_layouts import CASES, MeasuredCase, rank_correlation
 from hybridflow.planning.time.hardware import load_profile
 
 
+@pytest.mark.slow
 def test_every_case_has_a_prediction_of_its_own() -> None:
     cases = [MeasuredCase(name, settings, [], [], [], {}) for name, settings in CASES.items()]
     assert len(cases) == 30 and len({case.settings for case in cases}) == 30

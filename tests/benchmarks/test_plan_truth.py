@@ -25,6 +25,7 @@ def test_errors_are_not_larger_than_those_that_are_published() -> None:
     assert plan_truth.page(compared) == plan_truth.README.read_text()
 
 
+@pytest.mark.slow
 def test_runs_that_are_left_out_have_a_reason_in_their_recipe() -> None:
     reasons = {run.name: plan_truth.reason(run) for run in plan_truth.measured_runs() if plan_truth.reason(run)}
     assert len(reasons) <= 5 and "h200-4gpu-30b/five-steps-run" not in reasons

@@ -52,6 +52,7 @@ def test_what_does_not_fit_is_a_line_of_its_own(tmp_path: Path, capsys: pytest.C
     assert "refused" not in fits and refused["refused"].startswith("1 GPUs of 141.0 GB: no layout fits 1 sequences")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -27,6 +27,7 @@ def stand_in(hf_config: dict[str, Any], tensors: Tensors, tp: int, ep: int) -> E
     return [engine_rank(model_spec(hf_config), tp, ep, rank) for rank in range(tp)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_models(name: str) -> None:
     assert named_model(name).parameter_count() == PARAMETERS[name]

@@ -20,6 +20,7 @@ _CASES = cases(_SMALL.groups, 4)
 _STREAMS = [case for case in _CASES if case.limits is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _STREAMS, ids=lambda case: case.name)
 def test_each_group_is_learned_from_once_and_is_not_too_old(case) -> None:  # type: ignore[no-untyped-def]
     measured = measure_stream(_SMALL, 20.0, case.limits)
@@ -72,6 +73,7 @@ def test_rolling_transfers_keep_engines_at_work_and_samples_as_fresh(staleness: 
     assert by_transfer["wait, rolling, 1"].tokens_per_s > by_transfer["wait, all at once"].tokens_per_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_engines_on_leased_devices_make_steps_shorter(staleness: int) -> None:
     limits = StreamLimits(_SMALL.groups, staleness)

@@ -28,6 +28,7 @@ def _bytes_of(spec: ModelSpec, *names: str) -> int:
     return _BF16 * sum(prod(tensor.shape) for name, tensor in named if any(fragment in name for fragment in names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_step_reads_weights_and_cache_once(tp: int) -> None:
     spec, config = _two_layers(), RolloutConfig(tp=tp, ep=tp, dtype="bfloat16")
@@ -54,6 +55,7 @@ def test_experts_that_no_token_is_sent_to_are_not_read() -> None:
     assert many - one == pytest.approx(experts * (1 - 8 / 128), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_in_fp8_have_half_the_bytes() -> None:
     spec = _two_layers()
     full, fp8 = (

@@ -44,6 +44,7 @@ def test_decoding_steps_are_summed_by_rollout(
     assert row.startswith("1\t")
 
 
+@pytest.mark.slow
 def test_the_plugin_names_functions_that_sglang_has(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import pkgutil
 

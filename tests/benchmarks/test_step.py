@@ -104,6 +104,7 @@ def test_rollout_during_training_counts_once() -> None:
     assert step.measure(run, 1).overlap == 0.0
 
 
+@pytest.mark.slow
 def test_a_picture_for_each_gpu(tmp_path: Path) -> None:
     (path,) = step.draw(_run(), tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000

@@ -10,6 +10,7 @@ from hybridflow.planning.checks.recipe import check_recipe
 from tests.support.runs import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_is_a_recipe(way: str) -> None:
     recipe = load_recipe(ROOT / RECIPE, [*COMMON, *WAYS[way]])

@@ -18,6 +18,7 @@ from tests.support.runs import ROOT
 RECIPE = ROOT / "launch/recipes/h200-2x2-one-step-apart.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_is_a_recipe(way: str, tmp_path: Path) -> None:
     write_prompts(tmp_path / "train.jsonl", 32)

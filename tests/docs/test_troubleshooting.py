@@ -28,6 +28,7 @@ def texts() -> list[str]:
     return literals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_a_quoted_line_is_in_the_source(quoted: str) -> None:
     fragments = [re.escape(fragment) for fragment in quoted.split("…") if fragment.strip(" :;,.()")]

@@ -162,6 +162,7 @@ def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
     assert scored + hits == round(scored + hits) and (scored + hits) % 8 == 0  # one of both for each sample
 
 
+@pytest.mark.slow
 def test_the_agent_of_the_example_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/agents.md").read_text()
     assert (ROOT / "examples/own_agent.py").read_text().partition("annotations\n\n")[2] in page

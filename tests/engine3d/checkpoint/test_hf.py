@@ -254,6 +254,7 @@ def _load_and_export(model: Path, actor: Path, out: Path) -> None:
 ONE_EACH = {family_of(name): name for name, config in CONFIGS.items() if "text_config" not in config}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ONE_EACH.values()))
 def test_a_family_is_exported_in_fp8(name: str, tmp_path: Path) -> None:
     spec = model_spec(CONFIGS[name])
@@ -432,6 +433,7 @@ def test_damage_is_exported_where_the_user_says_so(copy: Path, tmp_path: Path) -
     assert (tmp_path / "export" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_every_reader_of_a_chunk_compares_it(copy: Path) -> None:
     from engine3d.checkpoint.reading.reader import CheckpointReader, fill
     from engine3d.checkpoint.writing.writer import alone, sharded_tensor

@@ -273,6 +273,7 @@ def test_an_engine_shares_what_is_the_same_on_its_device(tmp_path: Path) -> None
     assert beside.weights - beside.shared == 2 * sizes.layers * sizes.hidden * rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-30b-a3b", "deepseek-v3"])
 @pytest.mark.parametrize("layout", ["tp=2,dp=3", "tp=2,pp=4,ep=8,dp=8", "pp=2,vpp=2,ep=2,etp=2,tp=4,dp=2"])
 def test_buffers_without_padding_between_parameters_are_counted_from_the_experts_of_a_layer_at_once(

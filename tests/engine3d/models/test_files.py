@@ -545,6 +545,7 @@ def test_configs_without_value_head_name(tmp_path: Path) -> None:
         model_spec(classifier)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("embedding_std", "least", "most"), [(None, 0, 24), (10.0, 31, 32)])
 def test_wide_embeddings_keep_tokens_apart_in_deep_models(
     embedding_std: float | None, least: int, most: int, tmp_path: Path

@@ -56,6 +56,7 @@ def models() -> Iterator[ModelSpec]:
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_megatron_core_accepts_what_is_accepted_here(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Transformer Engine, and with it, but for what needs the library itself."""

@@ -134,6 +134,7 @@ def complete_tensors(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torc
     return complete, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

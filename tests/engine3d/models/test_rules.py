@@ -89,6 +89,7 @@ def _owners() -> Iterator[Any]:
                     yield pytest.param(name, layout, order, transformer_engine, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "order", "transformer_engine"), list(_owners()), ids=str)
 def test_owners_write_every_element_once(
     name: str, layout: Layout, order: ExpertOrder, transformer_engine: bool

@@ -119,6 +119,7 @@ def test_the_kernel_interpreted(compare: Callable[[str], None]) -> None:
     run_interpreted(compare)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.gpus > 0, reason="the test below runs the kernel on the GPU")
 def test_the_kernel_compiles_for_a_gpu() -> None:
     from triton.backends.compiler import GPUTarget

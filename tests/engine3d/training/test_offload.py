@@ -35,6 +35,7 @@ def _tensors() -> list[torch.Tensor]:
     return [*views, *others, torch.ones(3, device=device)]
 
 
+@pytest.mark.slow
 def test_offloaded_tensors_have_no_memory_and_are_onloaded_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CHUNK_BYTES", 8 * MB)
     tensors = _tensors()

@@ -54,6 +54,7 @@ def test_every_sample_is_dealt_once_and_no_part_is_empty(samples: int, shards: i
         assert largest(costs, dealt) <= greedy(costs, shards) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_small_cases_against_every_way_there_is() -> None:
     best = 0
     for seed in range(60):
@@ -74,6 +75,7 @@ def test_differences_are_dealt_and_not_costs() -> None:
     assert largest(costs, balanced_partition(costs, 2)) == 27
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("samples", "shards", "spread", "above"),
     [(8192, 64, 0.7, 1e-6), (512, 8, 0.7, 1e-5), (512, 8, 1.2, 1e-5), (256, 32, 0.7, 0.01), (64, 8, 0.7, 0.011)],

@@ -79,6 +79,7 @@ def test_a_damaged_shard_is_skipped_before_anything_starts(tmp_path: Path, monke
     assert taken is not None and taken.directory == damaged
 
 
+@pytest.mark.slow
 def test_what_was_skipped_is_out_of_the_way_of_new_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_path_is_a_checkpoint_or_a_directory_of_them(tmp_path: Path) -> None:
     assert "no whole checkpoint" in refusal(a_recipe(tmp_path, f"resume={tmp_path}"))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dir_override", ["checkpoint.dir=null", "checkpoint.dir={elsewhere}"])
 def test_a_path_is_the_directory_of_a_run(tmp_path: Path, dir_override: str) -> None:
     elsewhere = dir_override.format(elsewhere=tmp_path / "elsewhere")
@@ -185,6 +187,7 @@ CONTRADICTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", CONTRADICTIONS)
 def test_another_run_is_refused_unless_the_difference_is_accepted(tmp_path: Path, override: str) -> None:
     checkpoint = make_checkpoint(a_recipe(tmp_path), 2)
@@ -348,6 +351,7 @@ def test_checkpoints_of_two_courses_do_not_share_a_directory(tmp_path: Path) -> 
     assert find_resumption(silent)[0] is not None
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_own_directory(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     run = prepare(recipe)
@@ -391,6 +395,7 @@ def test_a_run_goes_on_in_its_own_directory(tmp_path: Path) -> None:
     assert fresh.resumption is None and (tmp_path / "small.1" / "checkpoints" / "step-00000002").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_newest_checkpoint_wherever_it_saves_from_then_on(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     run = prepare(recipe)

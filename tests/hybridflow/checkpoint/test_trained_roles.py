@@ -28,6 +28,7 @@ ROLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROLES)
 def test_a_checkpoint_of_all_trained_roles_is_taken(tmp_path: Path, name: str) -> None:
     recipe = of_algorithm(a_recipe(tmp_path), name)
@@ -57,6 +58,7 @@ def test_a_role_that_a_checkpoint_lacks_is_named(
     assert refusal(of_algorithm(accepting, name)) == [f"resume: {checkpoint} {reason}"]
 
 
+@pytest.mark.slow
 def test_a_role_that_is_no_longer_trained_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(of_algorithm(a_recipe(tmp_path), "safe_rlhf"), 2, roles=ROLES["safe_rlhf"])
     lines = {role: f"roles.{role}: trained in the checkpoint, not trained in the recipe" for role in ROLES["safe_rlhf"]}
@@ -72,6 +74,7 @@ def test_a_role_that_is_no_longer_trained_is_refused_unless_it_is_accepted(tmp_p
     assert find_resumption(accepting)[0] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "ending", "expected"), [("actor", "a value head", "logits"), ("critic", "logits", "a value head")]
 )

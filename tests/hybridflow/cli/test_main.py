@@ -43,6 +43,7 @@ def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.strip() == importlib.metadata.version("hybridflow")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--help", "settings", "status {run}", "checkpoint list {run}"])
 def test_a_command_whose_reader_is_gone_ends_without_a_word(words: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoints")
@@ -56,6 +57,7 @@ def test_a_command_whose_reader_is_gone_ends_without_a_word(words: str, tmp_path
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.slow
 def test_a_command_whose_output_is_lost_says_so() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "hybridflow", "settings"]
@@ -92,6 +94,7 @@ def test_a_recipe_with_nothing_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr() == (f"{DEMO}: nothing wrong found\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -225,6 +228,7 @@ def test_what_check_finds(capsys: pytest.CaptureFixture[str], override: str, lin
     assert line in lines[0]
 
 
+@pytest.mark.slow
 def test_options_of_megatron_core_against_each_roles_own_layout(capsys: pytest.CaptureFixture[str]) -> None:
     gathering = "{moe_token_dispatcher_type: allgather, moe_aux_loss_coeff: 1e-3}"
     assert check(capsys, DEMO, f"train.megatron={gathering}", "train.packing=true") == (0, [])

@@ -68,6 +68,7 @@ def a_large_file(path: Path) -> None:
     os.truncate(path, 3 << 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JSON_FILES)
 @pytest.mark.parametrize(
     ("content", "reason"),
@@ -99,6 +100,7 @@ def test_a_file_that_is_no_json_object(
 TOKEN = "expected the text of a token, an object with its content, or null, found"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key", "value", "reason"),
     [
@@ -154,6 +156,7 @@ def test_a_template_that_is_no_text(model: Path, capsys: pytest.CaptureFixture[s
     assert refusal(model, capsys) == f"hybridflow: {model}/chat_template.jinja: not a text file in UTF-8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("header", "reason"),
     [

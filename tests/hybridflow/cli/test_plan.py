@@ -39,6 +39,7 @@ def test_the_large_recipe_is_what_a_search_finds(capsys: pytest.CaptureFixture[s
     assert "what if link=800Gb: colocated" in out and "(+0%)" in out  # nothing crosses hosts
 
 
+@pytest.mark.slow
 def test_the_recipe_that_is_written_passes_the_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "planned.yaml"
     words = ("--gpus", "cpu:2", "--count", "1", "--write", str(path), "--what-if", "staleness=1", "--what-if", "fp8")
@@ -51,6 +52,7 @@ def test_the_recipe_that_is_written_passes_the_checks(tmp_path: Path, capsys: py
     assert code == 2 and f"--write {path}: exists, expected a new file" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "safe_rlhf", "algorithms/dpo_online", "algorithms/rloo", "stream", "game"])
 def test_a_written_recipe_of_any_algorithm_passes_the_checks(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -75,6 +77,7 @@ def test_a_recipe_that_is_not_planned_for_is_refused_by_name(
     assert (code, out) == (2, "") and message in err
 
 
+@pytest.mark.slow
 def test_auto_is_resolved_into_the_recipe_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["check", DEMO, "placement=auto", "--print"]) == 0
     printed = capsys.readouterr()
@@ -89,6 +92,7 @@ def test_auto_is_resolved_into_the_recipe_and_named(capsys: pytest.CaptureFixtur
     assert "micro_batch_tokens: 22550\n" in printed.out  # stays as it was
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -24,6 +24,7 @@ def refused(capsys: pytest.CaptureFixture[str], name: str) -> str:
     return said.err
 
 
+@pytest.mark.slow
 def test_a_setting_has_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     expected = (
         "train.optimizer.lr\n    number, above 0, at most 10; default 1e-06\n    Learning rate after the warm-up.\n"

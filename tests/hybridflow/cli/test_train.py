@@ -20,6 +20,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_by_its_own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(a_recipe(tmp_path, "seed=5")).lock.close()
     make_checkpoint(a_recipe(tmp_path, "seed=5"), 2)
@@ -39,6 +40,7 @@ def test_a_run_is_resumed_by_its_own_recipe(tmp_path: Path, monkeypatch: pytest.
     assert recipe.resume == "auto" and recipe.checkpoint_directory == moved / "checkpoints"
 
 
+@pytest.mark.slow
 def test_a_run_that_began_from_another_ones_checkpoint_is_resumed_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +57,7 @@ def test_a_run_that_began_from_another_ones_checkpoint_is_resumed_from_it(
     assert checkpoints == [earlier]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_started_again_goes_on_if_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = make_checkpoint(a_recipe(tmp_path, "name=earlier"), 2)
     resumed: list[str | Path] = []
@@ -87,6 +90,7 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path, capsys: pytest.CaptureF
     assert "has the runs of several actors (other, small)" in refusal(capsys, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_train_refuses_a_used_name_before_it_looks_at_anything_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint, refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("passes", "prompts", "steps"), [("1", 1000, 16), ("2", 1000, 32), ("0.5", 1000, 8), ("1", 64, 1), ("3", 65, 4)]
 )
@@ -113,6 +114,7 @@ def lines_of(directory: Path, *prompts: str) -> str:
     return f"data={{source: jsonl, jsonl: {{train_path: {path}, eval_path: {path}}}, overlong_prompts: POLICY}}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "said"),
     [

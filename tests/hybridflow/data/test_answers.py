@@ -63,6 +63,7 @@ def test_what_holds_something_is_an_answer(answer: Any) -> None:
     assert not is_missing(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "first"),
     [([NAN, 2.5], 0), (["2", None], 1), (["2", "", "3"], 1), ([["2", "two"], []], 1), ([["2"], [None]], 1)],

@@ -223,6 +223,7 @@ def test_the_character_tokenizer_is_a_huggingface_directory(tmp_path: Path) -> N
     assert answer.stdout.strip() == "[4, 10, 13, 5, 8, 16, 17, 18, 7] [0, 1, 2] 19"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [None, *(family.name for family in FAMILIES)])
 @pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
 def test_a_tokenizer_is_the_one_that_transformers_finds(name: str, model_type: str | None, tmp_path: Path) -> None:

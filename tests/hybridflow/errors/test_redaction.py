@@ -42,6 +42,7 @@ def test_names_that_only_sound_like_it(name: str) -> None:
     assert not is_secret(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/recipes").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_no_setting_of_ours_is_taken_for_a_secret(path: Path) -> None:
     if path.parent.name == "recipes":

@@ -66,6 +66,7 @@ def test_models_without_experts_have_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "expert_loads.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_file_has_a_limit_and_the_newest_steps(tmp_path: Path) -> None:
     model, path = loads(61, 256), tmp_path / "expert_loads.jsonl"
     with Metrics(FILES, tmp_path) as log:

@@ -68,6 +68,7 @@ def test_steps_have_whole_numbers() -> None:
     assert not paths(long, "dots")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values", [(1e308, -1e308), (5e-324, 1e-323), (1e-320, 1.0), (3.0, 3.0 + 1e-9), (-1e6, -1e6), (0.0, 0.0)]
 )

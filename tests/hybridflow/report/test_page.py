@@ -349,6 +349,7 @@ def test_sections_are_linked(tmp_path: Path) -> None:
     assert {link.removeprefix("#") for link in links} <= set(identifiers)
 
 
+@pytest.mark.slow
 def test_the_first_line_is_the_outcome_and_the_facts_name_the_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

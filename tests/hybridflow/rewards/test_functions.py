@@ -79,6 +79,7 @@ def test_fields_of_the_data_reach_functions_that_ask_for_them_by_name(tmp_path: 
         assert rewards.evaluate(TEXTS, PROMPTS, ANSWERS, FIELDS).total.tolist() == [0.0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "fields", "message"),
     [
@@ -113,6 +114,7 @@ def test_the_arithmetic_verifier_takes_the_whole_text(text: str, right: bool) ->
     assert arithmetic([text], answers=["42"]) == [float(right)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -147,6 +149,7 @@ def test_weighted_sum_over_functions_in_a_module_and_builtin(tmp_path: Path, mon
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -212,6 +215,7 @@ def process_ids(marker: Path) -> list[int]:
     return [int(pid) for pid in marker.read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", HANGS)
 def test_a_hang_is_killed_in_time_with_its_children_and_the_next_call_works(tmp_path: Path, hang: str) -> None:
     marker = tmp_path / "marker"
@@ -263,6 +267,7 @@ def test_close_leaves_no_process(tmp_path: Path) -> None:
     assert gone(pid)
 
 
+@pytest.mark.slow
 def test_functions_run_at_the_same_time_and_one_failure_ends_all(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import os, time\ndef reward(texts):\n    begin = time.monotonic()\n    time.sleep(1.0)\n"

@@ -36,6 +36,7 @@ def test_there_are_as_many_pairs_as_the_page_says() -> None:
     assert {verdict for *_, verdict in PAIRS} == {"=", "!", "?"}
 
 
+@pytest.mark.slow
 def test_pairs_have_their_known_verdicts() -> None:
     verdicts = [(*pair[:2], _verdict(*pair[:2])) for pair in PAIRS]
     assert not set(verdicts) - set(PAIRS)
@@ -152,6 +153,7 @@ def test_boxes_that_never_end_are_soon_given_up() -> None:
     assert growth(mathematics._boxed, "\\boxed{" * 2_000, "\\boxed{" * 4_000) < 2.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["\\(", "\\[", "\\( x ", "$ x ", "$1 =", "$$ ", "**a", "\n", "\\boxed{", "answer "])
 def test_a_text_is_searched_for_formulas_in_one_pass(text: str) -> None:
     began = time.process_time()
@@ -247,6 +249,7 @@ def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [question[:2] for question in compared] == [("7", "7"), ("8", "7"), ("7", 7), (None, "7")]
 
 
+@pytest.mark.slow
 def test_a_response_that_hangs_is_wrong_and_the_others_are_compared() -> None:
     began = time.monotonic()
     before = set(psutil.Process().children())
@@ -257,6 +260,7 @@ def test_a_response_that_hangs_is_wrong_and_the_others_are_compared() -> None:
     assert len(set(psutil.Process().children()) - before) <= 1  # what hung is gone
 
 
+@pytest.mark.slow
 def test_a_right_answer_that_hangs_gives_no_verdict() -> None:
     rewards = score([r"\boxed{1}", r"\boxed{1}", r"\boxed{2}"], [HANGING, "1", [HANGING, "1"]], sample_timeout_s=1.0)
     assert rewards[1] == 1.0

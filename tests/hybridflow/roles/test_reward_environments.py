@@ -15,6 +15,7 @@ from hybridflow.roles.reward import FunctionRewardWorker
 GAME = Path(__file__).parents[3] / "launch/recipes/game.yaml"
 
 
+@pytest.mark.slow
 def test_a_rank_answers_turns_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(GAME)

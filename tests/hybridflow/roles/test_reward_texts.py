@@ -85,6 +85,7 @@ def test_each_function_gets_the_texts_that_it_asks_for(
     assert per_sample["value/kept"].tolist() == [0, 0, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [{"pattern": r"\d+<eos>"}, {"pattern": r"[0-9]*\<bos\>.*"}],  # tokens of the built-in tokenizer

@@ -97,6 +97,7 @@ def _steps(cache_tokens: int, *, dynamic: bool, length: int = 200, staleness: in
     return run(learn())[0]
 
 
+@pytest.mark.slow
 def test_a_small_cache_is_used_with_few_retractions_and_short_queues() -> None:
     fixed, dynamic = (_steps(3000, dynamic=is_dynamic) for is_dynamic in (False, True))
     assert fixed.metrics["stream/retracted_requests"] > 100
@@ -106,12 +107,14 @@ def test_a_small_cache_is_used_with_few_retractions_and_short_queues() -> None:
     assert dynamic.tokens_per_s > 0.9 * fixed.tokens_per_s
 
 
+@pytest.mark.slow
 def test_a_lower_target_retracts_nothing_and_uses_less() -> None:
     careful, usual = (_steps(3000, dynamic=True, target=share) for share in (0.5, 0.85))
     assert careful.metrics["stream/retracted_requests"] <= 1
     assert careful.metrics["stream/cache_use_share"] < usual.metrics["stream/cache_use_share"]
 
 
+@pytest.mark.slow
 def test_a_large_cache_takes_all_that_an_engine_runs() -> None:
     fixed, dynamic = (_steps(100_000, dynamic=is_dynamic) for is_dynamic in (False, True))
     assert dynamic.metrics["stream/request_limit_mean"] / 20 == 32

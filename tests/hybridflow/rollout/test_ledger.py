@@ -189,6 +189,7 @@ def test_nothing_is_drawn_beyond_the_last_step() -> None:
     assert _numbers(ledger.admit()) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("late", ["wait", "evict"])
 @pytest.mark.parametrize("queue", ["oldest_first", "freshest_first"])

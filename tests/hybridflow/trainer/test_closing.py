@@ -53,6 +53,7 @@ def test_a_run_that_ends_says_where_its_results_are(tmp_path: Path, monkeypatch:
     ]
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = a_recipe(tmp_path)
@@ -77,6 +78,7 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
     assert _results(recipe)[1] == "checkpoints  small/checkpoints/step-00000003"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_which_ranks_found_damage_is_not_recommended(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     prepare(recipe).lock.close()
@@ -88,6 +90,7 @@ def test_a_checkpoint_in_which_ranks_found_damage_is_not_recommended(tmp_path: P
     assert said == "hybridflow: the newest checkpoint is of step 3; to resume after it:"
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_resumes_from_that_of_its_start(tmp_path: Path) -> None:
     earlier = make_checkpoint(a_recipe(tmp_path, "name=earlier"), 3)
     recipe = a_recipe(tmp_path, f"resume={earlier}")

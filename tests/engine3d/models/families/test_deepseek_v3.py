@@ -155,6 +155,7 @@ def test_random_weights_keep_the_bias_in_float32(tmp_path: Path) -> None:
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
 
 
+@pytest.mark.slow
 def test_kimi_k2_is_the_same_model_under_its_own_name() -> None:
     published = PUBLISHED | {
         "model_type": "kimi_k2",
@@ -192,6 +193,7 @@ def test_weights_in_fp8_that_the_config_does_not_name_are_refused_and_layers_pas
         check_weights(load_model_spec(directory), directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [

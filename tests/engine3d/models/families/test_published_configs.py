@@ -388,6 +388,7 @@ MISTRAL_01 = mistral(
 _ROPE = CONFIGS["qwen3_5_moe"]["text_config"]["rope_parameters"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read_and_served(name: str) -> None:
     config, parameters = PUBLISHED[name]

@@ -54,6 +54,7 @@ def equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5-tied"])
 def test_exports_have_the_vision_tower_and_layers_for_multi_token_prediction(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -44,6 +44,7 @@ DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp", "ep"), CASES)
 def test_few_layers_repeated_are_the_whole_model(name: str, tp: int, ep: int) -> None:
     tensors = hf_tensors(MODELS[name])

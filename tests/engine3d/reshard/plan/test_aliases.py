@@ -25,6 +25,7 @@ def named(target: RankShards, aliases: tuple[Alias, ...]) -> dict[str, Alias]:
     return {target.buffers[alias.target_buffer].name: alias for alias in aliases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tp", "ep", "transformer_engine"),
     [

@@ -92,6 +92,7 @@ def test_1024_ranks_of_a_trainer_and_512_of_engines_are_coordinated_soon() -> No
         assert len(pickle.dumps(order)) < names + 3 * segments + 50_000
 
 
+@pytest.mark.slow
 def test_every_message_is_at_both_of_its_ends_and_all_take_the_same_rounds() -> None:
     sources, targets, tensors = _world()
     orders = coordinate(sources, targets[:TP], tensors, store=lambda: "tcp://127.0.0.1:1", staging_bytes=1 << 14)

@@ -43,6 +43,7 @@ LAYOUTS = [
 ENGINES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tp", "ep", "colocated"),
     [
@@ -66,6 +67,7 @@ def test_every_element_arrives(layout: Layout, tp: int, ep: int, colocated: bool
     check(make_plan(sources, targets, shapes(spec)), sources, targets, shapes(spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(tp=4, dp=2), Layout(pp=4), Layout(pp=2, dp=2)], ids=str)
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama"])
@@ -236,6 +238,7 @@ def test_a_transposed_tensor_is_copied_element_by_element() -> None:
     assert (plan.transfers[0].segments.length == 1).all() and len(plan.transfers[0].segments) == 5
 
 
+@pytest.mark.slow
 def test_random_boxes_and_strides() -> None:
     """Tensors of up to four dimensions, cut at random, in memory with random gaps, orders and dimensions swapped."""
     for seed in range(300):

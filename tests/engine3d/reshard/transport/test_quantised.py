@@ -51,6 +51,7 @@ def values_of(weights: QuantisedWeights, holding: Holding) -> torch.Tensor:
     return memory.as_strided(sizes, holding.strides, holding.offset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

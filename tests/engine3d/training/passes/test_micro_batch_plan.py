@@ -89,6 +89,7 @@ def test_micro_batches_are_even(lengths: list[int], max_tokens: int, expected: l
     assert assign(lengths, lengths, max_tokens) == expected
 
 
+@pytest.mark.slow
 def test_few_sequences_against_every_way_there_is() -> None:
     ratios = []
     for seed in range(20):

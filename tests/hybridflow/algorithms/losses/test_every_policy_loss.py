@@ -161,6 +161,7 @@ def test_all_others_have_the_clipped_surrogate() -> None:
     assert {name for name in ROLLED_OUT if load(name).policy_loss is not clipped_loss} == set(FORMULAS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "length"), MODES)
 @pytest.mark.parametrize("name", ROLLED_OUT)
 def test_loss_and_gradient_against_autograd_of_the_plain_formula(name: str, mode: str, length: int | None) -> None:

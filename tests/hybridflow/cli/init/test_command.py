@@ -63,6 +63,7 @@ def test_own_model_and_data_are_what_is_trained(
     assert "evaluation.trained_on: the model learns from 1 of its 1 prompts too" in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [

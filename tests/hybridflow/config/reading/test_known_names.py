@@ -51,6 +51,7 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         assert set(settings) <= SETTINGS | added | PPOConfig.model_fields.keys() | {"config"}, (name, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "text"),
     [

@@ -58,6 +58,7 @@ def test_every_path_starts_where_the_command_runs(
     assert load_recipe(DEMO).directory == tmp_path / "runs" / "demo"
 
 
+@pytest.mark.slow
 def test_an_error_says_what_a_path_is_relative_to(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def called(arguments: Any, **message: Any) -> list[dict[str, Any]]:
     return [USER, assistant, {"role": "tool", "content": "rain", "tool_call_id": "c1"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [{"content": None}, {"content": ""}, {}])
 @pytest.mark.parametrize("is_text", [True, False])
 @pytest.mark.parametrize(

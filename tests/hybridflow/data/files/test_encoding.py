@@ -499,6 +499,7 @@ def test_another_tokenizer_is_another_key(
     assert len(encoded) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

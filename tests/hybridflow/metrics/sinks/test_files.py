@@ -99,6 +99,7 @@ def test_a_fresh_run_does_not_overwrite_another(tmp_path: Path, sink: str) -> No
         Metrics(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
     program = (
         "import itertools, sys; from pathlib import Path\n"

@@ -217,6 +217,7 @@ def test_what_is_no_address_of_a_cluster(address: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_found_soon() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -269,6 +270,7 @@ def test_a_cluster_that_has_another_token(ray_cluster: None, monkeypatch: pytest
 FP8, TRAINED = "launch/recipes/fp8.yaml", "launch/recipes/fp8-training.yaml"
 
 
+@pytest.mark.slow
 def test_engines_in_fp8_are_recommended_a_correction() -> None:
     line = (
         "rollout.engine.precision=fp8 without algorithm.correction: the engines draw from another policy than the one "
@@ -393,6 +395,7 @@ def test_engines_in_fp8_are_on_one_node_each() -> None:
     assert line.startswith("rollout.engine.precision=fp8 with engines over 2 nodes each, which was not tried; expected")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "line"),
     [

@@ -66,6 +66,7 @@ def test_the_families_are_those_that_there_are() -> None:
     assert {family.name for family in models.FAMILIES} == set(FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_has_proven_pairs_alone(path: Path) -> None:
     roles = ("train", "rollout") if path.stem == "several-hosts" else (None,)

@@ -81,6 +81,7 @@ def test_without_transformer_engine_there_is_one_line_more(capsys: pytest.Captur
     assert "Transformer Engine" not in output_of(capsys, 0, *NODES)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_gpus_whose_experts_take_more_steps_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,7 @@ def test_gpus_whose_experts_take_more_steps_are_named(
     assert "fused_experts" not in output_of(capsys, 0, *NODES)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_fp8_is_refused_on_gpus_that_lack_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -130,6 +132,7 @@ def test_adapters_with_engines_in_fp8_are_refused_on_gpus(capsys: pytest.Capture
     assert line in output_of(capsys, 2, apart, "warmup=null")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_a_gpu_in_use_is_refused_on_this_machine_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -166,6 +169,7 @@ def test_a_library_that_the_engine_imports_is_named(
     assert any(requirement.startswith(f"{package}==") for requirement in requirements)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_flash_attention_3_needs_its_library(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -208,6 +212,7 @@ def test_flash_attention_3_needs_a_gpu_that_it_is_made_for(
     check_rollout_libraries(automatic, FIRST["rollout"], latent=latent)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_models_that_no_gpu_has_room_for_are_refused_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -223,6 +228,7 @@ def test_models_that_no_gpu_has_room_for_are_refused_at_once(
     output_of(capsys, 0, "placement.actor=cpu:0", "placement.rollout=cpu:0")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_host_memory_is_checked_on_this_machine_also_where_its_gpus_say_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_rewards_that_are_learned_from_need_several_samples_of_a_prompt() -> Non
         load_recipe(RECIPE, [*one, "algorithm.reward_coef=0.5"])
 
 
+@pytest.mark.slow
 def test_a_teacher_has_the_students_vocabulary_and_tokens(tmp_path: Path) -> None:
     wider = a_model(tmp_path, "name=wider", "model.create.config.vocab_size=40")
     assert refusal([f"teacher.path={wider}"]) == (
@@ -93,6 +94,7 @@ def test_a_teacher_has_the_students_vocabulary_and_tokens(tmp_path: Path) -> Non
     assert refusal([f"teacher.path={dense}"]).startswith(f"teacher.path: {dense} has another tokenizer")
 
 
+@pytest.mark.slow
 def test_no_more_tokens_are_compared_than_there_are(tmp_path: Path) -> None:
     path = f"teacher.path={a_model(tmp_path, 'name=dense')}"
     line = refusal([path, "algorithm.divergence_in=loss", "algorithm.top_k=33"])
@@ -113,6 +115,7 @@ def foreseen(recipe: Recipe, devices: dict[str, tuple[Device, ...]]) -> str:
     return "\n".join(ledger.lines())
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path) -> None:
     path = a_model(tmp_path, "name=dense")
     overrides = [f"teacher.path={path}", f"run_dir={tmp_path}", "placement.teacher=cpu:2-3"]
@@ -287,6 +290,7 @@ def test_a_judge_is_there_where_it_is_asked_and_nowhere_else() -> None:
         assert line in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_is_no_judge_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     assert "judge.path: /nowhere has no config.json" in lines_of(judge(Path("/nowhere")))
     assert "judge.path: context_length is 999; " in lines_of(judge(model, context_length=999))
@@ -347,6 +351,7 @@ def test_a_model_with_norms_may_have_it() -> None:
     assert main(["check", str(DEMO), SETTING, EVEN]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("beside", "line"),
     [

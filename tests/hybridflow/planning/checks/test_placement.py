@@ -116,6 +116,7 @@ def test_a_step_of_preferences_has_a_pair_for_each_rank_and_mini_batch() -> None
     of_prompts(16, *of_groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -56,10 +56,12 @@ def refused(directory: Path, *overrides: str, **options: Any) -> list[str]:
     return [line.replace(str(directory), "DIR") for line in error.value.lines]
 
 
+@pytest.mark.slow
 def test_the_recipe_is_right(tmp_path: Path) -> None:
     assert check_actors(load_recipes(IPPO, [f"run_dir={tmp_path}"])) == []
 
 
+@pytest.mark.slow
 def test_actors_that_share_what_each_needs_alone_are_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, "actors.brief.placement.rollout=cpu:0") == [
         "actor brief: placement.rollout has cpu:0 of node 0, as placement.actor of actor adder; actors learn at the "
@@ -75,6 +77,7 @@ def test_what_is_wrong_with_one_names_it(tmp_path: Path) -> None:
     assert line.startswith("actor brief: train.layout on placement.actor: ")
 
 
+@pytest.mark.slow
 def test_actors_that_fit_alone_and_not_together_are_refused(tmp_path: Path) -> None:
     [line] = refused(tmp_path, host_bytes=8_000_000_000)
     assert line.startswith("node 0: the actors take ") and "(adder " in line and line.endswith("on a node of 8.0 GB")

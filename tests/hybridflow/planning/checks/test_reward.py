@@ -38,6 +38,7 @@ def checked(tmp_path: Path, answers: list[Any], function: dict[str, Any] | str, 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [["2", None], ["2", float("nan")], ["2", ""], ["2", "\t"], [["2"], []]])
 @pytest.mark.parametrize("function", [NEEDED, {"name": "own", "path": "arithmetic"}])
 def test_a_function_that_needs_answers_is_refused_rows_without(
@@ -52,6 +53,7 @@ def test_a_function_that_needs_answers_is_refused_rows_without(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "source"),
     [
@@ -67,6 +69,7 @@ def test_rows_without_answers_pass_where_none_is_needed(
     assert main(checked(tmp_path, ["2", None], function, **source)) == 0
 
 
+@pytest.mark.slow
 def test_a_function_that_may_fail_is_told_and_not_on_all_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +104,7 @@ def test_an_evaluation_set_is_looked_at_too(tmp_path: Path, capsys: pytest.Captu
     assert f"the first is {tmp_path}/held_out.jsonl:1" in error
 
 
+@pytest.mark.slow
 def test_rows_without_test_cases_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers: list[Any] = [["assert f(1) == 2"], {"inputs": ["1"], "outputs": []}, "4"]
     function = {"name": "code", "path": "code", "arguments": {"sandbox": {"isolation": "none"}}}
@@ -135,6 +139,7 @@ def test_an_environment_is_checked_in_a_notebook_too() -> None:
         asyncio.run(cell("Missing"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["http", "judge"])
 def test_a_server_that_does_not_accept_connections_is_named(
     tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]

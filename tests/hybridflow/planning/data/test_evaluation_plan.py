@@ -59,6 +59,7 @@ def plan(recipe: Recipe, *sets: str, **settings: object) -> EvaluationPlan:
     return plan_evaluation(recipe.directory, sets, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_of_a_run_the_last_checkpoint_is_taken_or_the_best_or_a_step(recipe: Recipe) -> None:
     root = recipe.checkpoint_directory
     for requested, step in ((None, 4), ("last", 4), ("best", 2), ("2", 2)):
@@ -131,6 +132,7 @@ def test_a_model_is_measured_on_the_sets_of_a_recipe(recipe: Recipe, tmp_path: P
         plan_evaluation(tmp_path / "model", ["sums"], [f"run_dir={tmp_path}"], recipe=kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -176,6 +178,7 @@ def test_the_checkpoints_of_a_run_are_listed_with_their_values(
     assert last.startswith("step-00000004  step 4, saved ") and last.endswith("  eval/sums/pass@1 0.25")
 
 
+@pytest.mark.slow
 def test_engines_load_files_in_the_precision_of_the_recipe_alone(tmp_path: Path) -> None:
     rows = f"evaluation.sums.data.path={rows_of_sums(tmp_path)}"
     recipe = load_recipe(FP8, [f"run_dir={tmp_path}", "name=small", *SMALL, rows])

@@ -63,6 +63,7 @@ def test_a_set_of_no_prompts_that_fit_is_refused(tmp_path: Path) -> None:
         encoded(tmp_path, sums(tmp_path / "sums.jsonl"), "evaluation.sums.max_new_tokens=61")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

@@ -254,6 +254,7 @@ def test_a_stream_goes_on_where_its_state_was_taken() -> None:
     assert buffered <= set(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "seed", "scored"),
     [
@@ -359,6 +360,7 @@ class _Rolling(_Setup):
         return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(
     "limits",

@@ -48,6 +48,7 @@ def refusal(run: Path, step: int, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_step_begins_at_the_nearest_checkpoint_before_it(tmp_path: Path) -> None:
     run = make_run(tmp_path).directory
     plan = plan_replay(run, 4)
@@ -63,6 +64,7 @@ def test_a_step_begins_at_the_nearest_checkpoint_before_it(tmp_path: Path) -> No
     assert plan_replay(run, 5).base == 4 and plan_replay(run, 5).after is None
 
 
+@pytest.mark.slow
 def test_a_replay_evaluates_no_sets(tmp_path: Path) -> None:
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n')
     run = make_run(tmp_path, f"evaluation.sums.data.path={tmp_path / 'sums.jsonl'}").directory
@@ -71,6 +73,7 @@ def test_a_replay_evaluates_no_sets(tmp_path: Path) -> None:
     check_recipe(recipe)  # no engines are needed for the set
 
 
+@pytest.mark.slow
 def test_a_replay_has_a_directory_of_its_own_and_no_engines(tmp_path: Path) -> None:
     run = make_run(tmp_path).directory
     recipe = plan_replay(run, 3).recipe
@@ -115,6 +118,7 @@ def test_a_step_that_has_updated_nothing_needs_no_samples(tmp_path: Path) -> Non
     assert [original.path is None for original in plan.steps.values()] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path).directory
     assert "has done no step 7; its metrics.jsonl has the steps 1 to 6" in refusal(run, 7)
@@ -135,6 +139,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "metrics.jsonl=false" in refusal(run, 5)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_samples_of_another_run_are_not_taken(tmp_path: Path) -> None:
     recipe = make_run(tmp_path)
     run = recipe.directory
@@ -146,6 +151,7 @@ def test_checkpoints_and_samples_of_another_run_are_not_taken(tmp_path: Path) ->
     assert "holds no samples of a step that can be made again" in refusal(run, 5)
 
 
+@pytest.mark.slow
 def test_greedy_baselines_are_among_the_samples(tmp_path: Path) -> None:
     run = make_run(tmp_path, "algorithm.name=remax").directory
     assert "has no column baseline" in refusal(run, 3)

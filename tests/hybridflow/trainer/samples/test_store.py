@@ -107,6 +107,7 @@ def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_old_steps_make_room(tmp_path: Path) -> None:
     with SampleStore(SamplesConfig(keep_mb=1), tmp_path, 0) as samples:
         for step in range(1, 6):

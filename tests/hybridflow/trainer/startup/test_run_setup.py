@@ -25,6 +25,7 @@ def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
     assert kept == {"run.1": "0", "run.2": "1", "run": "2"}
 
 
+@pytest.mark.slow
 def test_a_used_name_is_refused_by_what_to_write(tmp_path: Path) -> None:
     run, recipe = tmp_path / "small", a_recipe(tmp_path)
     prepare(recipe).lock.close()
@@ -64,6 +65,7 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:
         claim(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["well", "refused", "failed"])
 def test_a_program_has_its_umask_again_after_a_private_run(tmp_path: Path, end: str) -> None:
     before = os.umask(0o022)

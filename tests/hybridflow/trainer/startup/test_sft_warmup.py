@@ -27,6 +27,7 @@ class TrainingActor:
         raise BegunError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["offload", "precision_aware"])
 def test_the_optimizers_state_lies_where_training_has_it(tmp_path: Path, setting: str) -> None:
     recipe = load_recipe(DEMO, [f"run_dir={tmp_path}", "train.dtype=bfloat16", f"train.optimizer.{setting}=true"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engine3d.platform.cpu.cpu_platform import CpuPlatform
@@ -14,6 +15,7 @@ def _resident() -> int:
     return CpuPlatform().memory().allocated
 
 
+@pytest.mark.slow
 def test_released_memory_is_given_back_and_comes_back_without_its_values() -> None:
     saver = CpuMemorySaver()
     outside = torch.ones(4 * MB)

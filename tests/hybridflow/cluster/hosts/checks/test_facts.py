@@ -116,6 +116,7 @@ print(sorted({"torch", "ray", "sglang", "megatron", "numpy", "transformers"} & s
 """
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", COLLECTS], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
@@ -206,6 +207,7 @@ class Driver(ModuleType):
         return [SimpleNamespace(pid=os.getpid())]
 
 
+@pytest.mark.slow
 def test_gpus_their_users_and_one_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Driver())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

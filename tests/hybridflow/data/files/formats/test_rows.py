@@ -75,6 +75,7 @@ def test_offsets_of_lines_of_any_shape(tmp_path: Path) -> None:
         assert [rows.location(number) for number in range(len(rows))] == [f"{path}:{line}" for line, _ in expected]
 
 
+@pytest.mark.slow
 def test_lines_across_the_blocks_that_are_searched(tmp_path: Path) -> None:
     block = 1 << 24
     long = {"a": "x" * (block - 100)}
