@@ -15,6 +15,9 @@ from hybridflow.rollout.adaptive_sampling import PromptSampling, SamplingTable
 
 OnNewWeights = Literal["wait", "continue", "recompute", "resend"]
 
+_CACHE_TARGET = 0.85
+_LEASE_AFTER_S = 0.5
+
 
 class StreamConfig(Settings):
     """Stream of rollouts, generated while models are trained."""
@@ -33,7 +36,7 @@ class StreamConfig(Settings):
     """Adapt the requests in flight at each engine to the free capacity of its KV cache, up to
     `rollout.engine.max_running_requests`. Their number is that limit if false.
     """
-    cache_target: float = Field(0.85, gt=0, le=1)
+    cache_target: float = Field(_CACHE_TARGET, gt=0, le=1)
     """Share of a KV cache that `dynamic_batching` aims to use. A larger share generates faster, and more requests are
     retracted and computed again.
     """
@@ -45,6 +48,14 @@ class StreamConfig(Settings):
     """Treatment of groups of `rollout.over_sampling` that a step did not take. "drop": they are aborted and their
     prompts drawn again. "carry": they continue, for a later step.
     """
+
+    @model_validator(mode="after")
+    def _batches(self) -> StreamConfig:
+        if self.cache_target != _CACHE_TARGET and not self.dynamic_batching:
+            raise ValueError(
+                f"cache_target={self.cache_target:g} without dynamic_batching=true, expected it, or {_CACHE_TARGET:g}"
+            )
+        return self
 
 
 class WeightsConfig(Settings):
@@ -100,7 +111,7 @@ class RolloutRole(Settings):
     `placement.rollout`). When the step has its groups, the requests in flight there continue at other engines, or in
     the next lease.
     """
-    lease_after_s: float = Field(0.5, ge=0, le=LONGEST_S)
+    lease_after_s: float = Field(_LEASE_AFTER_S, ge=0, le=LONGEST_S)
     """Seconds that a step waits before it leases devices, as `lease` says. A lease takes time itself."""
     weights: WeightsConfig = WeightsConfig()
     verify_weights: bool = False
@@ -115,6 +126,18 @@ class RolloutRole(Settings):
                 f"sampling.{name}={value:g} draws tokens from another distribution than the policy's at the sampling "
                 "temperature, whose log-probs are learned from: gradient, ratio and KL would be of what was not drawn; "
                 f"expected {NEUTRAL[name]:g}, or evaluation.NAME.sampling.{name} for evaluation alone"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _leases(self) -> RolloutRole:
+        if self.lease_after_s != _LEASE_AFTER_S and not self.lease:
+            raise ValueError(
+                f"lease_after_s={self.lease_after_s:g} without lease=true, expected it, or {_LEASE_AFTER_S:g}"
+            )
+        if self.stream is not None and self.stream.left_over == "carry" and not self.over_sampling:
+            raise ValueError(
+                "stream.left_over=carry with over_sampling=0 leaves nothing, expected drop, or some over_sampling"
             )
         return self
 

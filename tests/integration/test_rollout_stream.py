@@ -246,7 +246,7 @@ def test_a_step_that_waits_for_its_groups_is_abandoned_for_a_checkpoint(tmp_path
     [
         (["rollout.stream=null"], r"trainer\.max_staleness=2 without rollout\.stream, .* expected 0 or 1"),
         (
-            ["rollout.stream.left_over=carry", "trainer.max_staleness=0"],
+            ["rollout.stream.left_over=carry", "rollout.over_sampling=0.5", "trainer.max_staleness=0"],
             r"left_over=carry with trainer\.max_staleness=0",
         ),
         (
@@ -270,6 +270,12 @@ def test_a_step_that_waits_for_its_groups_is_abandoned_for_a_checkpoint(tmp_path
             r"rolling=true with rollout\.engine\.release_weights=true, .* expected one of them",
         ),
         (["rollout.weights.rolling_engines=2"], r"rolling_engines=2 without rolling=true, expected it, or 1"),
+        (["rollout.stream.cache_target=0.7"], r"cache_target=0.7 without dynamic_batching=true, expected it, or 0.85"),
+        (["rollout.lease_after_s=2"], r"lease_after_s=2 without lease=true, expected it, or 0.5"),
+        (
+            ["rollout.stream.left_over=carry", "rollout.over_sampling=0"],
+            r"left_over=carry with over_sampling=0 leaves nothing, expected drop, or some over_sampling",
+        ),
         (
             ["rollout.lease=true", "rollout.stream=null", "trainer.max_staleness=0"],
             r"lease=true without a stream, .* expected stream: \{\}, or false",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybridflow.config.recipe import Recipe
@@ -52,13 +53,23 @@ class RecipePrompts:
         """Prompts of each held-out set."""
 
     def notes(self) -> list[str]:
-        """A line for each reason for which prompts are cut or dropped, and for each remark on their texts."""
+        """A line for each reason for which prompts are cut, dropped, repeated or unused, and each remark on texts."""
         recipe, tokenizer, phases = self._recipe, self._tokenizer, self.phases
         policy, context = recipe.data.overlong_prompts, context_tokens(recipe.rollout.engine, recipe.model)
         return [
+            *self._use_notes(),
             *overlong_notes(policy, phases, phase_limits(recipe.rollout, self.limit), given=self._given),
             *pair_notes(phases, tokenizer),
             *file_notes(tokenizer, phases),
             *memory_notes(tokenizer, phases, self.of_training.answers),
             *set_notes(recipe.sets, policy, tokenizer, context, self.sets, list(phases.values())),
         ]
+
+    def _use_notes(self) -> Iterator[str]:
+        count, of_a_step = len(self.of_training.train), self._recipe.trainer.prompts_per_step
+        if count < of_a_step:
+            setting = f"trainer.prompts_per_step={of_a_step:,}"
+            yield f"data: {setting} draws some of the {count:,} training prompts more than once a step"
+        files = self._recipe.data.files
+        if files is not None and files.sft and self._recipe.warmup is None and not self._given:
+            yield "data.files.sft is not read: warmup is null"
