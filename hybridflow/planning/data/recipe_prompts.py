@@ -53,7 +53,7 @@ class RecipePrompts:
         """Prompts of each held-out set."""
 
     def notes(self) -> list[str]:
-        """A line for each reason for which prompts are cut, dropped, repeated or unused, and each remark on texts."""
+        """A line for each reason for which prompts are cut, dropped or unused, and each remark on texts."""
         recipe, tokenizer, phases = self._recipe, self._tokenizer, self.phases
         policy, context = recipe.data.overlong_prompts, context_tokens(recipe.rollout.engine, recipe.model)
         return [
@@ -66,10 +66,6 @@ class RecipePrompts:
         ]
 
     def _use_notes(self) -> Iterator[str]:
-        count, of_a_step = len(self.of_training.train), self._recipe.trainer.prompts_per_step
-        if count < of_a_step:
-            setting = f"trainer.prompts_per_step={of_a_step:,}"
-            yield f"data: {setting} draws some of the {count:,} training prompts more than once a step"
         files = self._recipe.data.files
         if files is not None and files.sft and self._recipe.warmup is None and not self._given:
             yield "data.files.sft is not read: warmup is null"
