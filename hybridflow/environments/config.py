@@ -24,6 +24,8 @@ ObservationRole = Literal["user", "tool"]
 
 TOOL_ENVIRONMENT = "hybridflow.environments.tools.tool_environment:ToolEnvironment"
 """Class of the environment of `tools`."""
+TOOLS_REWARD = "environment.tools"
+"""Name of the reward function of `tools` in checks."""
 AGENT_COMMAND = "hybridflow.environments.agents.command:play"
 """Function of an agent that is a command."""
 
@@ -184,4 +186,22 @@ class EnvironmentConfig(Settings):
     def reward(self) -> RewardConfig:
         """The reward of episodes as that of a function, for what handles rewards by name. Failures drop a sample."""
         function = RewardFunctionConfig.model_construct(name=ENVIRONMENT, path=ENVIRONMENT, on_failure="drop")
+        return RewardConfig(functions=(function,))
+
+    @property
+    def tools_reward(self) -> RewardConfig | None:
+        """The reward function of `tools`, for checks of what it needs; None without tools. Failures drop an episode."""
+        if self.tools is None:
+            return None
+        function = RewardFunctionConfig.model_construct(
+            name=TOOLS_REWARD,
+            path=function_path(self.tools.reward.path),
+            arguments=self.tools.reward.arguments,
+            special_tokens="keep",  # a text is that of a turn, whatever it has
+            timeout_s=self.tool_timeout_s,
+            load_timeout_s=self.load_timeout_s,
+            on_failure="drop",
+            environment=self.environment,
+            limits=self.limits,
+        )
         return RewardConfig(functions=(function,))

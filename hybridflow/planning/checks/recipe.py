@@ -144,7 +144,10 @@ def check_recipe(
             attempt(partial(check_kept_routes, routes=bool(routes)), recipe.algorithm.kept_samples)
             driver_bytes = machine_bytes() if here and host_bytes is None else host_bytes
             attempt(check_replay, recipe.algorithm.kept_samples, sequence, driver_bytes)
-    warnings += attempt(check_rewards, recipe.functions, recipe.sets, encoded) or []
+    functions = recipe.functions
+    if recipe.environment is not None and (of_tools := recipe.environment.tools_reward) is not None:
+        functions |= {"tools": of_tools}
+    warnings += attempt(check_rewards, functions, recipe.sets, encoded) or []
     if recipe.environment is not None:
         attempt(check_environment, recipe.environment)
     if encoded is not None:

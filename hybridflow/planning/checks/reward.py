@@ -9,6 +9,7 @@ from engine3d.errors import UserError, shortened
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.data.answers import AnswerCounts, is_missing
 from hybridflow.data.prompts import Prompts
+from hybridflow.environments.config import TOOLS_REWARD
 from hybridflow.planning.checks.prompt import EncodedPrompts
 from hybridflow.remote.endpoint import silent_urls
 from hybridflow.rewards.builtin import check_text_answers
@@ -58,7 +59,7 @@ def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> 
             )
             if function.on_failure == "stop" or function.builtin or missing == rows:
                 raise UserError(f"{line}; {_way_to_drop(lacking, '{present: true}')}")
-            notes.append(f"{line}; on_failure is {function.on_failure}; {_way_to_drop(lacking, '{present: true}')}")
+            notes.append(f"{line}; {_treatment(function)}; {_way_to_drop(lacking, '{present: true}')}")
         if any(function.path == "arithmetic" for function in needing):
             check_text_answers(list(prompts.answers()))
         for function in needing:
@@ -117,7 +118,12 @@ def _provided_for(function: RewardFunctionConfig, line: str, *, complete: bool) 
     """The line with the treatment of its rows. Raises UserError if there is none, or all rows are so."""
     if function.on_failure == "stop" or complete:
         raise UserError(line)
-    return [f"{line}; on_failure is {function.on_failure}"]
+    return [f"{line}; {_treatment(function)}"]
+
+
+def _treatment(function: RewardFunctionConfig) -> str:
+    of_tools = function.name == TOOLS_REWARD
+    return "their episodes are dropped" if of_tools else f"on_failure is {function.on_failure}"
 
 
 def check_special_tokens(config: RewardConfig, special_tokens: Sequence[str]) -> None:
@@ -163,7 +169,7 @@ def check_rewards(
     """Import every function of rewards and costs, each in a process of its own that ends with the check.
 
     Args:
-        rewards: the functions of rewards and costs.
+        rewards: the functions of rewards and costs, and that of tools.
         planned: the sets of a recipe.
         encoded: the prompts, whose fields functions may ask for; None where they are not known.
 
@@ -223,14 +229,16 @@ def check_set_rewards(
     """
     notes: list[str] = []
     for name, planned_set in planned.items():
-        if planned_set.reward is None or scored_like_training(planned_set) or planned_set.environment is not None:
+        environment = planned_set.environment
+        reward = planned_set.reward if environment is None else environment.tools_reward
+        if reward is None or scored_like_training(planned_set):
             continue
         try:
-            with RewardFunctions(planned_set.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
+            with RewardFunctions(reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
                 functions.load()
-                check_special_tokens(planned_set.reward, special_tokens)
+                check_special_tokens(reward, special_tokens)
                 if planned_set.settings.reward is not None:  # others have the run's
-                    notes += _silent_servers(planned_set.reward)
+                    notes += _silent_servers(reward)
                 notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None

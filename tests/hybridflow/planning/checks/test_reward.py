@@ -130,6 +130,48 @@ def test_answers_that_mathematics_cannot_read_are_refused(tmp_path: Path, capsys
     assert "of 2 of the first 2 training rows" in capsys.readouterr().err
 
 
+NEEDS_LEVEL = "def reward(generated_texts, level): return [0.0] * len(generated_texts)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answers", "reward", "code", "said"),
+    [
+        (
+            ["2", None],
+            "arithmetic",
+            2,
+            "reward 'environment.tools' needs a reference answer, and 1 of 2 training rows have none (null, NaN, blank "
+            "or empty); the first is {}/rows.jsonl:2; where: {{answer: {{present: true}}}} of the source drops them",
+        ),
+        (
+            ["2", None],
+            NEEDED,
+            0,
+            "reward 'environment.tools' needs a reference answer, and 1 of 2 training rows have none (null, NaN, blank "
+            "or empty); the first is {}/rows.jsonl:2; their episodes are dropped; where: ",
+        ),
+        (["2"], NEEDS_LEVEL, 2, "reward 'environment.tools' ({}/own.py:reward) requires an argument 'level', expected"),
+        ([None], "length", 0, ""),
+    ],
+)
+def test_the_reward_of_tools_is_looked_at_too(
+    tmp_path: Path, answers: list[Any], reward: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, function = tmp_path / "rows.jsonl", reward
+    question = [{"role": "user", "content": "ab"}]
+    rows.write_text("".join(json.dumps({"prompt": question, "answer": answer}) + "\n" for answer in answers))
+    if " " in reward:
+        (tmp_path / "own.py").write_text(reward)
+        function = f"{tmp_path / 'own.py'}:reward"
+    files = {"train": [{"path": str(rows)}], "sft": [], "cache": str(tmp_path / "cache")}
+    settings = [f"data.files={json.dumps(files)}", "data.files.chat.template=launch/recipes/data/tools.jinja"]
+    recipe = DEMO.with_name("tools.yaml")
+    assert main(["check", str(recipe), *settings, "warmup=null", f"environment.tools.reward={function}"]) == code
+    printed = capsys.readouterr()
+    assert said.format(tmp_path) in (printed.err if code else printed.out)
+
+
 def test_an_environment_is_checked_in_a_notebook_too() -> None:
     async def cell(name: str) -> None:
         check_environment(EnvironmentConfig(path=f"hybridflow.environments.guess:{name}"))
