@@ -69,7 +69,7 @@ def foresee(
             settings,
             devices[role],
             specs[role],
-            samples=recipe.samples_per_step,
+            samples=recipe.algorithm.most_trained(recipe.samples_per_step),
             mini_batches=recipe.trainer.mini_batches,
             sequence_tokens=sequence_tokens,
             fused_experts=fused_experts,

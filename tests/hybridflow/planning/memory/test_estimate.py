@@ -525,6 +525,24 @@ def test_samples_that_are_kept_are_on_the_drivers_host() -> None:
     assert not first.page_locked and second.page_locked
 
 
+def test_samples_that_are_trained_on_again_are_in_an_update() -> None:
+    few = ("trainer.prompts_per_step=1", "trainer.mini_batches=1", "rollout.samples_per_prompt=4")
+
+    def update(replayed: int) -> int:
+        algorithm = f"algorithm={{name: pf_ppo, replay_ratio: 1, replay_buffer_size: {replayed}}}"
+        recipe = _recipe("h200-1gpu.yaml", algorithm, *few, "train.micro_batch_tokens=1000000")
+        devices = planned_devices(recipe.device_maps, recipe.placement, FOUR)
+        assert devices is not None
+        specs = recipe_specs(recipe)
+        ledger = memory_estimate.foresee(
+            recipe, devices, specs, gpu_bytes=None, sequence_tokens=1000, with_engines=False
+        )
+        gpu = ledger.gpus[0]
+        return next(gpu.total(phase) for phase in gpu.phases if phase.name == "update of actor")
+
+    assert update(1) < update(4) == update(100)
+
+
 def a_judge(directory: Path, **config: object) -> list[str]:
     """The settings of one that two GPUs serve beside those of the large recipe."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 4096, "vocab_size": 32000}
