@@ -308,7 +308,7 @@ class TrainerStep(Step[Any]):
         record.baselines |= experience.baselines
         self.phases.enter("update")
         self.weights.before_update(self.version)
-        samples = Corrected(batch) if critics_only else corrected(self, batch)
+        samples = Corrected(batch) if critics_only else corrected(self, batch, record.corrections)
         limit = self.settings.rollout.sampling_table.longest_response
         plan = UpdatePlan.of(samples, config, self.settings.trainer, limit, critics_only=critics_only)
         self._traces.trace_updates(self.roles.learning, self._models.trained(plan))

@@ -161,6 +161,8 @@ class StepRecord:
     """Some samples as texts, with their rewards."""
     trained: list[RemoteBatch] = field(default_factory=list)
     """Batches that the step has trained on."""
+    corrections: list[Mapping[str, Tensor]] = field(default_factory=list)
+    """Columns of `correction_metrics` of each of these batches, with a correction."""
     baselines: dict[int, float] = field(default_factory=dict)
     """Baseline reward of each group that is no reward of the group's samples."""
     expert_loads: dict[str, ExpertLoads] = field(default_factory=dict)

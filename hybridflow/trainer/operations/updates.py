@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.advantages.whitening import Moments
 from hybridflow.algorithms.base import Step, ValueKind
@@ -13,13 +14,16 @@ from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.worker_output import LOSS_TOKENS
+from hybridflow.batch.worker_output import LOSS_TOKENS, joined_per_sample
 from hybridflow.config.run import TrainerConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.groups import PolicyGroup, ValueGroup
 from hybridflow.roles.model import Update
 from hybridflow.workers.future import Future
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
 """Kind of the values of each critic."""
@@ -45,14 +49,23 @@ class Corrected:
         return self.left is None or not self.left.isdisjoint(mini_batch.per_sample["sample_ids"].tolist())
 
 
-def corrected[C: AlgorithmSettings](step: Step[C], batch: RemoteBatch) -> Corrected:
-    """The samples as `algorithm.correction` has them; its metrics go to those of the step."""
+def corrected[C: AlgorithmSettings](
+    step: Step[C], batch: RemoteBatch, columns_of_step: list[Mapping[str, Tensor]]
+) -> Corrected:
+    """The samples as `algorithm.correction` has them; its metrics go to those of the step.
+
+    Args:
+        step: whose metrics get them.
+        batch: the samples.
+        columns_of_step: of `correction_metrics`, of all samples that the step has trained on; gets those of `batch`.
+    """
     settings = step.config.correction
     if settings is None or not settings.needs_proximal:
         return Corrected(batch)
     columns = step.apply(batch, correction_columns)
     per_sample = columns.per_sample()
-    step.values |= correction_metrics(per_sample, settings)
+    columns_of_step.append(per_sample)
+    step.values |= correction_metrics(joined_per_sample(columns_of_step), settings)
     left = batch.per_sample["sample_ids"][per_sample[KEPT] > 0]
     return Corrected(batch.with_columns(columns), frozenset(left.tolist()))
 
@@ -61,14 +74,14 @@ def log_empty[C: AlgorithmSettings](step: Step[C], empty: int, count: int) -> No
     """Log the number of mini-batches of which a correction leaves nothing, and a line if there are any.
 
     Args:
-        step: whose metrics get it.
+        step: whose metrics add it.
         empty: updates of the actor that are left out.
         count: of all.
     """
     settings = step.config.correction
     if settings is None or not settings.leaves_out:
         return
-    step.values[metrics.CORRECTION_EMPTY_UPDATES] = empty
+    step.values[metrics.CORRECTION_EMPTY_UPDATES] = step.values.get(metrics.CORRECTION_EMPTY_UPDATES, 0) + empty
     if empty:
         log.warning(
             f"step {step.number}: algorithm.correction leaves no token in the mini-batches of {empty} of {count} "

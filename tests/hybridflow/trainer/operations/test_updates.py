@@ -17,6 +17,7 @@ from tests.hybridflow.algorithms.corrections.test_metrics import samples
 
 LOST = {"mask": "token", "mask_low": 0.5, "mask_high": 2.0}
 RATIOS: list[list[float | None]] = [[3.0, 4.0], [0.1], [5.0], [3.0], [1.0, 9.0], []]
+OTHERS: list[list[float | None]] = [[1.0], [1.0], [1.0], [1.0], [1.0], [9.0]]
 
 
 class _Applied:
@@ -33,14 +34,14 @@ class _Applied:
 
 
 class _Step:
-    """Samples with `RATIOS`."""
+    """A step with samples of such ratios."""
 
-    def __init__(self, **correction: Any) -> None:
+    def __init__(self, ratios: list[list[float | None]], **correction: Any) -> None:
         self.config = GRPOSettings(correction=correction or None)
         self.values: dict[str, float] = {}
         self.number, self.applied = 3, 0
-        self._batch = samples(RATIOS)
-        per_sample = {name: column for name, column in self._batch.columns().items() if len(column) == len(RATIOS)}
+        self._batch = samples(ratios)
+        per_sample = {name: column for name, column in self._batch.columns().items() if len(column) == len(ratios)}
         self.batch = RemoteBatch(per_sample, [])
 
     def apply(self, batch: RemoteBatch, function: Any) -> _Applied:
@@ -50,8 +51,8 @@ class _Step:
 
 
 def correct(**correction: Any) -> tuple[_Step, Any]:
-    step = _Step(**correction)
-    return step, corrected(step, step.batch)  # type: ignore[arg-type]
+    step = _Step(RATIOS, **correction)
+    return step, corrected(step, step.batch, [])  # type: ignore[arg-type]
 
 
 def test_without_a_correction_nothing_is_called_and_everything_has_weight() -> None:
@@ -74,8 +75,16 @@ def test_mini_batches_without_a_weight_are_found_and_told(capfd: pytest.CaptureF
         "step 3: algorithm.correction leaves no token in the mini-batches of 2 of 3 updates" in capfd.readouterr().err
     )
     log_empty(step, 0, 3)  # type: ignore[arg-type]
-    assert step.values[metrics.CORRECTION_EMPTY_UPDATES] == 0
+    assert step.values[metrics.CORRECTION_EMPTY_UPDATES] == 2
     assert not capfd.readouterr().err
+
+
+def test_metrics_are_of_all_samples_that_a_step_trains_on() -> None:
+    columns: list[Any] = []
+    for ratios in (RATIOS, OTHERS):
+        step = _Step(ratios, **LOST)
+        corrected(step, step.batch, columns)  # type: ignore[arg-type]
+    assert step.values[metrics.CORRECTION_LOST_SAMPLES] == pytest.approx((4 + 1) / (5 + 6))
 
 
 def test_weights_come_to_the_batch_as_a_column() -> None:
