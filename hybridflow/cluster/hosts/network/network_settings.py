@@ -6,7 +6,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -103,6 +103,9 @@ class PortRange:
         )
 
 
+_Text = Annotated[str, Field(coerce_numbers_to_str=True)]
+
+
 class NetworkConfig(Settings):
     """The network between the hosts of a launch. On one host nothing goes over a network, and none of this is taken.
 
@@ -115,17 +118,12 @@ class NetworkConfig(Settings):
     interface: str | None = Field(None, min_length=1, max_length=15)
     """Name of the network interface of the cluster, the same on every host; on each host the one that routes to host 0
     if null."""
-    ports: str | None = None
+    ports: _Text | None = None
     """Range of ports, such as 29400-31399, in which Ray, stores and probes of a run listen; any free ones if null.
     Process groups of gloo and NCCL take any port."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: dict[str, _Text] = Field(default_factory=dict)
     """Other variables of NCCL, gloo, torch, libfabric and UCX for every rank: their names begin with NCCL_, GLOO_,
     TORCH_NCCL_, TORCH_FR_, FI_, UCX_ or TP_."""
-
-    @field_validator("ports", mode="before")
-    @classmethod
-    def _one_port(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("ports")
     @classmethod
@@ -134,16 +132,6 @@ class NetworkConfig(Settings):
             return None if value is None else str(PortRange.parse(value))
         except UserError as error:
             raise ValueError(str(error)) from None
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _numbers_are_text(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {
-            name: str(setting) if isinstance(setting, int) and not isinstance(setting, bool) else setting
-            for name, setting in value.items()
-        }
 
     @field_validator("environment")
     @classmethod
