@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hybridflow.cluster.devices.nvml import MemoryUse, Reading
+from hybridflow.cluster.devices.nvml import MemoryUse, NvmlReader, Reading
 
 IDLE = MemoryUse(650_000_000, 150_800_000_000)
 
 
-class Steady:
+class Steady(NvmlReader):
     """GPU n is used to 10 * (n + 1) %, holds n + 1 GiB and draws 100 * (n + 1) W. Nobody else holds any memory."""
 
     def __init__(self, visible: Sequence[str]) -> None:

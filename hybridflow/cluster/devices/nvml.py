@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +42,6 @@ class MemoryUse:
     processes: tuple[int, ...] = ()
 
 
-class DeviceReader(Protocol):
-    """Reads the GPUs of one node."""
-
-    gpus: Sequence[int]
-    """Their indices on the node."""
-
-    def read(self, gpu: int) -> Reading:
-        """Read a GPU."""
-
-    def name(self, gpu: int) -> str:
-        """Name of a GPU, such as "NVIDIA H200"."""
-
-    def memory(self, gpu: int) -> MemoryUse:
-        """Read the memory of a GPU in use, and by whom."""
-
-    def capability(self, gpu: int) -> tuple[int, int]:
-        """CUDA's compute capability of a GPU, such as (9, 0)."""
-
-
 class NvmlReader:
     """Reads GPUs through NVIDIA's management library.
 
@@ -80,6 +61,7 @@ class NvmlReader:
         handles = [self._handle(name) for name in visible]
         self._handles = {pynvml.nvmlDeviceGetIndex(handle): handle for handle in handles}
         self.gpus: Sequence[int] = sorted(self._handles)
+        """Their indices on the node."""
 
     def read(self, gpu: int) -> Reading:
         """Read a GPU. Raises pynvml.NVMLError where it cannot be reached."""
@@ -92,11 +74,11 @@ class NvmlReader:
         )
 
     def name(self, gpu: int) -> str:
-        """Name of a GPU. Raises pynvml.NVMLError where it cannot be reached."""
+        """Name of a GPU, such as "NVIDIA H200". Raises pynvml.NVMLError where it cannot be reached."""
         return str(self._nvml.nvmlDeviceGetName(self._handles[gpu]))
 
     def memory(self, gpu: int) -> MemoryUse:
-        """Read the memory of a GPU in use. Raises pynvml.NVMLError where it cannot be reached."""
+        """Read the memory of a GPU in use, and by whom. Raises pynvml.NVMLError where it cannot be reached."""
         nvml, handle = self._nvml, self._handles[gpu]
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         try:
@@ -106,7 +88,7 @@ class NvmlReader:
         return MemoryUse(memory.used, memory.total, processes)
 
     def capability(self, gpu: int) -> tuple[int, int]:
-        """CUDA's compute capability. Raises pynvml.NVMLError where the GPU cannot be reached."""
+        """CUDA's compute capability, such as (9, 0). Raises pynvml.NVMLError where the GPU cannot be reached."""
         major, minor = self._nvml.nvmlDeviceGetCudaComputeCapability(self._handles[gpu])
         return major, minor
 
@@ -127,11 +109,11 @@ class NvmlReader:
             return math.nan
 
 
-MakeReader = Callable[[Sequence[str]], DeviceReader]
+MakeReader = Callable[[Sequence[str]], NvmlReader]
 """Makes the reader of the GPUs that are named as for CUDA_VISIBLE_DEVICES, in the process that reads them."""
 
 
-def answer[T](name: str, ask: Callable[[DeviceReader, int], T], make_reader: MakeReader | None = None) -> T | None:
+def answer[T](name: str, ask: Callable[[NvmlReader, int], T], make_reader: MakeReader | None = None) -> T | None:
     """Ask one GPU; None where it cannot be read, for whatever reason.
 
     Args:

@@ -15,7 +15,7 @@ import ray
 
 from hybridflow.cluster.devices.device_map import Device, pool_devices
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
-from hybridflow.cluster.devices.nvml import DeviceReader, NvmlReader
+from hybridflow.cluster.devices.nvml import NvmlReader
 from hybridflow.cluster.ray.resource_pool import Bundle, cluster_nodes, release, reserve
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics import names as metrics
@@ -172,7 +172,7 @@ def test_a_reader_that_fails_is_told_in_one_line(
     tmp_path: Path,
     bundles: tuple[Bundle, ...],
     capsys: pytest.CaptureFixture[str],
-    reader: Callable[[Sequence[str]], DeviceReader],
+    reader: Callable[[Sequence[str]], NvmlReader],
     cause: str,
 ) -> None:
     with DeviceMonitor(bundles[:1], 0.02, tmp_path / "devices.jsonl", make_reader=reader) as monitor:
