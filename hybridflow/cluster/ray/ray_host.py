@@ -207,20 +207,12 @@ class RayHost:
         """A new path of a file in which processes of this host can meet."""
         return new_store_file(self.directory, name)
 
-    def start_servers(
-        self,
-        deadline: float,
-        *,
-        cpus: int,
-        object_store_bytes: int | None = None,
-        gcs_address: str | None = None,
-    ) -> None:
+    def start_servers(self, deadline: float, *, cpus: int, gcs_address: str | None = None) -> None:
         """Start Ray's servers here: the cluster's head, or a node of the cluster whose GCS server is elsewhere.
 
         Args:
             deadline: by the monotonic clock.
             cpus: CPU slots.
-            object_store_bytes: shared memory for data between roles; Ray's own choice if None.
             gcs_address: of the cluster that it joins; None for a head.
 
         Raises:
@@ -235,7 +227,6 @@ class RayHost:
             ended=str(self.directory / watchdog.ENDED),
             address=self.address,
             cpus=cpus,
-            object_store_bytes=object_store_bytes,
             gcs_address=gcs_address,
             ports=changed_environment(self.variables).get(PORTS_VARIABLE),
         )

@@ -2,10 +2,10 @@
 
     python -P ray_node.py
 
-Reads one line of JSON with `path` (for imports), `directory` (for Ray's files), `address`, `cpus`,
-`object_store_bytes`, `gcs_address` (of the cluster to join; null to be its head) and `ports` (such as `29400-31399`;
-null for any) and runs Ray's command. Writes lines of JSON: first `gcs_address` and `processes` (process ids by name),
-unless a server ended before, or the command was killed. For that, and for each server that ends later: its `name`, its
+Reads one line of JSON with `path` (for imports), `directory` (for Ray's files), `address`, `cpus`, `gcs_address` (of
+the cluster to join; null to be its head) and `ports` (such as `29400-31399`; null for any) and runs Ray's command.
+Writes lines of JSON: first `gcs_address` and `processes` (process ids by name), unless a server ended before, or the
+command was killed. For that, and for each server that ends later: its `name`, its
 `pid`, whether it `exited`, and its `status`, exit code or signal. If Ray's command fails, this program ends
 with its exit code, and Ray's reason is in standard error. Ends the servers, and itself, once its standard input closes.
 Those alive at that moment are first named in the file `ended` (`hybridflow.cluster.processes.watchdog`).
@@ -128,8 +128,6 @@ def _words(settings: dict[str, Any], gcs_address: str, ports: _Ports) -> list[st
         "--include-log-monitor=false",
         *(f"--{name}-port={ports.reserve()}" for name in ("node-manager", "object-manager", "runtime-env-agent")),
     ]
-    if settings["object_store_bytes"] is not None:
-        words.append(f"--object-store-memory={settings['object_store_bytes']}")
     first, last = ports.workers
     words += [f"--min-worker-port={first}", f"--max-worker-port={last}"]
     if settings["gcs_address"] is not None:

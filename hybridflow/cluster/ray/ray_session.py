@@ -63,7 +63,6 @@ class RaySession:
 
     Args:
         cpus: CPU slots on this host; more than there are cores is fine.
-        object_store_bytes: shared memory for data between roles; Ray's own choice (30 % of memory) if None.
         limits: of the start, and of a process of Ray that is stopped; the defaults if None.
         run: the run's directory, where the watchdog writes the cause of a failure if this process cannot.
         address: of a running cluster.
@@ -74,13 +73,12 @@ class RaySession:
         self,
         *,
         cpus: int = 1,
-        object_store_bytes: int | None = None,
         limits: LimitsConfig | None = None,
         run: Path | None = None,
         address: str | None = None,
         launch: DriverLink | None = None,
     ) -> None:
-        self._cpus, self._object_store_bytes, self._limits = cpus, object_store_bytes, limits or LimitsConfig()
+        self._cpus, self._limits = cpus, limits or LimitsConfig()
         self._run, self._address = run, address
         self.launch = launch
         self._host: RayHost | None = None
@@ -226,7 +224,7 @@ class RaySession:
         host.tell_watchdog(f"{watchdog.WITHIN} {deadline - time.monotonic() + _GIL_S:g}")
         try:
             self._environment = _Environment(host.variables)
-            host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
+            host.start_servers(deadline, cpus=self._cpus)
             for name, pid in host.servers.items():
                 host.tell_watchdog(f"{pid} {name}")
             watch = host.watch_servers(self._lost, self._limits)
@@ -318,7 +316,6 @@ def start_ray(
     *,
     cpu_slots: int = 0,
     address: str | None = None,
-    object_store_bytes: int | None = None,
     limits: LimitsConfig | None = None,
     run: Path | None = None,
 ) -> RaySession:
@@ -328,7 +325,7 @@ def start_ray(
         cpu_slots: CPU slots on which the recipe places roles; more than there are cores is fine. A launch's hosts have
             those that their agents say.
         address: of a running cluster ("auto", "host:6379" or "ray://...").
-        object_store_bytes, limits, run: as of `RaySession`.
+        limits, run: as of `RaySession`.
 
     Raises:
         UserError: the environment lets anybody into Ray, or this process uses one already, as by `ray.init`; or as
@@ -342,7 +339,6 @@ def start_ray(
             raise UserError("Ray is running in this process, as by ray.init(), expected it to be shut down")
         session = RaySession(
             cpus=max(os.cpu_count() or 1, cpu_slots),
-            object_store_bytes=object_store_bytes,
             limits=limits,
             run=run,
             address=address,

@@ -20,7 +20,7 @@ import hybridflow, ray
 from engine3d.errors import EngineError
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.ray.ray_session import RaySession
-local = RaySession(cpus=1, object_store_bytes=2**27, limits=LimitsConfig(ray_start_s=150))
+local = RaySession(cpus=1, limits=LimitsConfig(ray_start_s=150))
 try:
     local.start()
     print(ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=100))
@@ -91,7 +91,7 @@ class Ended(RaySession):
 
 with termination.handled():
     termination.begin()
-    with Ended(cpus=1, object_store_bytes=2**27, run=pathlib.Path(sys.argv[1])):
+    with Ended(cpus=1, run=pathlib.Path(sys.argv[1])):
         next(each for each in psutil.Process().children(recursive=True) if each.name() == "raylet").kill()
         time.sleep(100)
 """
@@ -150,7 +150,7 @@ import psutil
 from engine3d.errors import EngineError
 from hybridflow.cluster.ray.ray_session import RaySession
 
-session = RaySession(cpus=1, object_store_bytes=2**27)
+session = RaySession(cpus=1)
 session.start()
 next(child for child in psutil.Process().children() if child.cmdline()[-1].endswith("ray_node.py")).kill()
 while session.is_complete:
