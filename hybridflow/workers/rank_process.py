@@ -196,6 +196,8 @@ class _Pulse:
         self._calls: list[_Call] = []
         """Calls in progress: concurrent ones end in any order."""
         self._idle = _Call(_START)
+        self._begun = 0
+        """Calls that have begun."""
         self._usual_s: dict[str, float] = {}
         self._counting: set[str] = set()
         progress.begin()
@@ -210,6 +212,7 @@ class _Pulse:
         progress.begin()
         call = _Call(method)
         self._calls.append(call)
+        self._begun += 1
         try:
             yield
         finally:
@@ -240,10 +243,16 @@ class _Pulse:
         while True:
             time.sleep(BEAT_S)
             with contextlib.suppress(OSError):  # whatever needs a failing file system reports it
+                file.write(self._beat())
                 if recorder.is_requested():
                     recorder.write()
-                    return  # its last report is from when the run failed
-                file.write(self._beat())
+                    self._wait_for_next_call()  # without one, the last report is from when the run failed
+                    recorder.forget_request()
+
+    def _wait_for_next_call(self) -> None:
+        begun = self._begun
+        while self._begun == begun:
+            time.sleep(BEAT_S)
 
     def _beat(self) -> Heartbeat:
         call, parts_done = self._call, progress.batches

@@ -37,8 +37,12 @@ class FlightRecorder:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(log_path.absolute().parent / f"nccl-timeout-{role}_"))
 
     def is_requested(self) -> bool:
-        """True if the driver requested a recording since this process began: the run fails."""
+        """True if the driver requested a recording since this process began, or `forget_request`: the run fails."""
         return self._requested_at() not in (None, self._requested)
+
+    def forget_request(self) -> None:
+        """Take no request until now for a new one."""
+        self._requested = self._requested_at()
 
     def write(self) -> None:
         """Write the recordings. Raises OSError."""

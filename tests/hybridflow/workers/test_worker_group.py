@@ -19,6 +19,7 @@ from engine3d.stacks import stacks_path
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.ray.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.errors.rank_failure import Failure
+from hybridflow.rundir.status.heartbeat import read_heartbeats
 from hybridflow.workers.failure_diagnosis import error_of
 from hybridflow.workers.future import as_they_answer
 from hybridflow.workers.watching.call_progress import ProgressLimits
@@ -335,6 +336,20 @@ def test_a_rank_that_is_stopped_ends_its_call_and_shows_its_stack(
     )
     assert re.match(line, str(caught.value)), caught.value
     assert "most recent call first" in (tmp_path / "critic-0.stacks").read_text()
+
+
+def test_ranks_that_are_called_after_a_failure_of_others_give_signs_of_life_again(
+    group: CalledGroup, failing: CalledGroup
+) -> None:
+    with pytest.raises(RankError):
+        failing.lose([1, 2]).result()
+    group.multiply([1, 2, 3, 4], offset=1).result()
+    begin, log_dir = time.time(), group.ranks.log_dir
+    assert log_dir is not None
+    while min(beat.at for beat in read_heartbeats(log_dir)) < begin:
+        assert time.time() - begin < 300
+        time.sleep(0.1)
+    assert len(read_heartbeats(log_dir)) == 4
 
 
 def test_a_failed_input_is_named_by_the_rank_that_should_have_made_it(pools: dict[str, ResourcePool]) -> None:
