@@ -69,7 +69,7 @@ def test_a_cause_that_a_thread_finds_is_told_at_once_and_wakes_the_main_thread(
     arguments = ["hybridflow: the raylet is gone", lambda: said_before.append(capfd.readouterr().err)]
     with pytest.raises(Terminated):
         threading.Timer(0.05, termination.end, arguments).start()
-        threading.Event().wait(60)
+        threading.Event().wait(600)
     assert termination.finish() == 1
     assert said_before == [""]
     assert capfd.readouterr().err == "hybridflow: the raylet is gone\n"
@@ -139,7 +139,7 @@ def test_when_the_time_to_save_is_over_a_run_ends_as_without(
 ) -> None:
     with pytest.raises(Terminated), termination.saves(0.2):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        threading.Event().wait(60)
+        threading.Event().wait(600)
     assert not termination.stop_requested
     assert termination.finish() == 143
     assert capfd.readouterr().err.endswith("hybridflow: terminated; there was no time for a checkpoint\n")
@@ -147,13 +147,13 @@ def test_when_the_time_to_save_is_over_a_run_ends_as_without(
 
 @contextlib.contextmanager
 def presses(*numbers: int) -> Iterator[None]:
-    """Signals to this process, 1.3 s apart, the last one again half a minute later, until the block has ended."""
+    """Signals to this process, 1.3 s apart, the last one again two minutes later, until the block has ended."""
     ended, least = threading.Event(), max(2, len(numbers))
 
     def press() -> None:
         for count, number in enumerate(itertools.chain(numbers, itertools.repeat(numbers[-1])), 1):
             os.kill(os.getpid(), number)
-            if ended.wait(1.3 if count < least else 30.0):
+            if ended.wait(1.3 if count < least else 120.0):
                 return
 
     pressing = threading.Thread(target=press)
@@ -167,7 +167,7 @@ def presses(*numbers: int) -> Iterator[None]:
 
 def test_a_second_signal_ends_what_has_time_to_save(termination: Termination) -> None:
     with pytest.raises(Terminated), termination.saves(120.0), presses(signal.SIGINT):
-        threading.Event().wait(60)
+        threading.Event().wait(600)
     assert termination.finish() == 130
 
 
@@ -192,7 +192,7 @@ def test_requests_to_leave_may_be_many_and_come_before_a_signal(termination: Ter
 
 def test_a_second_sigterm_after_a_request_to_leave_is_impatience(termination: Termination) -> None:
     with pytest.raises(Terminated), termination.saves(120.0), presses(LEAVE, signal.SIGTERM, signal.SIGTERM):
-        threading.Event().wait(60)
+        threading.Event().wait(600)
     assert termination.finish() == 143
 
 
