@@ -41,7 +41,6 @@ def run(parsed: argparse.Namespace) -> int:
     with quick_imports():
         from hybridflow.planning.measure.machine import measured_profile, profile_text
 
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks' imports
     began = time.monotonic()
     base, rates = measured_profile(devices)
     path.write_text(profile_text(path.stem, base, rates))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def on_ranks(measurement: Callable[..., Any], ranks: int, *arguments: Any) -> An
         UserError: a rank failed, or they did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(_rank, (ranks, folder, measurement, arguments), ranks, join=False)
+        with _without_warnings():
+            context = multiprocessing.spawn(_rank, (ranks, folder, measurement, arguments), ranks, join=False)
         ends = time.monotonic() + _LIMIT_S
         try:
             while not context.join(timeout=1.0):
@@ -64,6 +66,19 @@ def seconds_together(operation: Callable[[], object], times: int = 1) -> float:
         platform.synchronize()
         rounds.append((time.perf_counter() - began) / times)
     return min(rounds[1:])
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence the warnings of the imports of processes started in the block, unless the user has chosen them."""
+    if "PYTHONWARNINGS" in os.environ:
+        yield
+        return
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
 
 
 def _rank(rank: int, ranks: int, folder: str, measurement: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
