@@ -35,6 +35,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if refused := refused_starts():
         terminalreporter.section("processes that servers of tests/support/warm did not fork", red=True)
+        terminalreporter.write_line("error: the run fails, for variables of the test that started them differ:")
         for line in refused:
             terminalreporter.write_line(line)
 

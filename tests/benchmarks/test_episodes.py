@@ -10,6 +10,7 @@ import pytest
 from benchmarks.episodes import main
 
 
+@pytest.mark.slow
 def test_every_episode_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "episodes.json"
     arguments = ["--episodes", "16", "--turns", "3", "--wait-ms", "1", "--workers", "1", "--output", str(output)]

@@ -89,6 +89,7 @@ def test_engines_on_leased_devices_make_steps_shorter(staleness: int) -> None:
     assert abs(leased.given_up) < 0.02  # what was reclaimed went on with what it had
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--engines", "2", "--slots", "8", "--groups", "4", "--samples", "2", "--warm-up", "2", "--steps", "3"]
     results = []

@@ -51,6 +51,7 @@ def test_the_order_of_packages_is_the_one_that_is_held() -> None:
     assert [line.strip() for line in quoted] == [*map(" | ".join, levels), "engine3d"]
 
 
+@pytest.mark.slow
 def test_texts_of_the_picture_stay_inside_their_boxes() -> None:
     """Width in DejaVu Sans, which is wider than most fonts that a browser has."""
     picture = (ROOT / "docs/architecture.svg").read_text()

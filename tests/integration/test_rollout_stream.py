@@ -241,6 +241,7 @@ def test_a_step_that_waits_for_its_groups_is_abandoned_for_a_checkpoint(tmp_path
     assert learned == set(range(4 * GROUPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "line"),
     [

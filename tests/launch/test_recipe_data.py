@@ -33,6 +33,7 @@ def _problems(rows: list[dict[str, Any]]) -> Iterator[str]:
     return (row["problem"] if "problem" in row else row["messages"][0]["content"] for row in rows)
 
 
+@pytest.mark.slow
 def test_the_files_hold_what_the_script_makes(script: ModuleType) -> None:
     made = script.chat_files() | script.math_files() | script.code_files() | script.game_files() | script.tools_files()
     assert {path.name for path in DATA.glob("*.parquet")} == set(made)

@@ -417,6 +417,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_what_cannot_be_exported_is_named_in_one_line(copy: Path, tmp_path: Path, kind: str) -> None:
     spoil, options, message = BAD[kind]

@@ -198,6 +198,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_bad_weights_are_named_in_one_line(sound: Path, tmp_path: Path, kind: str) -> None:
     spoil, message = BAD_FILES[kind]

@@ -46,6 +46,7 @@ def one_by_one(tensors: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor
     return torch.stack(outputs) if outputs else value, state
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_the_recurrence_of_each() -> None:
     tensors = inputs()
     states = torch.randn(len(BOUNDS) - 1, HEADS, KEY_DIM, VALUE_DIM, generator=torch.Generator().manual_seed(4))

@@ -49,6 +49,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.slow
 def test_names_of_a_package_are_imported_at_their_first_use() -> None:
     done = subprocess.run([sys.executable, "-c", _LATER_NAMES], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False module 'engine3d.serving' has no attribute 'Server'"

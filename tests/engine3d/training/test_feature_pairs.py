@@ -90,7 +90,7 @@ class Case:
 CASES = (
     Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True, mark="release"),
     Case(2, "deepseek_v3-queries", {"tp": 2, "etp": 2}, packing=False, mark="release"),
-    Case(2, "qwen3_moe-biases", {"pp": 2, "stages": (1, 3)}, packing=True, critic=True),
+    Case(2, "qwen3_moe-biases", {"pp": 2, "stages": (1, 3)}, packing=True, critic=True, mark="long"),
     Case(2, "qwen2-tied", {"tp": 2}, packing=True, mark="long"),
     Case(2, "llama", {"pp": 2, "vpp": 2}, packing=True, adapters=True, mark="long"),
     Case(2, "deepseek_v3", {"tp": 2, "etp": 2}, packing=False, adapters=True),

@@ -143,6 +143,7 @@ def test_kl_cov_chooses_the_largest_covariances_in_any_cut(fraction: float) -> N
         assert chosen == equal[: len(chosen)]
 
 
+@pytest.mark.slow
 def test_clip_cov_draws_within_the_bounds_the_same_tokens_in_any_cut() -> None:
     batch = samples(40)
     algorithm, of_tokens = load("clip_cov"), covariances(batch)

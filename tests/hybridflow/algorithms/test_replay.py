@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Generator
 
@@ -50,6 +51,7 @@ def test_what_is_taken_has_left_and_is_what_went_in() -> None:
     assert buffer.take(1, Generator()) is None
 
 
+@pytest.mark.slow
 def test_every_sample_is_as_likely() -> None:
     counts = torch.zeros(6)
     for seed in range(300):

@@ -61,6 +61,7 @@ def of_texts(generated_texts: list[str]) -> list[float]:
 # Importing
 
 
+@pytest.mark.slow
 def test_importing_is_light_and_every_name_is_there() -> None:
     program = (
         "import sys, hybridflow\n"

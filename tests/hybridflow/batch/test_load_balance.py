@@ -92,6 +92,7 @@ def test_a_sample_larger_than_all_others_has_a_rank_of_its_own() -> None:
     assert [5] in dealt and sorted(map(len, dealt)) == [1, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_batch_twice_as_large_is_dealt_out_with_twice_the_work() -> None:
     assert growth(lambda costs: balanced_partition(costs, 64), flops(4096, 1.0, 0), flops(8192, 1.0, 0)) < 2.2
 

@@ -231,6 +231,7 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
     assert str(tmp_path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [

@@ -23,6 +23,7 @@ from hybridflow.trainer.startup.run_setup import prepare
 from tests.support.resumable import a_recipe, make_checkpoint, refusal
 
 
+@pytest.mark.slow
 def test_auto_takes_the_newest_whole_one_and_says_what_it_skipped(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     for step in (2, 4, 10):
@@ -59,6 +60,7 @@ def test_what_describes_a_checkpoint_is_read_before_it_is_taken(tmp_path: Path) 
     ]
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_skipped_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a large checkpoint are not read: the ranks that load them do that."""
     recipe = a_recipe(tmp_path)
@@ -105,6 +107,7 @@ def test_what_was_skipped_is_out_of_the_way_of_new_checkpoints(
     assert f"checkpoint: {damaged} is damaged; now {damaged}.1\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_fresh_start_leaves_nothing_that_is_not_sound_in_its_way(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, f"checkpoint.dir={tmp_path}/shared", "checkpoint.keep_last_k=1", "resume=auto")
     only = make_checkpoint(recipe, 100)
@@ -142,6 +145,7 @@ def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
     assert notes == [f"resume: no whole checkpoint in {tmp_path}/small/checkpoints; starting afresh"]
 
 
+@pytest.mark.slow
 def test_a_path_is_a_checkpoint_or_a_directory_of_them(tmp_path: Path) -> None:
     old = a_recipe(tmp_path)
     for step in (2, 4):
@@ -205,6 +209,7 @@ def test_another_run_is_refused_unless_the_difference_is_accepted(tmp_path: Path
     assert refusal(a_recipe(tmp_path, "resume=auto", override, others))[1:] == [line]
 
 
+@pytest.mark.slow
 def test_prompts_are_the_same_where_something_else_is_accepted(tmp_path: Path) -> None:
     make_checkpoint(a_recipe(tmp_path), 2)
     for override, same in (
@@ -276,6 +281,7 @@ def test_data_are_their_content_wherever_it_lies(tmp_path: Path) -> None:
     assert find_resumption(accepting)[0] is not None
 
 
+@pytest.mark.slow
 def test_initial_weights_are_their_content_wherever_they_lie(tmp_path: Path) -> None:
     given = a_recipe(tmp_path)
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
@@ -314,6 +320,7 @@ def test_a_checkpoint_of_weights_alone_is_a_start(tmp_path: Path) -> None:
     assert find_resumption(a_recipe(tmp_path, f"resume={checkpoint}", warm))[0] is not None
 
 
+@pytest.mark.slow
 def test_the_reference_policy_of_a_warmed_up_run_is_what_was_written(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, "algorithm.kl_coef=0.1")
     checkpoint = make_checkpoint(recipe, 2)
@@ -333,6 +340,7 @@ def test_the_reference_policy_of_a_warmed_up_run_is_what_was_written(tmp_path: P
     assert find_resumption(resumed.model_copy(update={"checkpoint": CheckpointConfig(verify=False)}))[0] is not None
 
 
+@pytest.mark.slow
 def test_checkpoints_of_two_courses_do_not_share_a_directory(tmp_path: Path) -> None:
     shared = f"checkpoint.dir={tmp_path}/shared"
     recipe = a_recipe(tmp_path, shared)
@@ -420,6 +428,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_wherever_it_saves_from_then_on
     assert resumption is not None and resumption.state is not None and resumption.state.step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

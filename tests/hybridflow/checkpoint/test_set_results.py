@@ -93,6 +93,7 @@ def a_set(directory: Path, *overrides: str, answer: int = 3) -> tuple[Recipe, Pr
     return recipe, encode_sets(recipe, tokenizer)["sums"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "answer", "same"),
     [
@@ -242,6 +243,7 @@ def test_a_run_says_what_became_of_the_held_out_prompts(
     assert summary_of_sets(first, last) == said
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_with_fewer_steps_says_what_was_measured_and_when(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

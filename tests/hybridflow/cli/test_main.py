@@ -271,6 +271,7 @@ def test_a_model_that_sglang_would_build_otherwise(capsys: pytest.CaptureFixture
     assert "rollout.engine.ep=2: expected 1, because LlamaForCausalLM has no experts" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_model_with_one_weight_or_one_token_that_it_cannot_have(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return code, printed.out, printed.err
 
 
+@pytest.mark.slow
 def test_the_large_recipe_is_what_a_search_finds(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout, engine and offloaded optimizer that were tuned by hand come first, with the measured seconds."""
     words = ("--gpus", "h200:4", "--prompt-tokens", "1024", "--explain", "--what-if", "link=800Gb")

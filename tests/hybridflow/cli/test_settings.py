@@ -52,6 +52,7 @@ def test_without_a_name_every_group_is_listed(capsys: pytest.CaptureFixture[str]
     assert overview.endswith("such as train.optimizer.\n")
 
 
+@pytest.mark.slow
 def test_unknown_names_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trainer.step: no such setting: did you mean trainer.steps?" in refused(capsys, "trainer.step")
     assert "did you mean train.micro_batch_tokens?" in refused(capsys, "train.micro_batch_token")

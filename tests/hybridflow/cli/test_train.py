@@ -77,6 +77,7 @@ def test_a_run_that_is_started_again_goes_on_if_it_has_begun(tmp_path: Path, mon
     assert start(f"resume={other}") == other
 
 
+@pytest.mark.slow
 def test_what_cannot_be_resumed_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = a_recipe(tmp_path)
     assert "no run in" in refusal(capsys, str(tmp_path)) and not (tmp_path / "small").exists()

@@ -128,6 +128,7 @@ def test_a_command_or_option_of_another_system_is_told_what_it_is_here(
     assert capsys.readouterr().err.startswith(f"hybridflow: {line}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["trainer.main_ppo", "trainers.ppo_trainer"])
 def test_a_module_that_is_run_says_so_in_one_line(module: str) -> None:
     done = subprocess.run(

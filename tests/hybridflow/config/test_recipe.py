@@ -147,6 +147,7 @@ def test_prompts_without_room_are_refused_by_default_and_never_all_dropped(tmp_p
         check_recipe(load_recipe(DEMO, [*overrides, data.replace("POLICY", "drop")]))
 
 
+@pytest.mark.slow
 def test_what_rewards_cannot_do_with_the_data_is_found_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

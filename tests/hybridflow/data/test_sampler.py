@@ -62,6 +62,7 @@ def test_the_state_of_one_source_is_its_position() -> None:
 # Several sources
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weights", [(1, 1, 1), (3, 2, 1), (0.7, 0.2, 0.1), (1, 0.001, 0.5), (5, 0, 1), (1e-7, 1, 1e-3), (1e9, 1, 3)]
 )
@@ -184,6 +185,7 @@ def test_a_share_of_the_others_is_drawn_all_the_same() -> None:
     assert len({index for index in drawn if index < 500}) > 400  # not always the same ones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0.5, 0.1, 0.01])
 def test_a_few_prompts_that_are_all_too_hard_do_not_end_a_run(keep: float) -> None:
     for seed in range(20):

@@ -85,6 +85,7 @@ def test_the_interval_of_a_mean_is_of_prompts_and_not_of_responses() -> None:
         over_prompts([], proportion=True)
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     """Prompts of different difficulty, 4 responses each: an interval over responses would cover far too seldom."""
     generator = random.Random(7)

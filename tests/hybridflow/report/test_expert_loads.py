@@ -82,6 +82,7 @@ def test_every_cell_is_in_the_class_of_its_value(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "experts", "most_bytes"), [(4, 8, 60_000), (94, 128, 700_000)])
 def test_a_page_of_few_or_many_experts(tmp_path: Path, layers: int, experts: int, most_bytes: int) -> None:
     loads = np.random.default_rng(1).gamma(2.0, 0.5, size=(layers, experts))

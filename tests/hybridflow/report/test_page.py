@@ -465,6 +465,7 @@ def a_text(number: int) -> dict[str, Any]:
     return {"phase": "train", "step": number, "sample": number, "version": number, "reward": 0.5, "answer": [1, "<b>"]}
 
 
+@pytest.mark.slow
 def test_samples_stand_in_a_table(tmp_path: Path) -> None:
     small_run(tmp_path)
     report(tmp_path)
@@ -595,6 +596,7 @@ def test_of_many_ranks_the_first_of_each_role_are_shown(tmp_path: Path) -> None:
     assert "40 of 101 ranks" in plot.note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "gpus", "lines"),
     [(1, 2, ["GPU 0", "GPU 1"]), (2, 8, ["10.0.0.0", "10.0.0.1"]), (9, 1, ["9 GPUs of 9 nodes"])],

@@ -69,6 +69,7 @@ FIELDS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_fields_of_the_data_reach_functions_that_ask_for_them_by_name(tmp_path: Path) -> None:
     config = configured(tmp_path, OF_FIELDS, workers=2)
     with RewardFunctions(config, list(FIELDS)) as rewards:

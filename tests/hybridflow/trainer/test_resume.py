@@ -107,6 +107,7 @@ def test_groups_that_other_code_has_scored_are_drawn_again(tmp_path: Path) -> No
     assert resumed(tmp_path, state, *STREAM, saved=STREAM).snapshot.groups is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "saved", "accepted", "reason"),
     [

@@ -90,6 +90,7 @@ def test_the_parts_of_a_config_have_the_dtype_of_an_export(tmp_path: Path) -> No
     assert load_model_spec(tmp_path / "export").sizes == load_model_spec(tmp_path / "model").sizes
 
 
+@pytest.mark.slow
 def test_experts_in_two_tensors_of_a_layer_are_read_as_experts_with_three_each(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make("qwen3_5_moe", model)

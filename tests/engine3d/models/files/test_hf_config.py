@@ -60,6 +60,7 @@ def same(spec: ModelSpec, theirs: Any) -> None:
     assert (spec.rope.base, spec.rope.kind) == tuple(theirs.rope_parameters[key] for key in ("rope_theta", "rope_type"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_absent_and_null_keys_are_read_as_transformers_reads_them(name: str) -> None:
     config, compared = CONFIGS[name], 0

@@ -49,6 +49,7 @@ def random_view(tensor: Tensor, chooser: random.Random) -> Tensor:
     return tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
 def test_every_element_is_in_one_box_at_its_position(seed: int) -> None:
     chooser = random.Random(seed)

@@ -108,6 +108,7 @@ def test_every_message_is_at_both_of_its_ends_and_all_take_the_same_rounds() -> 
     assert rounds > 1 and {order.rounds for order in orders_of_ranks} == {rounds}
 
 
+@pytest.mark.slow
 def test_staging_that_is_too_small_is_refused_before_any_rank_is_told() -> None:
     sources, targets, tensors = _world()
     with pytest.raises(EngineError, match=r"staging of 1000 bytes is too small for a rank .* with 32 others"):

@@ -20,6 +20,7 @@ def _flat_on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mixed", "engines"])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_program_copies_what_the_loop_copies(seed: int, method: str) -> None:

@@ -45,6 +45,7 @@ def tokens_of(text: str, rng: random.Random) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [("</answer>",), ("\n\n",), ("é",), (" a", "abc"), ("日本",), ("b ",)])
 def test_the_first_token_that_completes_a_stop_is_found(stops: tuple[str, ...]) -> None:
     rng = random.Random(0)

@@ -100,6 +100,7 @@ def test_few_sequences_against_every_way_there_is() -> None:
     assert max(ratios) <= 1.02 and sum(ratio <= 1 + 1e-9 for ratio in ratios) >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at_least", "above"), [(1, 0.15), (12, 0.01)])
 def test_skewed_lengths_are_even_work(at_least: int, above: float) -> None:
     for seed in range(10):
@@ -145,6 +146,7 @@ def test_one_costly_sequence_splits_no_short_ones() -> None:
     assert sum(lengths[index] == 50 for index in itertools.chain(*split)) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [2, 4, 8])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.release) for seed in range(1, 5))])
 def test_ranks_have_complete_sequences_and_similar_work(seed: int, cp: int) -> None:

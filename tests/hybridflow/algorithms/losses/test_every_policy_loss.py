@@ -199,6 +199,7 @@ def test_the_gradient_with_every_estimator(estimator: KLEstimator) -> None:
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROLLED_OUT)
 def test_loss_gradients_and_statistics_do_not_depend_on_the_cut(name: str) -> None:
     """Nor on whether sequences are padded rows or lie end to end."""

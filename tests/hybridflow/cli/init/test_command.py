@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_without_a_model_and_data_all_is_made(tmp_path: Path) -> None:
     recipe = written(tmp_path / "my run")
     assert recipe.name == "my-run" and recipe.model.create is not None and recipe.warmup is not None
@@ -46,6 +47,7 @@ def test_a_name_that_yaml_takes_for_a_number_is_text(tmp_path: Path) -> None:
     assert written(tmp_path / "1e5").name == "1e5"
 
 
+@pytest.mark.slow
 def test_own_model_and_data_are_what_is_trained(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

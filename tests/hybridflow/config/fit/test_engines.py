@@ -130,6 +130,7 @@ def test_check_names_the_line_of_a_pair_that_cannot_serve(tmp_path: Path, line: 
     assert message in refused
 
 
+@pytest.mark.slow
 def test_check_refuses_fewer_pairs_than_ranks_share(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         check_recipe(a_recipe("dpo", f"run_dir={tmp_path}", "trainer.prompts_per_step=3", "trainer.mini_batches=2"))

@@ -87,6 +87,7 @@ def test_special_tokens_that_a_text_has_already_are_reported(tmp_path: Path, cha
         ]
 
 
+@pytest.mark.slow
 def test_the_same_tokens_as_of_prompts_in_memory(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": f"What is {n}\u00e4 \U0001f600?" * (n % 5 + 1), "answer": "x"} for n in range(1500)]
     prompts = read_prompts(bpe, tmp_path / "cache", {"path": str(write(tmp_path / "a.jsonl", rows))})
@@ -590,6 +591,7 @@ def test_another_version_of_a_library_is_another_key(
     assert len(encoded) == 2
 
 
+@pytest.mark.slow
 def test_what_was_half_encoded_is_never_read(
     tmp_path: Path, chat: PreTrainedTokenizerBase, encoded: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

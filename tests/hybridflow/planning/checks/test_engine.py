@@ -69,6 +69,7 @@ def test_a_model_that_scores_has_a_head(tmp_path: Path, role: str) -> None:
     assert spec is not None and spec.value_head and notes == []  # it begins with a head of zeros
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["reference", "critic"])
 def test_files_of_any_model_get_the_notes_of_the_actors(tmp_path: Path, role: str) -> None:
     create_model(a_recipe().model, tmp_path / "language", seed=0)
@@ -307,6 +308,7 @@ def test_training_in_fp8_is_refused_where_it_was_not_tried() -> None:
     assert message in refusal(lambda: check_recipe(load_recipe(TRAINED, narrow)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -369,6 +371,7 @@ def test_matrices_that_no_model_can_leave_out_of_fp8(recipe: str, overrides: lis
     assert message in refusal(lambda: check_recipe(load_recipe(recipe, overrides)))
 
 
+@pytest.mark.slow
 def test_models_next_to_the_actor_leave_out_of_fp8_what_it_does_where_they_are_in_fp8() -> None:
     last = ["train.fp8.num_layers_at_end_in_bf16=1", "algorithm.kl_coef=0.1"]
     recipe = load_recipe(FP8, last)

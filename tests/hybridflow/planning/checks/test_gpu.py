@@ -119,6 +119,7 @@ def test_fp8_is_refused_on_gpus_that_lack_it(
             assert line in output_of(capsys, 2, *settings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_adapters_with_engines_in_fp8_are_refused_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("train.lora={rank: 8}", "warmup=null", "rollout.engine.precision=fp8", "rollout.weights.share=false")
@@ -156,6 +157,7 @@ def test_where_nvml_says_nothing_nothing_is_refused(
     output_of(capsys, 0, "rollout.engine.attention_backend=fa3")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(("module", "package"), [("sgl_kernel", "sglang-kernel"), ("flashinfer", "flashinfer-python")])
 def test_a_library_that_the_engine_imports_is_named(

@@ -43,6 +43,7 @@ def test_groups_over_several_nodes_are_told() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_for_gpus_have_their_nodes_on_a_machine_without(path: Path) -> None:
     recipe = load_recipe(path)

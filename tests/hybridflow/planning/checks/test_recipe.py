@@ -16,6 +16,7 @@ from tests.support.resumable import a_recipe, make_checkpoint
 from tests.support.runs import ROOT
 
 
+@pytest.mark.slow
 def test_a_dry_run_returns_the_resumption_and_reads_shards_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,6 +34,7 @@ def test_a_dry_run_returns_the_resumption_and_reads_shards_once(
     assert check_recipe(recipe) == []  # the run itself logs it
 
 
+@pytest.mark.slow
 def test_a_role_of_observations_that_the_template_escapes_is_refused(tmp_path: Path) -> None:
     template = tmp_path / "template"
     template.write_text(
@@ -72,6 +74,7 @@ def test_actors_that_share_what_each_needs_alone_are_refused(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_one_names_it(tmp_path: Path) -> None:
     [line] = refused(tmp_path, "actors.brief.train.layout.tp=3")
     assert line.startswith("actor brief: train.layout on placement.actor: ")

@@ -81,6 +81,7 @@ def test_a_function_that_may_fail_is_told_and_not_on_all_rows(
     assert "2 of 2 training rows have none" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_remarks_in_place_of_answers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(checked(tmp_path, ["2", "proof", "proof", "notfound"], NEEDED)) == 0
     assert (
@@ -90,6 +91,7 @@ def test_remarks_in_place_of_answers_are_named(tmp_path: Path, capsys: pytest.Ca
     )
 
 
+@pytest.mark.slow
 def test_placeholders_that_rewards_refuse_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(checked(tmp_path, ["2", "See solution", "TBD"], NEEDED)) == 0
     assert "among the answers of 3 training rows are 1 'See solution', 1 'TBD'" in capsys.readouterr().out
@@ -172,6 +174,7 @@ def test_the_reward_of_tools_is_looked_at_too(
     assert said.format(tmp_path) in (printed.err if code else printed.out)
 
 
+@pytest.mark.slow
 def test_an_environment_is_checked_in_a_notebook_too() -> None:
     async def cell(name: str) -> None:
         check_environment(EnvironmentConfig(path=f"hybridflow.environments.guess:{name}"))

@@ -109,6 +109,7 @@ def test_the_recipe_of_a_run_of_another_version_is_named(tmp_path: Path) -> None
         plan_replay(recipe.directory, 1)
 
 
+@pytest.mark.slow
 def test_an_actor_of_several_is_evaluated_by_its_own_recipe(tmp_path: Path) -> None:
     sets = ["evaluation.sums.data.path=" + str(rows_of_sums(tmp_path)), "checkpoint.save_interval=1"]
     recipe = load_recipes(IPPO, [f"run_dir={tmp_path}", *SMALL, *sets])["adder"]

@@ -17,6 +17,7 @@ MANY = 1e15
 """Tokens of a KV cache that bounds nothing."""
 
 
+@pytest.mark.slow
 def test_weights_are_the_models() -> None:
     one = MODEL.weights(EngineShape())
     assert one == pytest.approx(2 * MODEL.spec.parameter_count(), rel=0.001)

@@ -101,6 +101,7 @@ def test_a_generative_reward_model_writes_its_verdict_at_the_end() -> None:
         assert judged(judge, ["x"])["rewards"] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "line"),
     [

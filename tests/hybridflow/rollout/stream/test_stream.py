@@ -150,6 +150,7 @@ class _Slow(_Named):
         await super().abort(samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_what_is_given_up_on_its_way_to_an_engine_is_given_up_there(staleness: int) -> None:
     async def learn() -> list[_Slow]:
@@ -181,6 +182,7 @@ def test_each_prompt_is_learned_from_once_and_sample_ids_are_never_used_again(st
         assert groups == list(range(80))
 
 
+@pytest.mark.slow
 def test_running_ahead_takes_less_time_and_keeps_engines_busy() -> None:
     async def learn(limits: StreamLimits) -> tuple[float, float]:
         setup = _Setup(limits, engines=4, slots=8)

@@ -87,6 +87,7 @@ def test_a_replay_has_a_directory_of_its_own_and_no_engines(tmp_path: Path) -> N
     assert plan_replay(moved, 3).checkpoint == moved / "checkpoints/step-00000002"
 
 
+@pytest.mark.slow
 def test_a_replay_keeps_no_best_checkpoint(tmp_path: Path) -> None:
     """It saves none after its steps, of which its run might choose one."""
     keep = ("evaluation.sums.data.path=sums.jsonl", "checkpoint.keep_best={metric: eval/sums/pass@1}")
@@ -95,6 +96,7 @@ def test_a_replay_keeps_no_best_checkpoint(tmp_path: Path) -> None:
     assert plan.base == 2 and plan.recipe.checkpoint.keep_best is None and plan.changed == ()
 
 
+@pytest.mark.slow
 def test_other_settings_make_other_bits(tmp_path: Path) -> None:
     run = make_run(tmp_path).directory
     plan = plan_replay(run, 3, ["train.layout={ep: 1, tp: 2}", "limits.call_s=1000", "placement.actor=cpu:2-3"])
@@ -102,6 +104,7 @@ def test_other_settings_make_other_bits(tmp_path: Path) -> None:
     assert "the run had other settings than train.layout.tp=2" in plan.inexact[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_with_other_settings_may_have_made_other_bits(tmp_path: Path) -> None:
     recipe = make_run(tmp_path, checkpoints=())
     make_checkpoint(a_recipe(tmp_path, "train.micro_batch_tokens=4096", "trainer.steps=3", "limits.call_s=99"), 2)

@@ -38,6 +38,7 @@ def specs_of(recipe: Recipe, run: Run, nodes: Sequence[Node] = NODES) -> dict[st
     return {spec.role: spec for spec in RoleSpecs(recipe, run, devices, nodes).all()}
 
 
+@pytest.mark.slow
 def test_every_role_of_a_recipe_has_one_spec_in_the_order_of_its_start(run: Run) -> None:
     specs = specs_of(load_recipe(DEMO, [WITH_REFERENCE]), run)
     assert list(specs) == ["rollout", "actor", "reference", "reward"]

@@ -96,6 +96,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         claim(tmp_path / "file" / "run")
 
 
+@pytest.mark.slow
 def test_the_demo_makes_its_model_and_splits(tmp_path: Path) -> None:
     recipe = load_recipe("launch/recipes/demo.yaml", [f"run_dir={tmp_path}", "model.create.seed=7"])
     run = prepare(recipe)

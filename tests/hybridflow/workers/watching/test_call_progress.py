@@ -102,6 +102,7 @@ def test_busy_processes_compute_or_read() -> None:
     assert not Usage(110.0, 3.1, 10**9 + 1000, 1).is_busy_since(before)
 
 
+@pytest.mark.slow
 def test_all_that_was_started_counts_before_ranks_have_processes() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         before = Usage.of_descendants(time.monotonic())

@@ -47,6 +47,7 @@ def test_a_content_of_parts_is_cut_as_the_text_that_it_is(chat: PreTrainedTokeni
     assert cut(chat, [{"role": "user", "content": content}], 8, "cut_right") == "<|user|>01234<|end|><|assistant|>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cut_left", "cut_right", "cut_middle"])
 @pytest.mark.parametrize("text", ["What is the sum " * 9, "\U0001f600\u00e4\u4e2d" * 20, "the\U0001f600answer" * 9])
 def test_texts_whose_characters_are_several_tokens(

@@ -119,6 +119,7 @@ def test_every_format_has_the_same_rows(tmp_path: Path, name: str) -> None:
     assert all_rows(tmp_path / name, tmp_path / "cache") == ROWS  # of what is kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz", ".GZ"])
 def test_compressed_texts(tmp_path: Path, suffix: str) -> None:
     compress = {
