@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import AllToAllOptions, ErrorType
 from torch.distributed import ProcessGroupNCCL, Store, Work
 
+from engine3d.environment import exchange_variables
 from engine3d.errors import first_line
 from engine3d.platform.wire import PendingExchange, Wire, WireError, all_connected, meet
 
@@ -35,9 +34,13 @@ class NcclWire(Wire):
         connections = meet(store, names, rank, timeout_s)
         options = ProcessGroupNCCL.Options()
         options._timeout = _NEVER
-        with _errors_left_to_us():
+        # torch's watchdog would end the process when a peer is gone. It reads this when a group is made.
+        before = exchange_variables({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+        try:
             # torch's stubs leave out what a backend can do.
             self._group: Any = ProcessGroupNCCL(connections, rank, len(names), options)
+        finally:
+            exchange_variables(before)
         self._set_up(device)
         all_connected(store, names, rank, timeout_s)
         self._stream = torch.cuda.Stream(device)
@@ -105,18 +108,3 @@ class _NcclExchange(PendingExchange):
                 raise self._wire.fail(message, self._peers)
             time.sleep(_POLL_S)
         self._work.wait()
-
-
-@contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """torch's watchdog would end the process when a peer is gone. It reads this when a group is made."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -19,6 +19,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.job_config import JobConfig
 from ray.util import get_node_ip_address
 
+from engine3d.environment import exchange_variables
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.driver_link import DriverLink, driver_link
 from hybridflow.cluster.hosts.description import Host, listed
@@ -447,8 +448,7 @@ class _Environment:
     """
 
     def __init__(self, variables: Mapping[str, str | None]) -> None:
-        self._before = {name: os.environ.get(name) for name in variables}
-        _set_environment(variables)
+        self._before = exchange_variables(variables)
         forget_token()
 
     def close(self, *, forget: bool = True) -> None:
@@ -457,17 +457,9 @@ class _Environment:
         Args:
             forget: the token too. A Ray that was not shut down has threads in this process that still ask with it.
         """
-        _set_environment(self._before)
+        exchange_variables(self._before)
         if forget:
             forget_token()
-
-
-def _set_environment(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _check_loopback() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from engine3d.environment import exchange_variables
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.planning.measure.rates import ROUNDS
@@ -38,8 +38,12 @@ def on_ranks(measurement: Callable[..., Any], ranks: int, *arguments: Any) -> An
         UserError: a rank failed, or they did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with _without_warnings():
+        # Of the ranks' imports, unless the user has chosen them.
+        before = exchange_variables({"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")})
+        try:
             context = multiprocessing.spawn(_rank, (ranks, folder, measurement, arguments), ranks, join=False)
+        finally:
+            exchange_variables(before)
         ends = time.monotonic() + _LIMIT_S
         try:
             while not context.join(timeout=1.0):
@@ -66,19 +70,6 @@ def seconds_together(operation: Callable[[], object], times: int = 1) -> float:
         platform.synchronize()
         rounds.append((time.perf_counter() - began) / times)
     return min(rounds[1:])
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence the warnings of the imports of processes started in the block, unless the user has chosen them."""
-    if "PYTHONWARNINGS" in os.environ:
-        yield
-        return
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONWARNINGS"]
 
 
 def _rank(rank: int, ranks: int, folder: str, measurement: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
